@@ -3,7 +3,7 @@
     python benchmarks/fp8_curves.py bert base --data texts/ --steps 1000 --out curves
     python benchmarks/fp8_curves.py gpt2 small --data texts/ --steps 300 --tokens 32768 --max-length 1024 --out curves
 
-Every run is `fasttfm pretrain` of --tokens tokens a step; the runs of a seed have the same parameters, batches and
+Every run is `fasttfm pretrain` of --tokens tokens per step; the runs of a seed have the same parameters, batches and
 dropout seeds. Writes <out>/<model>-<size>.csv with the training losses and the validation loss at the end of each run,
 and a plot of the losses' means over 20 steps. FP8 is as good as bf16 if its final losses are within the spread of the
 seeds.
@@ -121,7 +121,7 @@ def main() -> None:
                 rows[-1][-1] = f"{held_out:.5f}"
                 writer.writerows(rows)
                 file.flush()
-    title = f"{name}, {arguments.tokens:,} tokens a step"
+    title = f"{name}, {arguments.tokens:,} tokens per step"
     write_plot(arguments.out / f"{name}.png", title, curves)
 
 

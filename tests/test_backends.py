@@ -251,7 +251,7 @@ def test_a_backend_may_leave_the_backward_to_the_next(monkeypatch: pytest.Monkey
     assert explain("scale", X, factor=2).reasons["cuda"] == "takes a factor of 1"
     table = BackendTable("scale", table.backends[:1])
     assert table.select_backward(None, slow).name == explain("scale", slow).backward == "cuda"
-    with pytest.raises(ValueError, match="scale: no backend after 'cuda' can serve the backward of this call"):
+    with pytest.raises(ValueError, match="scale: no backend after 'cuda' supports the backward of this call"):
         table.select_backward(None, X[:2])
 
 

@@ -1,15 +1,15 @@
-"""Which GPUs and drivers a build of the CUDA kernels can serve: rules over plain numbers, no device is asked here.
+"""Which GPUs and drivers a build of the CUDA kernels supports: rules over plain numbers, which query no device.
 
-Versions of CUDA are numbers such as 13000 for 13.0, compute capabilities such as 90 for 9.0, and ``archs`` is what the
-core was built for, "80 90a 80-virtual" for example.
+Versions of CUDA are numbers such as 13000 for 13.0, compute capabilities such as 90 for 9.0, and ``archs`` are the
+architectures that the core was built for, for example "80 90a 80-virtual".
 """
 
 from __future__ import annotations
 
 
 def refuse_driver(driver: int, toolkit: int) -> str | None:
-    """Why a core that was built with the toolkit cannot run under the driver: it must be of the same major version or a
-    later one."""
+    """Why a core that was built with the toolkit cannot run under the driver, which must have the same or a later major
+    version; None if it can."""
     if driver // 1000 >= toolkit // 1000:
         return None
     needed = toolkit // 1000 * 1000
@@ -20,8 +20,9 @@ def refuse_driver(driver: int, toolkit: int) -> str | None:
 
 
 def refuse_capability(capability: int, archs: str, driver: int, toolkit: int) -> str | None:
-    """Why a GPU has no code in the core. Machine code runs on GPUs of its own major version and a minor version that is
-    not below its own; PTX on every newer GPU, if the driver, which compiles it, is not older than the toolkit."""
+    """Why the core has no code for a GPU; None if it has. Machine code runs on GPUs with the same major version and the
+    same or a later minor version; PTX on every later GPU, if the driver, which compiles it, is not older than the
+    toolkit."""
     names = archs.split()
     machines = [_number(name) for name in names if not name.endswith("-virtual")]
     if any(capability // 10 == machine // 10 and capability >= machine for machine in machines):
@@ -46,7 +47,7 @@ def refuse_block_memory(needed: int, limit: int) -> str | None:
 
 
 def _number(arch: str) -> int:
-    """80 of "80-virtual", 90 of "90a"."""
+    """80 for "80-virtual", 90 for "90a"."""
     return int(arch.removesuffix("-virtual").rstrip("abcdefghijklmnopqrstuvwxyz"))
 
 

@@ -25,7 +25,7 @@ except ImportError as error:
 
 
 def _set_isa(name: str | None) -> None:
-    """Makes the core use another instruction set than the widest that the CPU has; for tests and benchmarks."""
+    """Makes the core use another instruction set than the widest that the CPU supports, for tests and benchmarks."""
     if not name or _core is None:
         return
     if name not in _core.supported_isas():
@@ -40,7 +40,7 @@ def _no_signature(*_: object) -> None:
     return None
 
 
-# What a call's checks and choice of a backend depend on, as bytes, where all tensors are plain; None for other calls.
+# The facts that a call's checks and choice of a backend depend on, as bytes, if all tensors are plain; otherwise None.
 signature: Callable[..., bytes | None] = _no_signature
 if _core is not None:
     _core.use_torch(torch)
@@ -48,10 +48,10 @@ if _core is not None:
 
 
 class _NeverRaised(RuntimeError):
-    """Without a core there is no launch."""
+    """Replaces the core's exception if there is no core; it is never raised."""
 
 
-# Raised where blocks of a launch wait for each other and do not all fit on the GPU at the same time.
+# Raised if blocks of a launch wait for each other, but do not all fit on the GPU at the same time.
 DoesNotFit: type[RuntimeError] = _NeverRaised if _core is None else _core.DoesNotFit
 
 
@@ -78,7 +78,8 @@ def missing_cuda() -> str | None:
 
 @functools.cache
 def missing_on(index: int) -> str | None:
-    """Why the native core has no CUDA kernels for one GPU, where it can launch them on some; None if it has."""
+    """Why the native core has no CUDA kernels for this GPU, although it can launch kernels on others; None if it
+    has."""
     capability, driver = _core.compute_capability(index), _core.driver_version()
     return _gpus.refuse_capability(capability, _core.cuda_archs, driver, _core.cuda_version)
 
@@ -112,7 +113,7 @@ def core() -> ModuleType:
 
 @functools.cache
 def blas() -> str:
-    """The file of the BLAS that torch's CPU library contains or depends on; "" where the core finds none."""
+    """The file of the BLAS that torch's CPU library contains or depends on; "" if the core finds none."""
     return core().find_blas(str(_torch_library()))
 
 
@@ -127,26 +128,26 @@ def shared_openmp() -> tuple[str, str]:
 
 
 def address(tensor: torch.Tensor | None) -> int:
-    """A tensor's data pointer as the core takes it; 0 for None."""
+    """A tensor's data pointer for the core; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr() or _empty_address(tensor)
 
 
 def _empty_address(tensor: torch.Tensor) -> int:
-    """0, which a tensor without elements may have: one with elements must not pass for None."""
+    """Returns 0 for a tensor without elements; raises for others, whose address 0 would be taken for None."""
     if tensor.numel() == 0:
         return 0
     raise TypeError(f"expected tensors with memory of their own, got {type(tensor).__name__} on {tensor.device}")
 
 
 def as_parameter(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """A parameter as kernels read it: contiguous and of one type; itself where it is that already."""
+    """A contiguous parameter of this dtype, copied only if it is not already."""
     if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
         return tensor
     return tensor.to(dtype).contiguous()
 
 
 def dtype_code(tensor: torch.Tensor | None) -> int:
-    """A tensor's dtype as the core takes it; any code will do where there is no tensor."""
+    """The core's code of a tensor's dtype; an arbitrary code for None."""
     return 0 if tensor is None else DTYPE_CODES[tensor.dtype]
 
 

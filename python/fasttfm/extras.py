@@ -1,4 +1,4 @@
-"""What to install where an optional package is missing."""
+"""Messages about missing optional packages."""
 
 from __future__ import annotations
 

@@ -4,12 +4,12 @@
     from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
     from fasttfm.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
-Tensors may also be fp32, on any device that ``ops.attention`` serves. Every call is deterministic. These differ:
+Tensors may also be fp32, on any device that ``ops.attention`` supports. Every call is deterministic. Differences:
 
 - ``softcap``, ``cache_leftpad`` and slopes for each sequence (``alibi_slopes`` of two dimensions) raise ValueError.
 - ``return_attn_probs`` returns ``(out, softmax_lse, None)``: the weights after dropout, which FlashAttention returns
-  for tests, are never in memory. A query without a key has an lse of -inf.
-- Dropout draws from torch's generator, but other elements than FlashAttention's.
+  for tests, are never in memory. A query without visible keys has an lse of -inf.
+- Dropout uses torch's generator, but drops other elements than FlashAttention.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _attend(
 
 
 def refuse(function: str, **given: Any) -> None:
-    """Raises for arguments of FlashAttention that are not supported. A soft cap of 0 is none."""
+    """Raises for arguments of FlashAttention that are not supported. A soft cap of 0 means none."""
     for name, value in given.items():
         if name == "alibi_slopes":
             if value is not None and value.dim() != 1:
@@ -158,15 +158,15 @@ def flash_attn_with_kvcache(
     Args:
         q: ``[B, Sq, H, D]``.
         k_cache, v_cache: ``[caches, Sk, Hk, D]``, or with ``block_table`` ``[blocks, block size, Hk, D]``. They are
-            changed in place where ``k`` and ``v`` are given.
-        k, v: ``[B, Sn, Hk, D]``, written after the ``cache_seqlens`` tokens that the cache holds.
+            changed in place if ``k`` and ``v`` are given.
+        k, v: ``[B, Sn, Hk, D]``, written after the ``cache_seqlens`` tokens in the cache.
         rotary_cos, rotary_sin: ``[positions, R / 2]``: the first R columns of ``q`` and ``k`` are rotated by their
             position. Without ``causal`` and a window, all queries have the position of the first new token.
         cache_seqlens: int or int32 ``[B]``, the tokens in the cache before this call; all of ``k_cache`` by default.
         cache_batch_idx: ``[B]``: the cache of each sequence; by default the first B in order.
-        block_table: int32 ``[B, blocks of a sequence]``: where the blocks of each sequence are. The call copies them
-            into one tensor.
-        rotary_interleaved: Rotates columns 0 and 1, 2 and 3, ...; else the first half of R with the second.
+        block_table: int32 ``[B, blocks per sequence]``: the blocks of each sequence. The call copies them into one
+            tensor.
+        rotary_interleaved: Whether pairs are columns 0 and 1, 2 and 3, ...; otherwise column i and i + R / 2.
         num_splits: Has no effect.
 
     Returns:
@@ -241,7 +241,7 @@ def _check_cache(
 def _check_places(
     op: str, cache: Tensor, held: Tensor, new: int, block_table: Tensor | None, cache_batch_idx: Tensor | None
 ) -> None:
-    """That every token has a place in the cache, before anything is written. Not validated on a GPU."""
+    """Raises if a token has no place in the cache, before anything is written. Not validated on a GPU."""
     if held.is_cuda or not len(held):
         return
     room = cache.shape[1] if block_table is None else cache.shape[1] * block_table.shape[1]

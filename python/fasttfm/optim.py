@@ -1,4 +1,4 @@
-"""``AdamW``: torch's, on a GPU as one pass over all parameters that also clips and writes 16-bit copies."""
+"""``AdamW``: torch's AdamW, on a GPU as one pass over all parameters that also clips and writes 16-bit copies."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ class _Given(NamedTuple):
 class AdamW(torch.optim.AdamW):
     """``torch.optim.AdamW``, with the same state: each loads checkpoints of the other.
 
-    On a GPU a step is one CUDA kernel over all parameters, whose gradients may be in fp32 or 16 bits; nothing waits for
-    the GPU, and a CUDA graph can hold the step. Parameters there are fp32 and contiguous. On a CPU it is torch's fused
-    step.
+    On a GPU a step is one CUDA kernel over all parameters, whose gradients may be in fp32 or 16 bits. It does not
+    synchronize with the GPU, and a CUDA graph can capture it. Parameters must be fp32 and contiguous. On a CPU it is
+    torch's fused step.
 
     Args:
         params: Parameters or groups of them, all on one device.
-        lr: A number, or a tensor of one, which a CUDA graph of the step reads in each replay.
-        max_norm: Gradients whose norm, of all together, is greater are scaled down to it, as
-            ``torch.nn.utils.clip_grad_norm_`` does, but inside the step: on a GPU they themselves stay as they are.
+        lr: A number, or a tensor of one element, which a CUDA graph of the step reads in each replay.
+        max_norm: The maximum total norm of the gradients, to which larger ones are scaled, as in
+            ``torch.nn.utils.clip_grad_norm_``, but inside the step: on a GPU the gradients themselves are not changed.
             Infinity only computes the norm.
-        weight_copies: Keep copies of parameters in the type that forwards under autocast cast them to, written by the
-            step itself, on a GPU. Whoever then changes parameters in a way that torch does not count (through
-            ``parameter.data``) must call ``refresh_copies(everything=True)``.
+        weight_copies: Whether a step on a GPU also writes copies of parameters in the dtype to which forwards under
+            autocast cast them. Code that changes parameters in a way that torch does not count (through
+            ``parameter.data``) must then call ``refresh_copies(everything=True)``.
         capturable: Accepted for compatibility with torch; the step can always be captured.
 
     Attributes:
@@ -95,9 +95,9 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. ``grad_scale`` and ``found_inf``, which torch's gradient scaler sets, are followed as by torch's
-        fused optimizers, but the gradients of a GPU are not written. With ``found_inf`` and ``max_norm``, a norm that
-        is not finite leaves everything as it is, too."""
+        """Runs a step. ``grad_scale`` and ``found_inf``, which torch's gradient scaler sets, are respected as in
+        torch's fused optimizers, but gradients on a GPU are not written. With ``found_inf`` and ``max_norm``, a norm
+        that is not finite skips the step, too."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -157,7 +157,7 @@ class AdamW(torch.optim.AdamW):
         self.last_norm = memory.norm
 
     def _table_of(self, given: _Given) -> _Table:
-        """The table of the step before, if the same parameters have gradients."""
+        """The table of the previous step, if the same parameters have gradients; otherwise a new one."""
         if self._table is None or not self._table.is_of(given):
             self._table = _Table(given)
         return self._table
@@ -201,11 +201,11 @@ class AdamW(torch.optim.AdamW):
         weight_copies.forget(given.parameters)
 
     def _states(self, given: _Given) -> list[dict[str, Tensor]]:
-        """As torch keeps them; made where there are none."""
+        """The states in torch's format, created if there are none."""
         for group in given.groups:
             for option in ("amsgrad", "maximize", "differentiable"):
                 if group.get(option):
-                    raise ValueError(f"AdamW: {option}: expected False, got True: torch.optim.AdamW can do that")
+                    raise ValueError(f"AdamW: {option}: expected False, got True: use torch.optim.AdamW for that")
         found = [self.state[each] for each in given.parameters]
         if not all(found):
             for each, state in zip(given.parameters, found, strict=True):
@@ -218,10 +218,10 @@ class AdamW(torch.optim.AdamW):
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def refresh_copies(self, *, everything: bool = False) -> None:
-        """Brings the copies up to date with parameters that others have changed.
+        """Updates the copies of parameters that were changed outside of the step.
 
-        Eager forwards notice what torch counts by themselves. A CUDA graph cannot: call this before a replay where
-        parameters may have changed, and with ``everything`` after changes that torch does not count.
+        Eager forwards detect changes that torch counts. A CUDA graph cannot: call this before a replay if parameters
+        may have changed, and with ``everything`` after changes that torch does not count.
         """
         weight_copies.refresh(self._entries, everything=everything)
 
@@ -237,7 +237,7 @@ class AdamW(torch.optim.AdamW):
         self._enroll()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also of an optimizer that was not fused, and had its step counts on the CPU."""
+        """Also loads the state of an optimizer that is not fused, which has its step counts on the CPU."""
         groups = [{**group, "fused": True, "foreach": None} for group in state_dict["param_groups"]]
         super().load_state_dict({**state_dict, "param_groups": groups})
 
@@ -268,9 +268,8 @@ def _check_on_cpu(given: _Given) -> None:
 def _in_one_layout(
     parameters: list[Tensor], gradients: list[Tensor], *states: list[Tensor]
 ) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
-    """Each parameter with its gradient and states, as torch's fused step reads them: element by element in the order of
-    memory. Those that differ in their strides, or have gaps, are copied; copies of what the step changes have to be
-    written back."""
+    """Each parameter with its gradient and states in one memory layout, because torch's fused step reads them in memory
+    order. Tensors with other strides or gaps are copied; copies that the step changes have to be written back."""
     columns = (parameters, gradients, *states)
     found, copied = [list(column) for column in columns], []
     for index, row in enumerate(zip(*columns, strict=True)):
@@ -286,7 +285,7 @@ def _in_one_layout(
 
 @functools.cache
 def _listen_to_others() -> None:
-    """torch does not count what its fused optimizers change."""
+    """Marks copies as out of date after steps of torch's fused optimizers, whose changes torch does not count."""
 
     def forget(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not isinstance(optimizer, AdamW):
@@ -338,7 +337,7 @@ class _Memory(NamedTuple):
 
 
 class _Table:
-    """The kernel's table of parameters, kept from step to step: what stays where it was is not written again."""
+    """The kernel's table of parameters, kept between steps: addresses that have not changed are not written again."""
 
     def __init__(self, given: _Given) -> None:
         core, count, groups = _native.core(), len(given.parameters), len(given.groups)
@@ -362,13 +361,13 @@ class _Table:
         return self.counts == given.counts and all(map(operator.is_, self.parameters, given.parameters))
 
     def take_addresses(self, states: list[dict[str, Tensor]]) -> None:
-        """Parameters and states. They are checked where they are not where they were in the step before."""
+        """Writes the addresses of parameters and states. They are checked if they differ from the previous step's."""
         tensors = [*self.parameters, *(state[name] for name in _STATES for state in states)]
         _write_addresses(tensors, self.found)
         if np.array_equal(self.found, self.addresses):
             return
         if (reason := refusal(self.parameters)) is not None:
-            raise ValueError(f"AdamW: {reason}; torch.optim.AdamW takes others")
+            raise ValueError(f"AdamW: {reason}; torch.optim.AdamW supports others")
         _check_states(self.parameters, states)
         for name, column in zip(("parameter", *_STATES), self.found, strict=True):
             self.tensors[name] = column
@@ -378,7 +377,7 @@ class _Table:
         code = _write_addresses(gradients, self.gradients)
         if code in _native.DTYPE_CODES.values() and gradients[0].get_device() == self.index:
             self.tensors["gradient_dtype"] = code
-        else:  # of several types, with gaps, or nothing that the kernel takes
+        else:  # several dtypes, gaps, or not supported by the kernel
             for each in gradients:
                 _check_gradient(each, self.index)
             gradients = [each if each.is_contiguous() else each.contiguous() for each in gradients]

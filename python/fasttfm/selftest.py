@@ -1,8 +1,8 @@
 """``python -m fasttfm.selftest``: checks the installed package on this machine, in about half a minute.
 
-Each op's first case is run forward and backward by every backend that serves the device, in every type, and held to
-the reference by the rule of docs/numerics.md. One line per op and backend; the exit code is 1 if a result is wrong or a
-kernel fails.
+Each op's first case runs forward and backward with every backend for the device, in every dtype, and is compared with
+the reference by the rule of docs/numerics.md. It prints one line per op and backend; the exit code is 1 if a result is
+wrong or a kernel fails.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def kernels_on(spec: OpSpec, device: str) -> list[str]:
-    """The op's backends on the device; the reference only where there is no other. Triton's interpreter is no
-    backend that users run."""
+    """The op's backends on the device, without Triton's interpreter, which users do not run; the reference only if
+    there is no other."""
     interpreter = "triton" if device == "cpu" else None
     found = [name for name in backends_on(spec, device) if name not in ("reference", interpreter)]
     return found or ["reference"]
@@ -57,7 +57,7 @@ def check(spec: OpSpec, backend: str, dtype: torch.dtype, device: str) -> str:
     call = Call(spec, spec.cases[0], dtype, backend, device)
     try:
         call.check("result", call.inputs())
-    except BackendRefused:  # another backend serves this type
+    except BackendRefused:  # another backend supports this dtype
         return "not served"
     except AssertionError as error:
         return f"{WRONG}: {error}"

@@ -81,7 +81,7 @@ def test_a_new_folder_for_every_run(corpus: dict[str, Path], tmp_path: Path, mon
         (["--set", "layers=3"], 2, "layers: expected a field of BertConfig"),
         (["--set", "layers"], 2, "argument --set: expected FIELD=VALUE, got 'layers'"),
         (["--device", "tpu"], 2, "device: expected cpu, cuda or cuda:<number>, got 'tpu'"),
-        (["--device", "cuda:7"], 2, "device: cuda:7 is not here: torch sees"),
+        (["--device", "cuda:7"], 2, "device: cuda:7 does not exist: torch sees"),
         (["--parallel", "ddp"], 2, "parallel: ddp needs several processes: torchrun --nproc-per-node N -m fasttfm ..."),
         (["--optimizer", "sgd"], 2, "optimizer: expected one of adamw, lamb, got 'sgd'"),
         (["--steps", "0"], 2, "steps: expected a number from 1 on, got 0"),

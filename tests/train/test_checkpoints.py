@@ -201,7 +201,7 @@ def change_a_bit(path: Path) -> None:
     ("name", "damage", "sentence"),
     [
         ("inner/weights", truncate, "inner/weights: damaged: expected 200 bytes, got 199"),
-        ("inner/weights", change_a_bit, "inner/weights: damaged: the checksum is not that of what was written"),
+        ("inner/weights", change_a_bit, "inner/weights: damaged: the checksum differs from the manifest's"),
         ("training_state.pt", Path.unlink, "training_state.pt: cannot be read: No such file"),
         ("manifest.json", Path.unlink, "no checkpoint of a training run: there is no manifest.json"),
         ("manifest.json", truncate, "manifest.json: cannot be read"),
@@ -236,7 +236,7 @@ def test_a_foreign_state_is_refused(corpus: dict[str, Path], tmp_path: Path) -> 
             pretrain(settings, run_of(tmp_path, resume=True))
         return str(raised.value)
 
-    assert "training_state.pt: not the state of such a run" in refused({"weights": torch.zeros(2)})
+    assert "training_state.pt: not the state of a pre-training run" in refused({"weights": torch.zeros(2)})
     assert "expected a dictionary, got Tensor" in refused(torch.zeros(2))
     assert "cannot be read" in refused(Path("code/that/must/not/run"))
 

@@ -61,7 +61,7 @@ def test_settings_that_cannot_be() -> None:
         ("width", 0, "width: expected a number from 1 on, got 0"),
         ("margin", 0.0, "margin: expected a number above 0, got 0.0"),
         ("norm", 3, "norm: expected 1 or 2, got 3"),
-        ("held_out", 1.0, "held_out: expected a share of the facts"),
+        ("held_out", 1.0, "held_out: expected a fraction of the facts"),
     ):
         with pytest.raises(ValueError, match=message):
             TransESettings(**{name: value})

@@ -1,6 +1,6 @@
-"""BERT's masked-LM step as an expert writes it in plain torch: the strongest peer that needs no library.
+"""BERT's masked LM training step as an expert writes it in plain torch: the strongest peer that needs no library.
 
-One product for q, k and v, SDPA, the loss on gathered rows only; the whole model is meant to be compiled.
+It has one GEMM for q, k and v, SDPA, and the loss of only the gathered rows; the whole model is meant to be compiled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GPT-2's training step as an expert writes it in plain torch: one product for q, k and v, causal SDPA, pre-LN."""
+"""GPT-2's training step as an expert writes it in plain torch: one GEMM for q, k and v, causal SDPA, pre-LN."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Times an op and its peers on the cases its OpSpec declares, forward and backward: one Row for each measurement.
 
-Contenders share the same input sets. Together these exceed twice the last-level cache, and they take turns: what one
-call leaves in the cache is gone when its set comes again. Two times are taken: ``ms``, back-to-back calls as a user
-issues them, where host overhead shows when the op is small; and on a GPU ``gpu_ms``, the same as CUDA graph replays.
+Contenders use the same input sets in turns. Together these exceed twice the last-level cache, so a set is not in the
+cache any more when it is used again. Two times are measured: ``ms``, back-to-back calls as a user issues them, which
+include host overhead if the op is small; and on a GPU ``gpu_ms``, the same as CUDA graph replays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Row:
     direction: str
     device: str
     contender: str
-    backend: str = ""  # the one that served, observed in the call; ours only
+    backend: str = ""  # the backend that ran, observed in the call; only for ours
     ms_p20: float | None = None
     ms_p50: float | None = None
     ms_p80: float | None = None
@@ -51,10 +51,10 @@ class Row:
     flops: float = 0.0
     rate: float | None = None
     rate_unit: str = ""  # TB/s or TFLOP/s, whichever bounds the case
-    fraction: float | None = None  # the device's limit over the time: 1 is the best that can be
-    ratio: float | None = None  # best peer's ms over ours: above 1 we are faster
-    gpu_ratio: float | None = None  # the same by gpu_ms
-    peak_mib: float | None = None  # memory a call takes at its peak beyond what is allocated before
+    fraction: float | None = None  # the device's limit divided by the time: at most 1
+    ratio: float | None = None  # the best peer's ms divided by ours: above 1 we are faster
+    gpu_ratio: float | None = None  # the same with gpu_ms
+    peak_mib: float | None = None  # the peak memory of a call, in addition to what is allocated before it
     copy_tb_per_s: float = 0.0
     gemm_tflop_per_s: float = 0.0
     torch_version: str = str(torch.__version__)
@@ -88,7 +88,7 @@ def default_device() -> torch.device:
 
 
 def calls_of(spec: OpSpec, device: torch.device, selection: Selection) -> list[tuple[OpCase, torch.dtype]]:
-    """The (case, dtype) pairs of a run. A case that the device's list lacks is left out: ops have different cases."""
+    """The (case, dtype) pairs of a run. Selected cases that the op does not have on this device are ignored."""
     on_gpu = device.type == "cuda"
     dtypes = selection.dtypes or ((torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16))
     cases = spec.bench_cases if on_gpu else spec.bench_cases_cpu
@@ -110,7 +110,7 @@ def contender_names(spec: OpSpec, device: torch.device, selection: Selection) ->
 
 
 def directions_of(spec: OpSpec) -> tuple[str, ...]:
-    """The directions an op is measured in. Where the forward computes the gradients, the backward has no row."""
+    """The directions in which an op is measured. If its forward computes the gradients, the backward has no row."""
     if not spec.differentiable:
         return DIRECTIONS[:1]
     return tuple(name for name in DIRECTIONS if name != "backward" or not spec.gradients_in_forward)
@@ -138,7 +138,7 @@ def bench_case(
     contenders: Iterable[str],
     effort: timing.Effort,
 ) -> list[Row]:
-    """Measures one case in every direction. A contender that is not here or fails becomes rows with the reason."""
+    """Measures one case in every direction. A contender that is unavailable or fails gets rows with the reason."""
     torch.compiler.reset()  # every shape gets a compilation of its own, and the limit on recompilations is not met
     ceilings = timing.ceilings(device)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -244,7 +244,7 @@ def _cost(spec: OpSpec, direction: str, case: OpCase, dtype: torch.dtype) -> Cos
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """Adds to our rows the best peer's time over ours; ``rows`` are the contenders of one measurement."""
+    """Adds the ratio of the best peer's time to ours to our rows; ``rows`` are the contenders of one measurement."""
 
     def ratio(row: Row, time: Callable[[Row], float | None]) -> float | None:
         peers = [found for peer in rows if not peer.ours and (found := time(peer)) is not None]
@@ -311,7 +311,7 @@ def _copy(inputs: Inputs) -> Inputs:
 
 
 class _IncomingGradients:
-    """The gradients that come in for outputs: fixed, one for each input set, the same for outputs that look alike."""
+    """The incoming gradients of outputs: fixed, one for each input set, the same for outputs of the same shape."""
 
     def __init__(self, sets: int) -> None:
         self._sets = sets
@@ -350,7 +350,7 @@ class _Calls:
             self.peak_mib = _peak_mib(lambda: self.forward_backward(0))
 
     def backend(self, direction: str) -> str:
-        """The backends of ours that serve a direction, in their order."""
+        """Our backends that run in a direction, in their order."""
         served = [name for part in direction.split("+") for name in self.backends.get(part, "").split("+") if name]
         return "+".join(dict.fromkeys(served))
 
@@ -359,7 +359,7 @@ class _Calls:
             return self.functions[index]()
 
     def outputs(self, index: int) -> list[Tensor]:
-        """The forward as training runs it: what the backward starts from."""
+        """The outputs of a forward with gradients, from which the backward starts."""
         return _roots(self.functions[index]())
 
     def backward(self, index: int, outputs: list[Tensor]) -> tuple[Tensor | None, ...]:
@@ -369,10 +369,10 @@ class _Calls:
         return self.backward(index, self.outputs(index))
 
     def work(self, direction: str, calls: int) -> timing.Work:
-        """``calls`` calls, going on over the input sets from round to round.
+        """``calls`` calls, which continue over the input sets from round to round.
 
-        On a GPU results live for one rotation, so that writes do not stay in the cache either. On a CPU they die at
-        once: otherwise fresh pages are mapped at every call, which is no part of the op.
+        On a GPU results are kept for one rotation, so that writes do not stay in the cache either. On a CPU they are
+        freed at once: otherwise new pages would be mapped at every call, which is not part of the op.
         """
         rotation = itertools.cycle(range(len(self.functions)))
         results: deque[Any] = deque(maxlen=len(self.functions) if self.on_gpu else 1)
@@ -403,14 +403,14 @@ def _roots(result: Any) -> list[Tensor]:
 
 
 def _observed(function: Callable[[], Any]) -> tuple[Any, str]:
-    """Calls ``function`` and tells which backends of ours served it, seen where they are selected."""
+    """Calls ``function``, and returns its result and the names of our backends that it selected."""
     served: list[str] = []
 
     def recorded(choose: Callable[..., Backend]) -> Callable[..., Backend]:
         def chosen(table: BackendTable, *args: Any, **options: Any) -> Backend:
             before = len(served)
             backend = choose(table, *args, **options)
-            served[before:] = [backend.name]  # replaces those that the selection itself called
+            served[before:] = [backend.name]  # replaces those that the selection itself ran
             return backend
 
         return chosen
@@ -476,7 +476,8 @@ def _measure_direction(
 def _planned(
     direction: str, calls: _Calls, clock: timing.Clock, effort: timing.Effort, whole_rotations: bool
 ) -> timing.Work:
-    """Warms up and chooses how many calls make a round: for graphs whole rotations, as each replay starts anew."""
+    """Warms up and chooses the number of calls per round: for graphs whole rotations, because each replay starts
+    over."""
     call = calls.forward if direction == "forward" else calls.forward_backward
     timing.time_calls(lambda: call(0), _WARM_UP_CALLS, clock)
     seconds = timing.time_calls(lambda: call(0), _WARM_UP_CALLS, clock)

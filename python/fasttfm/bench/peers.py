@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Inputs = dict[str, Any]  # tensors by argument name; None for an optional argument that is left out
+Inputs = dict[str, Any]  # tensors by argument name; None for an omitted optional argument
 Build = Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]
 
 
@@ -38,17 +38,17 @@ def _attribute(module: str, name: str, *, needs_gpu: bool) -> Any:
 
 
 def liger(module: str, name: str) -> Any:
-    """A name out of ``liger_kernel.<module>``, which runs on a GPU only."""
+    """An attribute of ``liger_kernel.<module>``, which runs only on a GPU."""
     return _attribute(f"liger_kernel.{module}", name, needs_gpu=True)
 
 
 def cut_cross_entropy(name: str) -> Any:
-    """A name out of cut_cross_entropy, which runs on a GPU only."""
+    """An attribute of cut_cross_entropy, which runs only on a GPU."""
     return _attribute("cut_cross_entropy", name, needs_gpu=True)
 
 
 def flash_attn(name: str) -> Any:
-    """A name out of flash_attn, which runs on a GPU only."""
+    """An attribute of flash_attn, which runs only on a GPU."""
     return _attribute("flash_attn", name, needs_gpu=True)
 
 
@@ -59,7 +59,7 @@ def flash_attn_4(name: str) -> Any:
 
 
 def transformers(module: str, name: str) -> Any:
-    """A name out of ``transformers.<module>``, for example its activations."""
+    """An attribute of ``transformers.<module>``, for example an activation."""
     return _attribute(f"transformers.{module}", name, needs_gpu=False)
 
 
@@ -78,7 +78,7 @@ def compiled(build: Build) -> Build:
 
 
 def with_cudnn_attention(build: Build) -> Build:
-    """The peer with scaled_dot_product_attention forced to cuDNN; a call that cuDNN cannot serve raises."""
+    """The peer with scaled_dot_product_attention forced to cuDNN; a call that cuDNN does not support raises."""
 
     def build_cudnn(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
         if not torch.cuda.is_available():

@@ -1,8 +1,8 @@
 """Turns an OpSpec into pytest-benchmark tests. A benchmark file is one line: ``test_<op> = bench_test(SPEC)``.
 
-pytest-benchmark times with a host clock and one contender after the other; measure.py times with the device's clock and
-lets contenders take turns. So each case is measured once, by measure.py, and pytest-benchmark's clock plays the samples
-back: its statistics, its JSON and its comparisons hold the same numbers as the table at the end.
+pytest-benchmark uses a host clock and times one contender after another; measure.py uses the device's clock and
+alternates between contenders. So each case is measured once, by measure.py, and pytest-benchmark's timer plays back its
+samples: its statistics, its JSON and its comparisons have the same numbers as the table at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _measured: dict[tuple[str, str, torch.dtype], list[measure.Row]] = {}
 
 
 def session_rows() -> list[measure.Row]:
-    """Everything this session has measured."""
+    """All rows that this session has measured."""
     return [row for rows in _measured.values() for row in rows]
 
 
@@ -68,7 +68,7 @@ def bench_test(spec: OpSpec) -> Callable[..., None]:
 
 
 class _Playback:
-    """A timer that is read at the start and at the end of each round, and shows a sample taken before in between."""
+    """A timer that is read at the start and the end of each round; the difference is an earlier sample."""
 
     def __init__(self) -> None:
         self._readings: Iterator[float] = iter(())

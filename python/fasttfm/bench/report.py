@@ -30,11 +30,11 @@ _TABLE = (
     ("on device", lambda row: _times(row.gpu_ratio)),
     ("peak MiB", lambda row: "" if row.peak_mib is None else f"{row.peak_mib:.0f}"),
 )
-_REPEATED = 3  # leading columns that are left blank where they repeat the line above
+_REPEATED = 3  # leading columns that are blank if they repeat the line above
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One block for each op: ours and every peer that ran, then footnotes with what did not and why."""
+    """One block for each op: ours and every peer that ran, then footnotes with those that did not run and why."""
     blocks = [_op_block(op, list(group)) for op, group in groupby(rows, lambda row: row.op)]
     return "\n\n".join([*blocks, "\n".join(_footnotes(rows))])
 
@@ -72,7 +72,7 @@ def _exponent(value: float) -> int:
 
 
 def _rate(value: float | None, unit: str) -> str:
-    """``unit`` begins with T for 10**12; slower devices are shown in G."""
+    """``unit`` starts with T for 10**12; slower devices are shown in G."""
     if value is None:
         return ""
     return f"{value:.3g} {unit}" if value >= 0.5 else f"{1000 * value:.3g} G{unit[1:]}"
@@ -101,7 +101,7 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Writes the rows; ops that the file holds already and that are not in ``rows`` keep theirs."""
+    """Writes the rows, and keeps the file's rows of ops that are not in ``rows``."""
     new_ops = {row.op for row in rows}
     kept = [line for line in _read_csv(path) if line["op"] not in new_ops]
     lines = kept + [{column: _cell(getattr(row, column)) for column in COLUMNS} for row in rows]
@@ -132,7 +132,7 @@ _PEER_COLORS = ("#b8b8b8", "#e0a458", "#8fb98a", "#c98bb9", "#9d8cc4", "#d0756b"
 
 
 def write_chart(path: Path, rows: Sequence[Row]) -> None:
-    """Bars of one op: how much of the device's limit contenders reach, a panel per direction, a group per case."""
+    """Bars of one op: the fraction of the device's limit, with a panel per direction and a group per case."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -173,7 +173,7 @@ def _draw_panel(panel: Any, rows: Iterable[Row], contenders: list[str], groups: 
                 drawn, labels=[f"{height:.0f}%" for height in heights], padding=2, fontsize=11, weight="bold"
             )
     highest = 100 * max(row.fraction or 0.0 for row in rows)
-    if highest > 50:  # else the limit is so far off that showing it would leave the bars too short to compare
+    if highest > 50:  # otherwise a line at the limit would make the bars too short to compare
         panel.axhline(100, color="#444444", linewidth=1, linestyle="--")
     panel.set_ylim(0, 1.18 * (max(100.0, highest) if highest > 50 else highest))
     panel.set_xlim(-0.6, len(groups) - 0.4)
@@ -205,7 +205,7 @@ def write_curves(path: Path, rows: Sequence[Row], curves: Mapping[str, Mapping[i
         for panel, sizes in zip(line, drawn.values(), strict=True):
             chosen = [row for row in measured if row.direction == direction and row.case in sizes.values()]
             handles |= _draw_lines(panel, chosen, sizes, peers)
-        line[0].set_ylim(bottom=0)  # once all are drawn: it ends the fitting of the axis that the panels share
+        line[0].set_ylim(bottom=0)  # at the end, because it disables the autoscaling of the shared axis
     for panel, title in zip(panels[0], drawn, strict=True):
         panel.set_title(title, loc="left", fontsize=11)
     names = sorted(handles, key=lambda name: (name in peers, name))

@@ -1,4 +1,4 @@
-"""Training steps and calls of whole models, timed in turns: what the scripts in ``benchmarks`` share."""
+"""Timing of training steps and calls of whole models, which the scripts in ``benchmarks`` share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def training_step(
 def timed_in_turns(
     calls: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int, warmup: int = 3
 ) -> dict[str, Timed]:
-    """Medians over rounds in which the calls take turns. A call that fails is left out and its error is printed."""
+    """Medians over rounds in which the calls alternate. A call that fails is skipped, and its error is printed."""
     clock = clock_for(device)
     seconds: dict[str, list[float]] = {}
     memory: dict[str, float] = {}
@@ -66,7 +66,7 @@ def timed_in_turns(
 
 
 def print_times(found: Mapping[str, Timed]) -> None:
-    """A line for each contender: time, memory, and how many times as long as the first it takes."""
+    """Prints a line for each contender: time, memory, and its time relative to the first one's."""
     first = next(iter(found.values()), None)
     for name, each in found.items():
         ratio = each.milliseconds / first.milliseconds if first is not None else 0.0

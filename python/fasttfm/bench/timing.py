@@ -48,10 +48,11 @@ def effort_for(device: torch.device, quick: bool = False) -> Effort:
 
 @dataclass(frozen=True)
 class Work:
-    """``run()`` makes ``calls`` calls. ``setup()`` goes before each round and is not timed.
+    """``run()`` makes ``calls`` calls. ``setup()`` runs before each round and is not timed.
 
-    With ``drain`` the device is idle when the timed part begins, so that the host's overhead shows as a user sees it.
-    Without, the device is still busy with the setup while the host issues ``run``, so that only device time is seen.
+    With ``drain`` the device is idle when the timed part starts, so that the time includes the host's overhead, as a
+    user sees it. Without it, the device is still busy with the setup while the host issues ``run``, so that only device
+    time is measured.
     """
 
     run: Callable[[], object]
@@ -61,7 +62,7 @@ class Work:
 
 
 class Clock(Protocol):
-    """Marks points in a device's timeline; ``seconds`` may be asked after ``synchronize``."""
+    """Marks points in a device's timeline; ``seconds`` may be called after ``synchronize``."""
 
     def mark(self) -> Any: ...
     def seconds(self, start: Any, end: Any) -> float: ...
@@ -99,7 +100,7 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def time_calls(function: Callable[[], object], calls: int, clock: Clock) -> float:
-    """Seconds per call, once and roughly: what the length of a round is planned with."""
+    """A rough measurement of the seconds per call, to plan the length of a round."""
     clock.synchronize()
     start = clock.mark()
     for _ in range(calls):
@@ -111,16 +112,16 @@ def time_calls(function: Callable[[], object], calls: int, clock: Clock) -> floa
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds per call, one for each round, by contender; and why the missing ones are missing."""
+    """Seconds per call in each round, by contender, and the reasons of failures."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
 
 def measure(works: Mapping[str, Work], clock: Clock, effort: Effort) -> Samples:
-    """Times all contenders in turns (A B A B ...), so that a change of clock rate or a busy neighbour meets all.
+    """Times all contenders alternately (A B A B ...), so that a change of clock rate or other load affects all of them.
 
-    One that raises is left out of the other rounds, with the reason; the others continue.
+    A contender that raises is excluded from further rounds, with the reason; the others continue.
     """
     failures: dict[str, str] = {}
 
@@ -138,7 +139,7 @@ def measure(works: Mapping[str, Work], clock: Clock, effort: Effort) -> Samples:
             failures[name] = reason(error)
             return None
 
-    for name in works:  # fills the allocator's cache, and shows how long a round is
+    for name in works:  # fills the allocator's cache, and measures the length of a round
         one_round(name)
     alive = [name for name in works if name not in failures]
     if not alive:
@@ -171,11 +172,11 @@ def reason(error: Exception) -> str:
 
 
 def captured(work: Work, stream: torch.cuda.Stream) -> Work:
-    """The same work as CUDA graphs, which measure only device time. It must have run on ``stream`` before.
+    """The same work as CUDA graphs, which measure only device time. It must already have run on ``stream``.
 
-    Setup and run become two graphs on one memory pool, replayed in the order of capture: a backward finds what its
-    forward saved. Without a setup, the run itself is replayed first, so that the timed replay is enqueued while the
-    device is busy.
+    Setup and run become two graphs on one memory pool, replayed in the order of capture, so that a backward finds the
+    tensors that its forward saved. Without a setup, the run itself is replayed first, so that the timed replay is
+    enqueued while the device is busy.
     """
     setup = None if work.setup is None else _capture(work.setup, stream)
     run = _capture(work.run, stream, None if setup is None else setup.pool())
@@ -190,8 +191,8 @@ def _capture(function: Callable[[], object], stream: torch.cuda.Stream, pool: An
 
 
 def after_failed_capture(stream: torch.cuda.Stream) -> None:
-    """A capture that fails leaves torch's random numbers waiting for its end, and every later draw raises; a capture
-    that succeeds ends the wait."""
+    """After a failed capture torch's generator still expects the capture's end, and every later draw raises; a
+    successful capture resets it."""
     with contextlib.suppress(RuntimeError):
         _capture(lambda: torch.zeros(1, device=stream.device), stream)
 
@@ -202,7 +203,7 @@ def percentiles(samples: list[float]) -> tuple[float, float, float]:
     return float(p20), float(p50), float(p80)
 
 
-# ---- what the device can do ------------------------------------------------------------------------------------------
+# ---- the device's limits ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -210,10 +211,10 @@ class Ceilings:
     """The device's peak rates, measured in the same run."""
 
     copy_bytes_per_second: float  # bytes read plus bytes written
-    gemm_flops_per_second: float  # bf16 on a GPU; fp32 on a CPU, where bf16 may have no instructions of its own
+    gemm_flops_per_second: float  # bf16 on a GPU; fp32 on a CPU, which may have no bf16 instructions
 
     def limit_seconds(self, bytes: float, flops: float) -> float:
-        """No implementation is faster than the slower of moving its bytes and doing its matrix products."""
+        """The lower bound of the time: the larger of the times for moving the bytes and for computing the GEMMs."""
         return max(bytes / self.copy_bytes_per_second, flops / self.gemm_flops_per_second)
 
 
@@ -250,7 +251,7 @@ def cache_bytes(device: torch.device) -> int:
 
 @functools.cache
 def device_name(device: torch.device) -> str:
-    """The chip as it calls itself, for example ``NVIDIA H200`` or ``Neoverse-N1``."""
+    """The name of the chip, for example ``NVIDIA H200`` or ``Neoverse-N1``."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -261,8 +262,8 @@ def device_name(device: torch.device) -> str:
 
 
 def _cpu_name(lscpu: str) -> str:
-    """The CPU's name in lscpu's text; with its family and model where the name, as virtual machines give it, has no
-    number but the clock's: ``Intel(R) Xeon(R) Processor @ 2.50GHz``."""
+    """The CPU's name in lscpu's output. Family and model are added if the name, as in virtual machines, has no number
+    but the clock's: ``Intel(R) Xeon(R) Processor @ 2.50GHz``."""
     found = dict(re.findall(r"^(Model name|CPU family|Model):\s*(.+?)\s*$", lscpu, re.MULTILINE))
     name = re.sub(r"\s*@.*", "", found.get("Model name", ""))
     if name and not re.search(r"\d", name) and "Model" in found:
@@ -271,7 +272,7 @@ def _cpu_name(lscpu: str) -> str:
 
 
 def file_stem(device: torch.device) -> str:
-    """The chip as a file name: ``nvidia-h200``, ``cpu-neoverse-n1``."""
+    """The name of the chip for file names: ``nvidia-h200``, ``cpu-neoverse-n1``."""
     name = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b|@.*", " ", device_name(device), flags=re.IGNORECASE)
     words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return words if device.type == "cuda" else f"cpu-{words}"

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         output = output_of(arguments, "pretrain-knowledge")
         with _log(arguments, output, model) as log:
             losses = pretrain_knowledge(model.to(device), tokenizer, examples, settings, on_results=log.add)
-        draw_curves(log.path, f"{FAMILY.title}, {settings.tokens_per_step:,} tokens a step")
+        draw_curves(log.path, f"{FAMILY.title}, {settings.tokens_per_step:,} tokens per step")
         model.save_pretrained(output)
         tokenizer.save(output, model_max_length=model.config.max_position_embeddings, config=model.config)
         write_json(output / "metrics.json", {"data": str(source), "steps": arguments.steps, "validation": losses})

@@ -1,4 +1,4 @@
-"""The ops. Each is a checked public function, registered with torch.library, served by one of several backends."""
+"""The ops. Each is a public function with argument checks, registered with torch.library, with several backends."""
 
 from fasttfm.kernels.common.index_errors import check_errors
 from fasttfm.ops.attention import attention, attention_weights

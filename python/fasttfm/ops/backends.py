@@ -1,4 +1,4 @@
-"""Which implementation serves a call: chosen at call time, explained on request, never silently replaced."""
+"""The choice of a backend: made at call time, explained on request, without silent fallback."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _tables: dict[str, BackendTable] = {}
 
 
 class BackendRefused(ValueError):
-    """No backend, or not the requested one, can serve a call; the message lists every backend's reason."""
+    """No backend, or not the requested one, supports a call; the message lists every backend's reason."""
 
 
 def _no_backward(*_: Any) -> Any:
@@ -38,12 +38,12 @@ def _never(*_: Any) -> bool:
 class Backend:
     """One implementation of an op.
 
-    ``absent()`` says why this machine or build lacks it; ``refuse(...)``, called with the forward's tensors and
-    options, why it cannot serve that call; ``refuse_backward(...)``, with the same, why it can serve only the forward:
-    the next backend then serves the backward; ``yield_backward(...)`` why the next one is preferable for the backward,
-    unless this backend was requested by name. All return None if there is no reason. ``sums_columns(...)`` says whether
-    the backward can also give its gradients' sums over rows, as ``column_sums``. ``by_name`` says why a backend that
-    could serve is listed after one that serves every call, and so has to be requested by name.
+    ``absent()`` returns why this machine or build lacks it; ``refuse(...)``, called with the forward's tensors and
+    options, why it does not support that call; ``refuse_backward(...)``, with the same, why it supports only the
+    forward, so that the next backend computes the backward; ``yield_backward(...)`` why the next one is preferable for
+    the backward, unless this backend was requested by name. All return None if there is no reason.
+    ``sums_columns(...)`` returns whether the backward also gives its gradients' sums over rows, as ``column_sums``.
+    ``by_name`` is the reason why a backend comes after one that supports every call, and so must be requested by name.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Backend:
     by_name: str | None = None
 
     def backward_reason(self, requested: str | None, *args: Any, **options: Any) -> str | None:
-        """Why the backward is left to others; None if it is not."""
+        """Why another backend computes the backward; None if this one does."""
         reason = self.refuse_backward(*args, **options)
         return reason if reason or requested == self.name else self.yield_backward(*args, **options)
 
@@ -75,12 +75,12 @@ class BackendTable:
         _tables[self.op] = self
 
     def reasons(self, *args: Any, **options: Any) -> dict[str, str | None]:
-        """Per backend: None if it can serve a call with these arguments, else why not."""
+        """For each backend: None if it supports a call with these arguments, otherwise why not."""
         return {backend.name: backend.absent() or backend.refuse(*args, **options) for backend in self.backends}
 
     def select(self, requested: str | None, *args: Any, **options: Any) -> Backend:
         """The requested backend, or the first that does not refuse."""
-        unfit = "cpu" if args[0].is_cuda else None  # need not be asked
+        unfit = "cpu" if args[0].is_cuda else None  # this backend certainly refuses
         for backend in self.backends:
             if backend.name == unfit or (requested is not None and requested != backend.name):
                 continue
@@ -90,7 +90,7 @@ class BackendTable:
         raise AssertionError("unreachable")
 
     def select_backward(self, requested: str | None, *args: Any, **options: Any) -> Backend:
-        """The backend of the call's forward; where it leaves the backward to others, the first after it that can."""
+        """The backend of the call's forward or, if that does not compute the backward, the first after it that does."""
         forward = self.select(requested, *args, **options)
         if forward.backward_reason(requested, *args, **options) is None:
             return forward
@@ -99,10 +99,10 @@ class BackendTable:
             return following
         if forward.refuse_backward(*args, **options) is None:
             return forward
-        raise BackendRefused(f"{self.op}: no backend after {forward.name!r} can serve the backward of this call")
+        raise BackendRefused(f"{self.op}: no backend after {forward.name!r} supports the backward of this call")
 
     def backward_after(self, passed: Backend, *args: Any, **options: Any) -> Backend | None:
-        """The first backend after ``passed`` that can serve a call's backward."""
+        """The first backend after ``passed`` that supports a call's backward."""
         for backend in self.backends[self.names.index(passed.name) + 1 :]:
             reason = backend.absent() or backend.refuse(*args, **options) or backend.refuse_backward(*args, **options)
             if reason is None:
@@ -156,8 +156,8 @@ _changing = threading.Lock()
 def use_backend(name: str | None) -> Iterator[None]:
     """Requests one backend for every call inside the ``with`` block; ``None`` restores the free choice.
 
-    It holds for the thread that entered the block, and for threads that are in no block of their own: these follow the
-    block that was entered last, in whatever thread.
+    It applies to the thread that entered the block, and to threads that are in no block themselves: these follow the
+    block that was entered last in any thread.
 
     A call that the backend refuses raises. The backward of a call uses the backend that its forward requested; a
     backend that supports only the forward of a call (``explain`` says so) leaves the backward to the next in the op's
@@ -211,9 +211,10 @@ class Explanation:
 
 
 def explain(op: str, *args: Any, backend: str | None = None, **options: Any) -> Explanation:
-    """Says which backend would serve ``fasttfm.ops.<op>(*args, **options)``, forward and backward. Nothing is computed.
+    """Returns which backends would run ``fasttfm.ops.<op>(*args, **options)``, forward and backward. Nothing is
+    computed.
 
-    Options that no backend's choice depends on may be left out; ops that have none of the other kind take none here.
+    Options that do not influence the choice of a backend may be omitted; ops without other options accept none here.
     """
     table = _tables.get(op)
     if table is None:
@@ -236,7 +237,7 @@ def tables() -> Mapping[str, BackendTable]:
     return dict(_tables)
 
 
-# ---- what backends commonly have to say ------------------------------------------------------------------------------
+# ---- common reasons --------------------------------------------------------------------------------------------------
 
 
 def always() -> str | None:
@@ -276,13 +277,13 @@ def refuse_cuda(tensor: torch.Tensor) -> str | None:
 
 @functools.cache
 def refuse_cuda_memory(index: int, memory: Callable[..., int], *arguments: int) -> str | None:
-    """For CUDA kernels whose blocks take ``memory(*arguments, limit)`` bytes of shared memory where they may have
-    ``limit``. Asked once for each GPU and shape."""
+    """For CUDA kernels whose blocks need ``memory(*arguments, limit)`` bytes of shared memory on a GPU that allows
+    ``limit``. Computed once for each GPU and shape."""
     limit = _native.block_memory(index)
     return _gpus.refuse_block_memory(memory(*arguments, limit), limit)
 
 
-# What CUDA kernels that go over rows read at a time: 16 bytes of a 16-bit type.
+# The elements that CUDA kernels over rows load at a time: 16 bytes of a 16-bit dtype.
 CUDA_VECTOR = 8
 
 
@@ -340,12 +341,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# ---- the backends that ops over rows have, in this order -------------------------------------------------------------
-# ``refuse`` functions get the op's tensors, rows first, before anything else is looked at.
+# ---- the backends of ops over rows, in this order --------------------------------------------------------------------
+# ``refuse`` functions get the op's tensors, rows first, and run before other checks.
 
 
 def native_cpu(forward: Callable[..., Any], backward: Callable[..., Any]) -> Backend:
-    """The CPU core comes before Triton: Triton's interpreter serves a CPU tensor only when it is asked for by name."""
+    """The CPU core. It comes before Triton, so that Triton's interpreter runs only if it is requested by name."""
     return Backend("cpu", _native.missing, lambda x, *_: refuse_native_cpu(x), forward, backward)
 
 

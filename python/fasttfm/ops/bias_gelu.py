@@ -42,9 +42,9 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu"
     Args:
         x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Strided rows are read in place.
         bias: ``[C]`` or None for 0. May be of another precision than ``x``.
-        activation: A name out of ``ACTIVATIONS``: ``gelu`` or ``gelu_python`` (with erf), ``gelu_new``, ``gelu_fast``,
+        activation: A key of ``ACTIVATIONS``: ``gelu`` or ``gelu_python`` (with erf), ``gelu_new``, ``gelu_fast``,
             ``gelu_accurate``, ``gelu_pytorch_tanh`` or ``gelu_tanh`` (with tanh), ``relu``, ``silu`` or ``swish``.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         ``[..., C]`` in ``x``'s type, contiguous. Arithmetic is fp32 for all types, so autocast does not affect the op.
@@ -91,7 +91,7 @@ _CUDA_BLOCKS_PER_MULTIPROCESSOR = 4
 
 
 def _cuda_parts(x: Tensor) -> int:
-    """Into how many shares the backward cuts the rows, so that its blocks fill the GPU once."""
+    """Into how many parts the backward divides the rows, so that its blocks fill the GPU once."""
     stripes = -(-x.shape[-1] // _CUDA_STRIPE)
     return max(1, _CUDA_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x) // stripes)
 
@@ -115,4 +115,4 @@ OP = Op(
         torch_reference(reference.bias_gelu_forward, reference.bias_gelu_backward),
     ),
 )
-forward_op, backward_op = OP.forward, OP.backward  # for ops that are made of others
+forward_op, backward_op = OP.forward, OP.backward  # for composed ops

@@ -1,4 +1,4 @@
-"""Argument checks. Every message has the same four parts: op, argument, what was expected, what came."""
+"""Argument checks. Every message has the same four parts: op, argument, what was expected, what was passed."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def check_shape(op: str, argument: str, tensor: torch.Tensor | None, expected: S
 
 
 def check_device(op: str, argument: str, tensor: torch.Tensor | None, like: torch.Tensor) -> None:
-    """``tensor`` is where ``like`` is (None passes)."""
+    """``tensor`` is on the device of ``like`` (None passes)."""
     if tensor is not None and tensor.device != like.device:
         raise bad_value(op, argument, f"a tensor on {like.device}", f"one on {tensor.device}")
 
 
 def check_double(op: str, **tensors: torch.Tensor | None) -> None:
-    """Double precision is all or nothing: mixing it with lower types would silently lose its precision."""
+    """Either all tensors are fp64 or none: mixing it with other dtypes would silently lose its precision."""
     dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     doubles = [name for name, dtype in dtypes.items() if dtype == torch.float64]
     if doubles and len(doubles) < len(dtypes):
@@ -74,7 +74,8 @@ def check_index(op: str, argument: str, tensor: Any) -> None:
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Any, like: torch.Tensor, *, argument: str = "cu_seqlens") -> None:
-    """``cu_seqlens`` looks like the boundaries of packed sequences: int32 [sequences + 1], where ``like`` is."""
+    """``cu_seqlens`` has the form of boundaries of packed sequences: int32 [sequences + 1], on the device of
+    ``like``."""
     if not isinstance(cu_seqlens, torch.Tensor):
         raise bad_type(op, argument, "a tensor", type(cu_seqlens).__name__)
     if cu_seqlens.dtype != torch.int32:
@@ -93,9 +94,9 @@ def check_cu_seqlens_values(
     exact: bool = True,
     argument: str = "cu_seqlens",
 ) -> None:
-    """On the CPU: ``cu_seqlens`` rises from 0 to ``total`` (or ends before, unless ``exact``) in steps of at most
-    ``longest``. On a GPU nothing is looked at, for that would wait for it; kernels there keep inside their tensors
-    whatever it holds."""
+    """On the CPU: ``cu_seqlens`` increases from 0 to ``total`` (or ends before, unless ``exact``) in steps of at most
+    ``longest``. On a GPU the values are not validated, because reading them would synchronize; kernels stay inside
+    their tensors for any values."""
     if not cu_seqlens.is_cpu:
         return
     values = cu_seqlens.tolist()
@@ -104,7 +105,7 @@ def check_cu_seqlens_values(
         raise bad_value(op, argument, expected, f"from {values[0]} to {values[-1]}")
     for sequence, (first, end) in enumerate(itertools.pairwise(values)):
         if end < first:
-            raise bad_value(op, argument, "values that never fall", f"{first}, {end} at sequence {sequence}")
+            raise bad_value(op, argument, "values that never decrease", f"{first}, {end} at sequence {sequence}")
         if longest is not None and end - first > longest:
             raise bad_value(
                 op, argument, f"sequences of at most {longest} tokens", f"{end - first} in sequence {sequence}"
@@ -112,7 +113,7 @@ def check_cu_seqlens_values(
 
 
 def check_seed(op: str, seed: Any, like: torch.Tensor) -> None:
-    """``seed`` is what philox.draw_seed() gives (None passes: one will be drawn)."""
+    """``seed`` has the form of philox.draw_seed()'s result (None passes: a seed will be drawn)."""
     if seed is None:
         return
     if not isinstance(seed, torch.Tensor):

@@ -36,7 +36,7 @@ def column_sum(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | No
         x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Rows may be strided: they are read in
             place.
         dtype: Type of the sum; by default that of ``x``.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         ``[C]`` in ``dtype``.

@@ -23,10 +23,10 @@ and ``OP(x, weight, bias, eps, backend=backend)`` is a checked, differentiable c
 inputs and options and returns the outputs; its ``backward`` takes what ``fasttfm::..._backward`` takes, without the
 backend's name, and returns the gradients; those that are not needed are empty.
 
-A call takes one of two ways. The checks and the choice of a backend depend on a few facts about the tensors (types,
-columns, strides, alignment), which the native core gathers in a microsecond (``_C.signature``). Where they have been
-seen before, and nothing but plain tensors is involved, the backend is called right away. All other calls are checked,
-and go through torch's dispatcher if a tracer, a mode or a tensor subclass has to see them.
+A call takes one of two paths. The checks and the choice of a backend depend on a few facts about the tensors (dtypes,
+columns, strides, alignment), which the native core gathers in a microsecond (``_C.signature``). If they have been seen
+before and all tensors are plain, the backend is called directly. All other calls are checked, and go through torch's
+dispatcher if a tracer, a mode or a tensor subclass has to see them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from fasttfm.ops.library import OpFunction, any_requires_grad, is_compiling, nee
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor. ``kind`` is its letter in ``_C.signature`` (csrc/calls.cpp), ``check(op, tensor, first)`` raises what
-    is wrong with it, next to the first input."""
+    """A tensor. ``kind`` is its letter in ``_C.signature`` (csrc/calls.cpp); ``check(op, tensor, first)`` raises if it
+    is invalid, by itself or in combination with the first input."""
 
     name: str
     kind: str
@@ -119,7 +119,7 @@ def check_inputs(op: str, inputs: Sequence[Input], tensors: Sequence[Any]) -> No
 
 @dataclass(frozen=True)
 class Option:
-    """An argument that is no tensor: ``convert(op, value)`` checks it and returns what backends get."""
+    """An argument that is not a tensor: ``convert(op, value)`` checks it and returns the value for backends."""
 
     name: str
     schema: str
@@ -162,7 +162,7 @@ def flag(name: str) -> Option:
 
 @dataclass(frozen=True)
 class Output:
-    """``make(first input)`` allocates it: for kernels to fill, and for tracers to look at."""
+    """An output; ``make(first input)`` allocates it, for kernels and for tracers."""
 
     name: str
     make: Callable[[Tensor], Tensor]
@@ -207,11 +207,11 @@ class Served(NamedTuple):
     requested: str | None
 
 
-_MOST_KNOWN = 4096  # they differ in types, columns, heads, strides or alignment, not in rows or tokens
+_MOST_KNOWN = 4096  # calls that differ in dtypes, columns, heads, strides or alignment, not in rows or tokens
 
 
 class KnownCalls:
-    """The calls that an op has checked and chosen a backend for. A call like one of them needs neither again."""
+    """A cache of the backend for calls that an op has already checked: a call with the same key skips both steps."""
 
     def __init__(self, table: BackendTable) -> None:
         self.table = table
@@ -220,8 +220,8 @@ class KnownCalls:
 
     @staticmethod
     def key(kinds: str, *tensors: Any) -> bytes | None:
-        """What tells a call from others: one letter of ``kinds`` (csrc/calls.cpp) for each tensor. None for calls that
-        torch's dispatcher or a tracer has to see, and for rare ones."""
+        """The key of a call, with one letter of ``kinds`` (csrc/calls.cpp) for each tensor. None for calls that torch's
+        dispatcher or a tracer has to see, and for rare ones."""
         if is_compiling() or forward_ad._current_level >= 0:
             return None
         return _native.signature(kinds, *tensors)
@@ -300,7 +300,7 @@ class Op:
         return first_of(call(*tensors, *options, asked))
 
     def _call_plain(self, served: Served, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-        """A call that torch's dispatcher need not see."""
+        """A call that bypasses torch's dispatcher."""
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
             return self._function.apply_plain(*tensors, *options, served)
         return first_of(served.backend.forward(*tensors, *options))
@@ -341,7 +341,7 @@ class Op:
         return self._choose(asked, *(given[place] for place in self._choosers)).backward(*given)
 
     def make_outputs(self, x: Tensor, *_: Any) -> Any:
-        """Room for the outputs; what a tracer sees of the forward."""
+        """Allocates the outputs; the fake implementation of the forward."""
         return _returned([output.make(x) for output in self.outputs])
 
     def _make_gradients(self, *arguments: Any) -> Any:

@@ -52,18 +52,18 @@ def dropout_add_layer_norm(
         residual: ``x``'s shape, in ``x``'s type or fp32. The sum ``z`` keeps its type.
         weight: ``[C]`` or None for 1. Parameters may differ from ``x`` in precision.
         bias: ``[C]`` or None for 0.
-        linear_bias: ``[C]`` or None: the bias of the linear layer that made ``x``, added here instead of there.
+        linear_bias: ``[C]`` or None: the bias of the linear layer that computed ``x``, which is added here.
         p: Probability that dropout sets an element to zero, rounded to a multiple of 1/256; 0 in evaluation.
         eps: Added to the variance.
-        prenorm: Returns ``(y, z)`` instead of ``y``: pre-LN blocks carry ``z`` on as their residual stream.
-        cu_seqlens: int32 ``[sequences + 1]``, the first row of each packed sequence and the row count. With it a packed
-            batch drops the elements that the same batch drops when padded. ``x`` is ``[T, C]`` then.
-        seed: int64 ``[1]``, decides what is dropped; by default drawn from torch's generator.
-        backend: Requests one backend; by default the first that can serve the call does.
+        prenorm: Whether to return ``(y, z)`` instead of ``y``, for pre-LN blocks, whose residual stream is ``z``.
+        cu_seqlens: int32 ``[sequences + 1]``, the boundaries of packed sequences; ``x`` is then ``[T, C]``. With them a
+            packed batch drops the same elements as the padded batch.
+        seed: int64 ``[1]``, the seed of dropout; by default drawn from torch's generator.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
-        ``y`` in ``x``'s type, with ``prenorm`` also ``z`` in the residual's; contiguous. No mask is kept for the
-        backward pass: it is computed again from the seed.
+        ``y`` in ``x``'s dtype, with ``prenorm`` also ``z`` in the residual's; contiguous. The dropout mask is not
+        saved; the backward recomputes it from the seed.
     """
     asked = requested(backend)
     key = CALLS.key("rlpppcs", x, residual, weight, bias, linear_bias, cu_seqlens, seed)
@@ -159,7 +159,7 @@ class _DropoutAddLayerNorm(OpFunction):
 
 
 def _separate(x: Tensor, residual: Tensor, seed: Tensor | None) -> bool:
-    """Whether the gradients of ``x`` and ``residual`` differ; else one tensor serves both."""
+    """Whether the gradients of ``x`` and ``residual`` differ; otherwise one tensor is returned for both."""
     return seed is not None or x.dtype != residual.dtype
 
 

@@ -24,17 +24,17 @@ def gated_activation(
 ) -> Tensor:
     """Multiplies one half of ``x``'s columns, up, with the activation of the other, the gate: GeGLU, SwiGLU, ReGLU.
 
-    Saved for the backward are ``x`` and ``bias``; the activation is recomputed, and the bias gradient comes out of the
-    same pass as ``x``'s.
+    Only ``x`` and ``bias`` are saved for the backward; the activation is recomputed, and the bias gradient is computed
+    in the same pass as that of ``x``.
 
     Args:
         x: ``[..., 2 C]``, fp32, bf16 or fp16 (fp64 on the reference backend): one product's output, of which the gate
             and up are the two halves. Strided rows are read in place.
         bias: ``[2 C]``, the product's, or None for 0. May be of another precision than ``x``.
-        activation: A name out of ``ACTIVATIONS``: ``gelu`` (GeGLU), ``silu`` (SwiGLU), ``relu`` (ReGLU) or another.
+        activation: A key of ``ACTIVATIONS``: ``gelu`` (GeGLU), ``silu`` (SwiGLU), ``relu`` (ReGLU) or another.
         gate_first: Whether the gate is the first half, as in transformers' ModernBERT, Phi-3 and LLaMA, or the second,
             as in ``torch.nn.functional.glu``.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         ``[..., C]`` in ``x``'s type, contiguous. Arithmetic is always fp32, so autocast does not change the op.

@@ -35,8 +35,8 @@ def gelu_layer_norm(
 ) -> Tensor:
     """``layer_norm(gelu(x + linear_bias), weight, bias)``: the masked-LM transform of BERT, ALBERT and ELECTRA.
 
-    ``x`` is what the transform's linear gives without its bias. Saved for the backward are ``x``, the parameters and
-    two numbers per row; GELU is recomputed.
+    ``x`` is the output of the transform's linear layer without its bias. ``x``, the parameters and two numbers per row
+    are saved for the backward; GELU is recomputed.
 
     Args:
         x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Strided rows are read in place.
@@ -45,7 +45,7 @@ def gelu_layer_norm(
         bias: ``[C]`` or None for 0.
         approximate: ``none`` for GELU with erf, ``tanh`` for its tanh form, as in ``torch.nn.functional.gelu``.
         eps: Added to the variance.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         ``[..., C]`` in ``x``'s type, contiguous. Arithmetic is fp32 for all types, so autocast does not affect the op.

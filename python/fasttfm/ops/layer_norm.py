@@ -34,7 +34,7 @@ def layer_norm(
         weight: ``[C]`` or None for 1. May differ from ``x`` in precision: fp32 next to bf16 activations is usual.
         bias: ``[C]`` or None for 0.
         eps: Added to the variance.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         ``[..., C]`` in ``x``'s type, contiguous. Statistics are always fp32, so autocast does not affect the op.
@@ -107,4 +107,4 @@ OP = Op(
         torch_reference(reference.layer_norm_forward, reference.layer_norm_backward),
     ),
 )
-forward_op = OP.forward  # for ops that are made of others
+forward_op = OP.forward  # for composed ops

@@ -1,4 +1,4 @@
-"""Registration with torch.library, and how ops meet torch's dispatcher and autograd, in one place."""
+"""Registration with torch.library, and the ops' interface to torch's dispatcher and autograd."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 class RegisteredOp:
-    """An op as autograd functions call it.
+    """A registered op, for autograd functions.
 
-    ``torch.ops`` is where torch.compile, fake tensors, dispatch modes, tensor subclasses and torch.jit.trace look. A
-    plain eager call gains nothing there, but pays for the dispatcher's way into Python and back, which costs more than
-    a small kernel: it calls the implementation directly.
+    torch.compile, fake tensors, dispatch modes, tensor subclasses and torch.jit.trace need calls of ``torch.ops``. A
+    plain eager call calls the implementation directly, because the dispatcher's way through Python costs more than a
+    small kernel.
     """
 
     def __init__(self, overload: Any, implementation: Callable[..., Any]) -> None:
@@ -49,8 +49,8 @@ class RegisteredOp:
         return self.overload(*args)
 
     def without_derivatives(self, keys: Any, *args: Any) -> Any:
-        """What the dispatcher calls for autograd. Gradients come from an ``OpFunction``, which calls the op with
-        autograd disabled: a derivative that is still required would be lost."""
+        """The dispatcher's autograd kernel. Gradients come from an ``OpFunction``, which calls the op with autograd
+        disabled; if a derivative is still required here, it would be lost, so this raises."""
         differentiated = torch.is_grad_enabled() and any_requires_grad(*args)
         if differentiated or (forward_ad._current_level >= 0 and any(map(_has_tangent, args))):
             asked = "derivatives in forward mode, by torch.func or in torch.jit.trace"
@@ -60,16 +60,16 @@ class RegisteredOp:
 
 
 def bypass_dispatcher(args: Sequence[Any], *ops: RegisteredOp) -> list[Callable[..., Any]]:
-    """The ops for calls whose tensors are ``args`` and results of calls on them: it is decided once for all of them
-    whether they skip the dispatcher."""
+    """The ops for calls with the tensors ``args`` and with results of such calls. Whether they bypass the dispatcher is
+    decided once for all of them."""
     plain = is_plain(args)
     return [op.implementation if plain else op.overload for op in ops]
 
 
 def is_plain(args: Sequence[Any]) -> bool:
-    """Whether a call with these tensors and Nones, a tensor first, is a plain eager one: nothing traces or transforms
-    it, and no dispatch mode or tensor subclass wants to see ops. All tensors of a call are on one device: the first
-    tells whether they are meta tensors."""
+    """Whether a call with these tensors and Nones, a tensor first, is a plain eager call: it is not traced or
+    transformed, and there is no dispatch mode or tensor subclass. All tensors of a call are on one device, so the first
+    one shows whether they are meta tensors."""
     return (
         not is_compiling()
         and _dispatch_modes() == 0
@@ -81,8 +81,8 @@ def is_plain(args: Sequence[Any]) -> bool:
 
 
 def _any_negative(args: Sequence[Any]) -> bool:
-    """Whether a tensor is a view that has the negative of its memory (``z.conj().imag``), which kernels would
-    read without the sign. torch's dispatcher resolves it. It is made of complex numbers, not of parameters."""
+    """Whether a tensor has torch's negative bit (``z.conj().imag``), which kernels would ignore and torch's dispatcher
+    resolves. Only views of complex tensors have it."""
     for each in args:  # noqa: SIM110  # this is part of every call, and a generator takes twice as long
         if type(each) is Tensor and each.is_neg():
             return True
@@ -90,7 +90,7 @@ def _any_negative(args: Sequence[Any]) -> bool:
 
 
 def _transformed() -> bool:
-    """Whether torch.func, forward mode or torch.jit.trace is at work. None of them can use an ``OpFunction``."""
+    """Whether torch.func, forward mode or torch.jit.trace is active. None of them can use an ``OpFunction``."""
     return forward_ad._current_level >= 0 or _functions_transform() or _jit_traces()
 
 
@@ -113,14 +113,16 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
 
 
 class OpFunction(torch.autograd.Function):
-    """An op's autograd function: it gives first derivatives in reverse mode, for one incoming gradient at a time.
+    """An op's autograd function: first derivatives in reverse mode, for one incoming gradient at a time.
 
-    Kernels return gradients that autograd cannot differentiate again: second derivatives (``create_graph``) raise a
-    sentence, as batched gradients do.
+    Autograd cannot differentiate the gradients of kernels, so second derivatives (``create_graph``) raise, and so do
+    batched gradients.
     """
 
     op: ClassVar[str]
-    instead: ClassVar[str | None]  # what has second derivatives; None where the op's own are right: it is linear
+    instead: ClassVar[
+        str | None
+    ]  # an alternative with second derivatives; None if the op's own are right (it is linear)
     # As apply(), for plain tensors where no function transform is at work: apply() spends half of its time on them.
     apply_plain: ClassVar[Callable[..., Any]]
 
@@ -131,10 +133,10 @@ class OpFunction(torch.autograd.Function):
 
 
 def _once(function: type[OpFunction], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward for one gradient at a time, which autograd does not differentiate."""
+    """Wraps a backward, which then raises for second derivatives and batched gradients."""
 
     def once(ctx: Any, *gradients: Any) -> Any:
-        if not is_compiling():  # compiled functions refuse second derivatives by themselves
+        if not is_compiling():  # compiled functions raise for second derivatives themselves
             if function.instead is not None and torch.is_grad_enabled():
                 raise _refusal(function.op, "second derivatives (create_graph=True)", function.instead)
             for gradient in gradients:
@@ -146,8 +148,8 @@ def _once(function: type[OpFunction], backward: Callable[..., Any]) -> Callable[
 
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether a call goes through its autograd function; one that autograd need not see skips that and its cost. Where
-    the autograd function cannot be used, registered ops refuse derivatives."""
+    """Whether a call needs its autograd function; other calls skip its cost. If the autograd function cannot be used,
+    registered ops raise for derivatives."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -156,8 +158,8 @@ def needs_gradient(*tensors: torch.Tensor | None) -> bool:
 
 
 def unshared(*indices: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Index tensors to save for the backward: copies on the CPU. NumPy may write to memory that it shares with them,
-    which torch does not count as a change, and kernels trust the indices that the forward has checked."""
+    """Index tensors to save for the backward, copied on the CPU: NumPy may write to memory that it shares with them,
+    which torch's version counters do not see, and the backward's kernels trust indices that the forward has checked."""
     return [given if given is None or not given.is_cpu else given.clone() for given in indices]
 
 

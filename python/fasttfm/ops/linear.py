@@ -1,4 +1,4 @@
-"""What the ops around linear layers share: autocast, checks, and GEMMs of torch."""
+"""Shared parts of ops with linear layers: autocast, checks, and GEMMs of torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fasttfm.ops.backends import dtype_name
 from fasttfm.ops.library import is_plain
 
 _BLOCK_COLUMNS = 32
-_EMULATED_ROWS = 16  # from which on fp32 is faster than bf16 that oneDNN emulates
+_EMULATED_ROWS = 16  # with at least this many rows, fp32 is faster than bf16 emulated by oneDNN
 
 
 def autocast(x: Any, *others: Any) -> tuple[Any, ...]:
-    """The tensors in autocast's type, where it is on for x's device: what it does around torch's own linear layers."""
+    """The tensors in autocast's dtype, if it is enabled for x's device, as in torch's linear layers."""
     if not torch._C._is_any_autocast_enabled() or not isinstance(x, Tensor):
         return (x, *others)
     device = x.device.type
@@ -117,7 +117,7 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``, by fp32 products where torch multiplies x's type very slowly."""
+    """``torch.nn.functional.linear``, in fp32 if torch's GEMM in x's dtype is very slow."""
     if not is_widened(x):
         return torch.nn.functional.linear(x, weight, bias)
     x, weight, bias = autocast(x, weight, bias)
@@ -127,15 +127,15 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def is_widened(x: Tensor) -> bool:
-    """Whether ``dense`` computes fp32 products: of x's type, or autocast's. Compiled graphs have torch's own."""
+    """Whether ``dense`` computes in fp32, for x's dtype or autocast's. Compiled graphs use torch's linear."""
     return not torch.compiler.is_compiling() and x.is_cpu and _widened(autocast(x)[0])
 
 
 def _whole_blocks(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The matrices; in bf16 on a CPU with zeros after each row of ``a``, up to a multiple of 32 columns.
+    """The matrices; in bf16 on a CPU padded with zeros to a multiple of 32 columns of ``a``.
 
-    oneDNN multiplies bf16 in blocks of columns: it takes the numbers after the end of a row, which are padding or the
-    next row's, times 0, and that is NaN if such a number is NaN or infinite.
+    oneDNN multiplies bf16 in blocks of columns. It multiplies the numbers after the end of a row, which are padding or
+    the next row, by 0, which gives NaN if such a number is NaN or infinite.
     """
     if not a.is_cpu or a.dtype != torch.bfloat16 or a.stride(1) != 1 or a.shape[1] % _BLOCK_COLUMNS == 0:
         return a, b
@@ -144,16 +144,16 @@ def _whole_blocks(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _autocast_leaves(a: Tensor) -> bool:
-    """Whether autocast would change nothing about products in a's type."""
+    """Whether autocast would not change a GEMM in a's dtype."""
     if not torch._C._is_any_autocast_enabled():
         return True
     return (a.is_cuda or a.is_cpu) and a.dtype == torch.get_autocast_dtype("cuda" if a.is_cuda else "cpu")
 
 
 def _widened(a: Tensor) -> bool:
-    """Whether fp32 products take the place of a type's own: on CPUs without instructions for bf16. Where torch has no
-    kernel for it either, it multiplies bf16 hundreds of times slower than fp32. Where oneDNN emulates it, fp32 is three
-    to four times as fast, but for products of few rows, where converting the weight takes longer than the product."""
+    """Whether GEMMs of this dtype run in fp32: bf16 on CPUs without bf16 instructions. If torch has no bf16 kernel
+    either, its bf16 GEMM is hundreds of times slower than fp32. If oneDNN emulates bf16, fp32 is three to four times as
+    fast, except for few rows, where converting the weight takes longer than the GEMM."""
     if not a.is_cpu or a.dtype != torch.bfloat16:
         return False
     kind = bf16_products()

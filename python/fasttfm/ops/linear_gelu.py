@@ -25,15 +25,15 @@ def linear_gelu(
     """``activation(x weight^T + bias)``: a GEMM of torch, then one pass for bias and activation; in 16-bit types on
     Hopper one kernel for all of it.
 
-    Saved for the backward are ``x``, the parameters and the product without the bias; the activation is recomputed, and
-    the bias gradient comes out of the pass that computes its derivative.
+    ``x``, the parameters and the GEMM's result without the bias are saved for the backward; the activation is
+    recomputed, and the bias gradient is computed in the same pass as the activation's derivative.
 
     Args:
         x: ``[..., C]``, fp32, bf16, fp16 or fp64.
         weight: ``[O, C]``.
         bias: ``[O]`` or None.
-        activation: A name out of ``ACTIVATIONS``, as for ``bias_gelu``.
-        backend: Requests one backend; by default the first that can serve the call does.
+        activation: A key of ``ACTIVATIONS``, as for ``bias_gelu``.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         ``[..., O]``, contiguous. Parameters have x's type; under autocast everything is cast to autocast's, as around
@@ -51,7 +51,7 @@ def linear_gelu(
 
 
 def activation_kind(op: str, name: Any) -> str:
-    """The formula of an activation's name."""
+    """The formula of the activation with this name."""
     if not isinstance(name, str):
         raise checks.bad_type(op, "activation", "a name", type(name).__name__)
     if name not in ACTIVATIONS:

@@ -1,4 +1,4 @@
-"""``maxsim``: the score of late interaction (ColBERT), without the matrix of similarities of tokens."""
+"""``maxsim``: the late interaction score (ColBERT), without storing the matrix of token similarities."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fasttfm.ops.backends import (
 from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, register, unshared
 
 OP = "maxsim"
-_BLOCK_BYTES = 4 * 2**20  # of similarities on the CPU: they stay in its caches
+_BLOCK_BYTES = 4 * 2**20  # a block of similarities on the CPU, which stays in its caches
 
 
 def maxsim(
@@ -48,21 +48,21 @@ def maxsim(
             reference backend). For cosine similarity normalize both sides first.
         documents: ``[C, Sd, D]``, or with ``document_cu_seqlens`` packed ``[Td, D]``, in the queries' type.
         query_lengths, document_lengths: int32 or int64 ``[B]`` and ``[C]``, for dense tensors: how many tokens of each
-            count; by default all.
+            are used; by default all.
         query_cu_seqlens, document_cu_seqlens: int32 ``[B + 1]`` and ``[C + 1]``, the first row of each packed sequence,
             and the row count.
-        query_mask, document_mask: Truth values or integers, of the tensors' shape without D: tokens that are 0 do not
-            count. They may be anywhere: ColBERT leaves out the punctuation of documents.
-        pairs: Whether queries are scored only against documents of their own: of ``n B`` documents the first n are the
+        query_mask, document_mask: Booleans or integers, of the tensors' shape without D: tokens with 0 are ignored.
+            They may be anywhere; ColBERT ignores the punctuation of documents.
+        pairs: Whether each query is scored only against its own documents: of ``n B`` documents the first n are the
             first query's, and so on. By default every query is scored against every document.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         fp32 (fp64 for fp64) ``[B, C]``, or with ``pairs`` ``[B, n]``. A document without tokens scores -inf. A
         maximum that is not finite has no gradient. Under autocast both sides are cast to its type first.
 
-    Boundaries and lengths are not validated on a GPU, where nothing outside of the tensors is accessed whatever they
-    are: a call never synchronizes with the GPU.
+    Boundaries and lengths are not validated on a GPU, so that a call never synchronizes; kernels do not access memory
+    outside of the tensors for any values.
     """
     queries, documents = linear.autocast(queries, documents)
     _check_tensors(queries, documents, query_cu_seqlens, document_cu_seqlens)
@@ -76,13 +76,13 @@ def maxsim(
 
 
 class Side(NamedTuple):
-    """Queries or documents as the kernels read them: rows, and where each sequence begins and ends."""
+    """Queries or documents for the kernels: rows, and the start and end of each sequence."""
 
     rows: Tensor  # [T, D]
     starts: Tensor  # int32 [sequences]
     ends: Tensor
-    mask: Tensor | None  # bool [T]: rows that count
-    padded: int | None  # rows of each sequence, where it is the same
+    mask: Tensor | None  # bool [T]: rows that are used
+    padded: int | None  # rows per sequence, if it is the same for all
 
 
 def arguments(query: Side, document: Side) -> tuple[Any, ...]:
@@ -92,7 +92,7 @@ def arguments(query: Side, document: Side) -> tuple[Any, ...]:
 
 
 def side(name: str, tokens: Tensor, lengths: Any, cu_seqlens: Any, mask: Any) -> Side:
-    """Checks one side's arguments. ``name`` is the first word of their names."""
+    """Checks one side's arguments. ``name`` is the prefix of their names."""
     _check_mask(f"{name}_mask", mask, tokens)
     counted = None if mask is None else (mask if mask.dtype == torch.bool else mask != 0).flatten()
     if cu_seqlens is not None:
@@ -115,7 +115,7 @@ def side(name: str, tokens: Tensor, lengths: Any, cu_seqlens: Any, mask: Any) ->
 
 
 def _owners(query: Side) -> Tensor:
-    """int32 [Tq]: the query that each row belongs to, -1 for rows that do not count."""
+    """int32 [Tq]: the query that each row belongs to, -1 for ignored rows."""
     count, rows = len(query.starts), torch.arange(len(query.rows), dtype=torch.int32, device=query.rows.device)
     if query.padded is not None:
         owners = rows // max(1, query.padded)
@@ -200,7 +200,7 @@ def _check_pairs(pairs: Any, queries: int, documents: int) -> None:
         raise checks.bad_type(OP, "pairs", "True or False", type(pairs).__name__)
     if pairs and (documents % queries if queries else documents):
         got = f"{documents} for {queries} queries"
-        raise checks.bad_value(OP, "documents", "as many for each query, with pairs", got)
+        raise checks.bad_value(OP, "documents", "the same number for each query, with pairs", got)
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ backward_op = register(
 )
 
 
-# ---- the CPU: blocks of torch's products -----------------------------------------------------------------------------
+# ---- the CPU: blocks of torch's GEMMs --------------------------------------------------------------------------------
 
 
 def _forward_cpu(
@@ -320,8 +320,8 @@ def _forward_cpu(
 
 
 def _equal_runs(spans: Sequence[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
-    """The first of documents of one length that follow each other without a gap, and how many they are, of at most
-    ``most`` tokens together: they are multiplied at once."""
+    """Runs of adjacent documents of the same length with at most ``most`` tokens, as first document and count. Each run
+    is one GEMM."""
     number = 0
     while number < len(spans):
         first, end = spans[number]

@@ -35,8 +35,8 @@ def mlp(
     """``activation(x w1^T + b1) w2^T + b2``: GEMMs of torch, and one pass for bias and activation; in 16-bit types on
     Hopper the activation is computed in the epilogues of the GEMMs next to it, without a pass.
 
-    Saved for the backward are ``x``, the parameters, the activation, and the first product without its bias or, on
-    Hopper, the activation's derivative in its place.
+    ``x``, the parameters, the activation, and the first GEMM's result without its bias are saved for the backward; on
+    Hopper the activation's derivative is saved instead of the latter.
 
     Args:
         x: ``[..., C]``, fp32, bf16, fp16 or fp64.
@@ -44,10 +44,10 @@ def mlp(
         b1: ``[I]`` or None.
         w2: ``[O, I]``.
         b2: ``[O]`` or None.
-        activation: A name out of ``ACTIVATIONS``, as for ``bias_gelu``.
+        activation: A key of ``ACTIVATIONS``, as for ``bias_gelu``.
         recompute: Whether the backward recomputes the activation instead of saving it: half the bytes, for writing it
             once more in the pass over its gradient.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         ``[..., O]``, contiguous. Parameters have x's type; under autocast everything is cast to autocast's, as around
@@ -195,8 +195,8 @@ class _Inner(NamedTuple):
     """A backend's implementations of the GEMMs next to the activation."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # out of the first product
-    scaled: Callable[..., tuple[Tensor, Tensor]]  # out of the derivative
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # from the first GEMM's result
+    scaled: Callable[..., tuple[Tensor, Tensor]]  # from the derivative
 
 
 def _forward_products(

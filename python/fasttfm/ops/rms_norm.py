@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, back
         x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend). Strided rows are read in place.
         weight: ``[C]`` or None for 1. May differ from ``x`` in precision: fp32 next to bf16 activations is usual.
         eps: Added to the mean of the squares.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         ``[..., C]`` in ``x``'s type, contiguous. Statistics are always fp32, so autocast does not change the op.

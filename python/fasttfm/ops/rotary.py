@@ -36,7 +36,7 @@ def rotary(
     turned_heads: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Turns pairs of columns of each head by angles that grow with the token's position.
+    """Rotates pairs of columns of each head by angles that grow with the token's position.
 
     Args:
         x: ``[B, S, H, D]`` or packed ``[T, H, D]``: fp32, bf16 or fp16 (fp64 on the reference backend). Strided heads
@@ -45,14 +45,14 @@ def rotary(
         cos, sin: ``[P, R / 2]``: cosines and sines of the angles of each position. The first R columns of a head are
             turned, the others copied. They have no gradient. fp32 is usual next to a 16-bit ``x``.
         positions: int64 or int32, ``x``'s shape without heads and columns; by default a token's index in its sequence,
-            in ``[T, H, D]`` its row. For packed sequences ``position_ids_from_cu_seqlens`` returns them. They are not
-            validated on the GPU, where one that is outside of the tables gives NaN.
+            or its row in ``[T, H, D]``. For packed sequences ``position_ids_from_cu_seqlens`` returns them. They are
+            not validated on a GPU, where a position outside of the tables gives NaN.
         interleaved: Pairs are columns 0 and 1, 2 and 3, ... (GPT-J); by default columns i and i + R / 2 (GPT-NeoX,
             Llama, ModernBERT).
         turned_heads: Heads from this one on are copied: all are turned by default. ``2 H`` of
             ``qkv.flatten(-3, -2)`` turns the queries and keys of ``qkv [..., 3, H, D]``, and the result is one tensor
             for ``attention``.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         ``x``'s shape and type, contiguous. Arithmetic is fp32, rounded once.
@@ -78,8 +78,8 @@ def _check(x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, turned_
 def check_tables(
     op: str, x: Tensor, heads: Sequence[int], cos: Any, sin: Any, positions: Any, interleaved: Any
 ) -> None:
-    """Raises what is wrong with the tables and positions for heads of the shape ``heads`` [..., S, H, D], which are x
-    or made of it."""
+    """Raises if tables or positions are invalid for heads of the shape ``heads`` [..., S, H, D], which are x or
+    computed from it."""
     for name, table in (("cos", cos), ("sin", sin)):
         checks.check_floating(op, name, table)
         checks.check_device(op, name, table, like=x)
@@ -101,7 +101,7 @@ def check_tables(
 
 
 def check_positions(op: str, positions: Tensor | None, cos: Tensor) -> None:
-    """Raises where a position is outside of the tables; positions on a GPU are not validated."""
+    """Raises if a position is outside of the tables; positions on a GPU are not validated."""
     if positions is not None and positions.is_cpu and positions.numel():
         least, most = (int(bound) for bound in positions.aminmax())
         if least < 0 or most >= cos.shape[0]:
@@ -205,7 +205,7 @@ def _refuse_triton(x: Tensor, interleaved: bool = False) -> str | None:
     return refuse_triton(x)
 
 
-# The gradient turns back: the forward with the angles' other sign.
+# The gradient is the inverse rotation: the forward with negated angles.
 TABLE = BackendTable(
     OP,
     (

@@ -91,7 +91,7 @@ def transformer_block(
         x: ``[T, C]``; in a pre-LN model, where ``residual`` is given, normalised.
         residual: The stream of a pre-LN model, in x's type or fp32.
         cu_seqlens: int32 ``[sequences + 1]``.
-        seeds: int64 ``[3]``, for attention and the two blocks; None where nothing is dropped.
+        seeds: int64 ``[3]``, for attention and the two blocks; None without dropout.
 
     Returns:
         y, and z' in a pre-LN model.
@@ -199,7 +199,7 @@ class Inner(NamedTuple):
 
 
 class BlockBackward:
-    """The backward pass, a step at a time; collects the parameters' gradients."""
+    """The backward pass in steps; collects the parameters' gradients."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class BlockBackward:
         dy: Tensor | None,
         dz: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The gradients of x and, in a pre-LN model, of the stream. ``kept`` says what is left of the activation."""
+        """The gradients of x and, in a pre-LN model, of the stream. ``kept`` says what was saved for the activation."""
         seed, seed_a, seed_b = seeds
         options = self.options
         dy = torch.zeros_like(x) if dy is None else dy
@@ -244,7 +244,7 @@ class BlockBackward:
         return self.qkv(dqkv, x, dstream)
 
     def norm_a(self, z1: Tensor) -> Tensor:
-        """y1, computed again."""
+        """Recomputes y1."""
         norm = (self.own.norm_a_weight, self.own.norm_a_bias, self.options.eps_a)
         y1: Tensor = layer_norm_forward_op(z1, *norm, self.options.backend)[0]
         return y1
@@ -268,7 +268,7 @@ class BlockBackward:
         return self._meet(dh, self.own.up_weight, dstream)
 
     def _activation(self, dbranch: Tensor, inner: Inner) -> tuple[Tensor, Tensor]:
-        """The gradient in front of the activation, and the activation itself."""
+        """The gradient of the activation's input, and the activation itself."""
         own, backend, want_dbias = self.own, self.options.backend, bool(self.wanted.up_bias)
         a = inner.activation
         if inner.kept == gelu_product.DERIVATIVE:
@@ -287,7 +287,7 @@ class BlockBackward:
     def projection(
         self, dy: Tensor, dz: Tensor | None, out: Tensor, z1: Tensor, statistics: Tensor, dropout: Dropout
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of attention's output and of what the block is added to."""
+        """The gradients of attention's output and of the residual stream."""
         dstream, dbranch = self._add_norm(("norm_a_weight", "norm_a_bias", "out_bias"), dy, dz, z1, statistics, dropout)
         self._weight("out_weight", dbranch, out.flatten(1))
         return linear.matmul(dbranch, self.own.out_weight).view_as(out), dstream
@@ -351,7 +351,7 @@ Dropout = tuple[Tensor | None, Tensor | None, float]  # cu_seqlens, seed and p, 
 
 
 def separate_seeds(seeds: Tensor | None, options: BlockOptions) -> Seeds:
-    """A seed means dropout: there is none where nothing is dropped."""
+    """One seed for each dropout; None if its probability is 0."""
     if seeds is None:
         return None, None, None
     places = enumerate((options.attention_p, options.p_a, options.p_b))
@@ -366,8 +366,8 @@ def dropout_arguments(cu_seqlens: Tensor, seed: Tensor | None, p: float) -> Drop
 def attention_options(
     qkv: Tensor, cu_seqlens: Tensor, seed: Tensor | None, options: BlockOptions, head_dim: int | None = None
 ) -> tuple[Any, ...]:
-    """The arguments of attention's registered ops after q, k and v. ``head_dim`` is smaller than qkv's where heads are
-    filled up with zeros."""
+    """The arguments of attention's registered ops after q, k and v. ``head_dim`` is smaller than qkv's if heads are
+    padded with zeros."""
     window = (options.window_left, options.window_right)
     scale, p = (head_dim or qkv.shape[-1]) ** -0.5, 0.0 if seed is None else options.attention_p
     bounds = (options.max_seqlen, options.max_seqlen)

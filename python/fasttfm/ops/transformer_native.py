@@ -1,7 +1,7 @@
 """Layers of transformer_block in one call of the native core: CUDA (Hopper, 16-bit types) and CPU (fp32).
 
-The core places all tensors that layers keep or need in two buffers, and runs the kernels of the op-by-op path in the
-same order. GEMMs are those of cuBLASLt or of the BLAS that torch has loaded.
+The core places all tensors that layers save or need temporarily in two buffers, and runs the kernels of the op-by-op
+path in the same order. GEMMs are those of cuBLASLt or of the BLAS that torch has loaded.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ PARAMETERS = len(BlockParameters._fields)
 _UP_WEIGHT = BlockParameters._fields.index("up_weight")
 _ALIGNMENT = 16
 
-# Tokens up to which a forward without gradients and without dropout takes the kernels for few rows (kernels/few_rows),
-# and tokens of its longest sequence up to which it takes their attention, if heads are of 64: docs/kernels.md.
+# The maximum number of tokens for which a forward without gradients and dropout uses the kernels for few rows
+# (kernels/few_rows), and the maximum length of sequences for their attention, if the head dim is 64: docs/kernels.md.
 MOST_FEW_ROWS = 640
 MOST_SHORT_TOKENS = 128
 _SHORT_HEAD_DIM = 64
 
 
 class Layers(NamedTuple):
-    """The parameters of layers that follow each other, as the core takes them."""
+    """The parameters of consecutive layers, for the core."""
 
     given: list[Tensor | None]  # of all layers, in the order of BlockParameters
     present: list[Tensor]  # those that are not None
-    depth: int  # how many layers
+    depth: int  # the number of layers
     dtype: torch.dtype  # of all parameters
     intermediate: int
     device: torch.device  # of all parameters
@@ -48,12 +48,12 @@ class Layers(NamedTuple):
     table: array[int]  # addresses of all parameters, 0 for None
 
 
-# ---- which calls the core takes --------------------------------------------------------------------------------------
+# ---- which calls the core supports -----------------------------------------------------------------------------------
 
 
 def layers_of(given: list[Tensor | None]) -> Layers | str:
-    """The layers of a list of parameters, or why the core does not take them: they are of one type and of the same
-    shapes, in memory as they are meant."""
+    """The layers of a list of parameters, or why the core does not support them: all layers must have the same dtypes
+    and shapes, and contiguous parameters."""
     if (missing := _native.missing()) is not None:
         return missing
     table = array("q", bytes(8 * len(given)))
@@ -94,7 +94,7 @@ def takes_few_rows(x: Tensor, *, gradient: bool, drops: bool) -> bool:
 def refuse(
     x: Tensor, residual: Tensor | None, layers: Layers, options: BlockOptions, *, few_rows: bool = False
 ) -> str | None:
-    """Why the core does not take a call; None if it does. ``few_rows``: with the kernels for few rows."""
+    """Why the core does not support a call; None if it does. ``few_rows``: with the kernels for few rows."""
     tokens, width = x.shape
     if tokens == 0 or not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
         return "takes contiguous rows, at least one"
@@ -217,7 +217,7 @@ def missing_cpu() -> str | None:
 
 
 class Memory(NamedTuple):
-    """Bytes that a call needs: what the backward reads, and what each direction needs while it runs."""
+    """The bytes that a call needs: saved for the backward, and temporarily in each direction."""
 
     kept: int
     forward: int
@@ -243,8 +243,8 @@ def forward(
     training: bool,
     few_rows: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, z of a pre-LN model, and what is kept for the backward. ``own``: the parameters, weights in x's type.
-    ``few_rows``: with the kernels for few rows."""
+    """Returns y, z of a pre-LN model, and what is saved for the backward. ``own``: the parameters, weights in x's
+    dtype. ``few_rows``: with the kernels for few rows."""
     x = batch.x
     check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
     shape = _shape(batch, layers, options, training=training)
@@ -279,10 +279,11 @@ def backward(
     gradients: list[Tensor | None],
     attention: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of x and of the stream; writes the parameters' ``gradients``, of those that are not None.
+    """Returns the gradients of x and of the stream, and writes those of the parameters into ``gradients`` that are not
+    None.
 
-    ``attention`` returns the gradient of qkv for that of attention's output, instead of the core's own kernels: for one
-    layer.
+    ``attention``, for a single layer, computes the gradient of qkv from that of attention's output, instead of the
+    core's kernels.
     """
     x = batch.x
     shape = _shape(batch, layers, options, training=True)
@@ -326,14 +327,14 @@ def _bytes(count: int, x: Tensor) -> Tensor:
 
 
 def _table(tensors: list[Tensor | None]) -> array[int]:
-    """Addresses as the core reads them, 0 for None."""
+    """The addresses of tensors for the core, 0 for None."""
     table = array("q", bytes(8 * len(tensors)))
     if _native.core().tensor_table(tensors, table.buffer_info()[0], PARAMETERS) != _UNREAD:
         return table
     return array("q", [0 if each is None else each.data_ptr() for each in tensors])
 
 
-_UNREAD = -2  # torch before 2.10 does not say how its tensors are read
+_UNREAD = -2  # the core cannot read tensors of torch before 2.10
 
 
 _SHAPE = (
@@ -402,7 +403,7 @@ def _numbers(activation: str, eps_a: float, eps_b: float, rates: tuple[float, fl
     }
 
 
-# ---- what a call keeps, tensor by tensor -----------------------------------------------------------------------------
+# ---- the tensors that a call saves -----------------------------------------------------------------------------------
 
 KEPT, BETWEEN, FORWARD, BACKWARD = range(4)  # kernels/transformer_block/regions.h: RegionsOf
 _REGION_ROWS = 33
@@ -434,7 +435,7 @@ def regions(
 def kept_tensors(
     batch: Batch, layers: Layers, options: BlockOptions, kept: Tensor, z: Tensor | None, index: int
 ) -> tuple[Tensor, Saved]:
-    """A layer's input and what it has left for its backward: views of ``kept``."""
+    """A layer's input and what it has saved for its backward: views of ``kept``."""
     x, pre_norm = batch.x, batch.residual_dtype is not None
     tokens, width = x.shape
     shape = _shape(batch, layers, options, training=True)

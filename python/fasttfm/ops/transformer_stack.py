@@ -1,4 +1,4 @@
-"""Transformer layers one after the other: in one native call, forward and backward, where the core takes them
+"""A stack of transformer layers: one native call for forward and one for backward if the core supports them
 (transformer_native.py), otherwise layer by layer (transformer_block.py)."""
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fasttfm.ops.transformer_block import (
 )
 from fasttfm.ops.transformer_native import PARAMETERS, Batch, Layers
 
-# Of a layer, those that go into matrix products: in x's type.
+# The parameters of a layer that are operands of GEMMs, in x's dtype.
 _MULTIPLIED = tuple(
     BlockParameters._fields.index(name) for name in ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
 )
-# Multiply-adds of a layer's [C, C] product from which on the GPU takes longer for a layer than the host: each layer is
-# an autograd node of its own then, whose memory is free as soon as its backward has run.
+# If the multiply-adds of a layer's [C, C] GEMM exceed this, the GPU takes longer for a layer than the host. Then each
+# layer is a separate autograd node, whose memory is freed as soon as its backward has run.
 _LARGE = 2**34
 
 _requires_grad, _version_of = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
@@ -51,8 +51,8 @@ def transformer_stack(
     options: BlockOptions,
     layers: Sequence[BlockParameters],
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs layers over packed tokens: as ``transformer_block`` after ``transformer_block``, with ``seeds``
-    int64 ``[layers, 3]``. In a pre-LN model a layer's LayerNorm b is the next one's first."""
+    """Runs layers over packed tokens, as successive calls of ``transformer_block``, with ``seeds`` int64 ``[layers,
+    3]``. In a pre-LN model a layer's LayerNorm b is the next layer's first norm."""
     given = list(chain.from_iterable(layers))
     cu_seqlens, seeds = cu_seqlens.contiguous(), None if seeds is None else seeds.contiguous()
     if is_plain((x, residual, cu_seqlens, seeds, *given)) and 1 < cu_seqlens.shape[0] <= 1 + _MOST_SEQUENCES:
@@ -86,7 +86,7 @@ def _run_op_by_op(
 
 
 def refused(x: Tensor, residual: Tensor | None, options: BlockOptions, layers: Sequence[BlockParameters]) -> str | None:
-    """Why layers are run op by op; None where they are run in one native call."""
+    """Why layers run op by op; None if they run in one native call."""
     return _refused(x, residual, options, layers, few_rows=_has_few_rows(x, residual, options, layers))
 
 
@@ -139,8 +139,8 @@ def _is_shared(layers: Layers) -> bool:
 
 
 def _parts(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Layers, Tensor | None]]:
-    """The layers of each autograd node, and their seeds: all in one, unless layers are large, some gradients are not
-    wanted, or gradients are used layer by layer: by processes that exchange them, or by hooks."""
+    """The layers of each autograd node, and their seeds: all in one node, unless layers are large, some gradients are
+    not needed, or gradients are used layer by layer, by distributed training or hooks."""
     single = (
         layers.depth == 1
         or _is_large(x)
@@ -166,7 +166,7 @@ def _is_large(x: Tensor) -> bool:
 
 
 def _in_type(layers: Layers, dtype: torch.dtype, *, copies: bool) -> list[Tensor | None]:
-    """The parameters with those that go into matrix products in x's type, by one launch for all layers."""
+    """The parameters, with the operands of GEMMs in x's dtype, by one launch for all layers."""
     if layers.dtype == dtype:
         return layers.given
     own = list(layers.given)
@@ -196,7 +196,7 @@ class _TransformerStack(OpFunction):
         own = _in_type(layers, x.dtype, copies=True)
         y, z, kept = transformer_native.forward(batch, residual, layers, own, options, training=True)
         ctx.save_for_backward(x, *unshared(cu_seqlens), seeds, kept, z)
-        # Not among the saved tensors, which torch would wrap one by one: their versions are compared here.
+        # Parameters are not saved tensors, which torch would wrap one by one; the backward compares their versions.
         ctx.own, ctx.versions = own, _versions(own)
         ctx.layers, ctx.options, ctx.residual_dtype = layers, options, batch.residual_dtype
         ctx.set_materialize_grads(False)
@@ -232,7 +232,7 @@ _INPUTS = 6  # of the node before the parameters
 def _faster_attention(
     batch: Batch, layers: Layers, own: list[Tensor | None], options: BlockOptions, kept: Tensor, z: Tensor | None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Attention's backward by the op, where a layer is large and another backend than CUDA's is the faster one."""
+    """Attention's backward by the op, if a layer is large and another backend than CUDA is faster; otherwise None."""
     x = batch.x
     if not x.is_cuda or layers.depth > 1 or not _is_large(x) or options.backend is not None:
         return None
@@ -269,8 +269,8 @@ def _wanted(layers: Layers, of_unique: Sequence[bool]) -> Sequence[bool]:
 
 
 def _summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tensor | None]:
-    """The gradient of each parameter. Those of one that layers share are added in the order of the backward, as
-    autograd adds up those of several nodes."""
+    """The gradient of each parameter. The gradients of a shared parameter are added in the order of the backward, as
+    autograd does for several nodes."""
     if not _is_shared(layers):
         if len(layers.present) == len(layers.given):
             return gradients
@@ -289,7 +289,7 @@ def _summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tens
 
 
 def _gradients_like(own: list[Tensor | None], wanted: Sequence[bool], layers: Layers) -> list[Tensor | None]:
-    """Room for the gradients, in the parameters' type: one tensor for all layers' parameters of one kind."""
+    """Allocates the gradients in the parameters' dtype: one tensor for the same parameter of all layers."""
     if layers.depth == 1:
         return [
             torch.empty_like(each, dtype=layers.dtype) if each is not None and want else None
@@ -316,7 +316,7 @@ def _backward_op_by_op(
     dz: Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """The backward of a native forward by the ops, of what that has kept."""
+    """The backward of a native forward by the ops, from what the forward has saved."""
     found: list[list[Tensor | None]] = []
     types = BlockParameters(*([layers.dtype] * PARAMETERS))  # type: ignore[arg-type]
     for index in reversed(range(layers.depth)):

@@ -1,11 +1,11 @@
 """16-bit copies of fp32 parameters, which an optimizer writes in the pass that changes the parameters: forwards under
 autocast then read them and need not cast.
 
-An optimizer enrolls its parameters, and holds the entries: copies go when it does. A forward that requests a copy
-records the dtype, and gets the copy if it is up to date: torch counts a tensor's in-place changes, and the version and
-the address must be those at which the copy was written. Otherwise the forward casts, as it does for parameters that are
-not enrolled. Changes that torch does not count have to be reported: its own fused optimizers (``forget``), changes
-through ``parameter.data``, other libraries' kernels (``refresh``).
+An optimizer enrolls its parameters and owns the entries; copies are freed with it. A forward that requests a copy
+records the dtype, and gets the copy if it is up to date: the parameter's version counter and address must be those at
+which the copy was written. Otherwise the forward casts, as it does for parameters that are not enrolled. Changes that
+torch's version counter does not see have to be reported: its own fused optimizers (``forget``), changes through
+``parameter.data``, other libraries' kernels (``refresh``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 
 
 class Entry:
-    """One parameter's copy, and what the parameter was when it was written."""
+    """One parameter's copy, and the parameter's version and address when the copy was written."""
 
     def __init__(self, parameter: Tensor) -> None:
         self.reference = weakref.ref(parameter)
         self.wanted: torch.dtype | None = None
         self.copy: Tensor | None = None
         self.version = self.address = -1
-        self.barred = False  # there is to be no copy
+        self.barred = False  # whether the parameter must not have a copy
 
     def is_fresh(self, parameter: Tensor) -> bool:
         return self.version == parameter._version and self.address == parameter.data_ptr()
@@ -35,10 +35,10 @@ class Entry:
         self.version, self.address = parameter._version, parameter.data_ptr()
 
     def to_write(self, parameter: Tensor, *, captured: bool = False) -> Tensor | None:
-        """The copy that a step has to write, up to date before the step; None where no forward wants one.
+        """The copy that a step has to write, up to date before the step; None if no forward has requested one.
 
-        A step that is ``captured`` in a CUDA graph says for good which copies it writes: replays change parameters
-        uncounted, so a parameter whose copy they do not write can have none.
+        A step that is ``captured`` in a CUDA graph always writes the same copies. Its replays change parameters without
+        changing their version counters, so parameters whose copies it does not write must not have a copy.
         """
         if self.wanted is None and not captured:
             return None
@@ -66,10 +66,10 @@ def _entry(parameter: Tensor) -> Entry | None:
 
 
 def enroll(parameters: Iterable[Tensor]) -> list[Entry]:
-    """Forwards may ask for copies from now on, as long as somebody holds the entries."""
+    """Lets forwards request copies of these parameters for as long as the entries are referenced."""
     found = []
     for each in parameters:
-        if not each.is_inference():  # such tensors' changes are not counted
+        if not each.is_inference():  # inference tensors have no version counter
             key = id(each)
             held = _entries.get(key)
             entry = None if held is None else held()
@@ -97,14 +97,15 @@ def entries_of(parameters: Iterable[Tensor], *, unrequested: bool = True) -> lis
 
 
 def forget(parameters: Iterable[Tensor]) -> None:
-    """The parameters have changed, and torch may not have counted it: forwards cast until the copies are written."""
+    """Marks copies as out of date after changes that torch may not have counted: forwards cast until they are
+    written."""
     for each in parameters:
         if (entry := _entry(each)) is not None:
             entry.version = -1
 
 
 def written(parameters: Sequence[Tensor], entries: Sequence[Entry | None]) -> None:
-    """A step has changed the parameters, and written the copies that their ``entries`` gave to write."""
+    """Records that a step has changed the parameters and written the copies of their ``entries``."""
     found = [(entry, each) for entry, each in zip(entries, parameters, strict=True) if entry is not None]
     copies = [entry.copy for entry, _ in found if entry.copy is not None]
     torch.autograd.graph.increment_version([*parameters, *copies])
@@ -124,7 +125,7 @@ def refresh(entries: Iterable[Entry], *, everything: bool = False) -> None:
 @torch.inference_mode(False)  # steps and forwards outside of it use the copy
 @torch.no_grad()
 def _write(entry: Entry, parameter: Tensor) -> None:
-    """Into the same memory where that is possible: a CUDA graph may read it."""
+    """Writes a copy, into the same memory if possible, because a CUDA graph may read it."""
     dtype, copy = entry.wanted, entry.copy
     if copy is None or copy.dtype != dtype or copy.device != parameter.device or copy.shape != parameter.shape:
         entry.copy = parameter.detach().to(dtype)

@@ -1,4 +1,4 @@
-"""Training: optimizers, schedules, the loop, checkpoints, logs, many processes; pre-training from text files."""
+"""Training: optimizers, schedules, the loop, checkpoints, logs, distributed training; pre-training from text files."""
 
 from fasttfm.train.gradient_cache import cached_loss
 from fasttfm.train.loop import NonFiniteError, Objective, StepResult, Trainer

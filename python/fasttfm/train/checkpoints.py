@@ -1,6 +1,6 @@
-"""Checkpoints of a run: directories that are whole or not there at all.
+"""Checkpoints of a run: directories that are written atomically.
 
-``checkpoint-000200`` holds what ``save_pretrained`` of model and tokenizer write, so transformers opens it, and also
+``checkpoint-000200`` has the files of ``save_pretrained`` of model and tokenizer, so that transformers can open it, and
 ``training_state.pt`` (optimizer, random number generators, position in the data) and ``manifest.json`` (size and
 checksum of every file). It is written under another name, synced to disk and renamed; ``latest`` is a link to the
 newest.
@@ -32,7 +32,7 @@ from fasttfm.train.distributed import World, like, whole
 MANIFEST = "manifest.json"
 STATE = "training_state.pt"
 _PARTIAL = ".partial"
-_REPLACED = ".replaced"  # a checkpoint while another one of the same step takes its name
+_REPLACED = ".replaced"  # the suffix of a checkpoint while another one of the same step replaces it
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 
 
@@ -40,8 +40,8 @@ class Checkpoints:
     """The checkpoints in a run's directory.
 
     Args:
-        directory: The run's.
-        keep: The number of the newest checkpoints to keep.
+        directory: The run's directory.
+        keep: How many of the newest checkpoints are kept.
     """
 
     def __init__(self, directory: Path, keep: int = 3) -> None:
@@ -61,7 +61,7 @@ class Checkpoints:
         return self.directory / f"checkpoint-{step:06d}"
 
     def newest(self) -> Path | None:
-        """The newest checkpoint, checked; None where there is none. Raises ``CheckpointError`` if it is damaged."""
+        """The newest checkpoint after a check; None if there is none. Raises ``CheckpointError`` if it is damaged."""
         steps = self.steps()
         if not steps:
             return None
@@ -80,10 +80,10 @@ class Checkpoints:
         return "there is no other that is whole"
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Makes the checkpoint of ``step``: ``write`` fills the directory that it is given.
+        """Saves the checkpoint of ``step``: ``write`` writes its files into a given directory.
 
-        Whatever goes wrong before the rename, a full disk included, raises ``CheckpointError`` and leaves the earlier
-        checkpoints as they are.
+        Any failure before the rename, such as a full disk, raises ``CheckpointError`` and leaves earlier checkpoints
+        unchanged.
         """
         final = self.path(step)
         partial = final.with_name(final.name + _PARTIAL)
@@ -138,7 +138,7 @@ class Checkpoints:
         _remove(replaced)
 
     def _discard(self, path: Path) -> None:
-        """Away in one move: no half of it can be taken for a checkpoint."""
+        """Removes a checkpoint by one rename, so that a partly removed one is never mistaken for a checkpoint."""
         if path.exists():
             away = path.with_name(f"{path.name}.old{_PARTIAL}")
             _remove(away)
@@ -181,7 +181,7 @@ def _checksum(path: Path) -> int:
 
 
 def _sync(directory: Path) -> None:
-    """Brings every file and folder to the disk."""
+    """Syncs every file and folder to disk."""
     for path in directory.rglob("*"):
         if path.is_file():
             sync_file(path)
@@ -199,7 +199,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def check(directory: Path) -> None:
-    """Raises ``CheckpointError`` unless every file is there as it was written."""
+    """Raises ``CheckpointError`` unless every file has the size and checksum of the manifest."""
     manifest = directory / MANIFEST
     try:
         files = json.loads(manifest.read_text(encoding="utf-8"))["files"]
@@ -218,17 +218,17 @@ def check(directory: Path) -> None:
         if found != size:
             raise CheckpointError(f"{path}: damaged: expected {size} bytes, got {found}")
         if not intact:
-            raise CheckpointError(f"{path}: damaged: the checksum is not that of what was written")
+            raise CheckpointError(f"{path}: damaged: the checksum differs from the manifest's")
 
 
-# ---- what a checkpoint holds -----------------------------------------------------------------------------------------
+# ---- contents of a checkpoint ----------------------------------------------------------------------------------------
 
 
 class ModelFiles:
-    """Writes and reads a model that processes may share.
+    """Writes and reads a model that may be sharded over processes.
 
     Args:
-        model: Before it is shared out.
+        model: The model, before it is wrapped for distributed training.
     """
 
     def __init__(self, model: PretrainedModel, world: World) -> None:
@@ -237,8 +237,7 @@ class ModelFiles:
         self._blank = copy.deepcopy(model).to("meta") if world.parallel == "fsdp" else None
 
     def writer(self) -> Callable[[Path], None]:
-        """A function that writes the model; called in every process, because the model may have to be gathered from
-        all."""
+        """Returns a function that writes the model. All processes call this, because a sharded model is gathered."""
         if self._blank is None:
             return self.model.save_pretrained
         blank = self._blank
@@ -253,14 +252,14 @@ class ModelFiles:
 
     @torch.no_grad()
     def read(self, directory: Path) -> None:
-        """Parameters get the checkpoint's bits."""
+        """Copies the checkpoint's tensors to the parameters."""
         found = type(self.model).from_pretrained(directory)
         for name, parameter in self.model.named_parameters():
             parameter.copy_(like(found.get_parameter(name).detach(), parameter))
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[int, Any]:
-    """Every parameter's state, whole and on the CPU."""
+    """Every parameter's state, gathered on the CPU."""
     state = optimizer.state_dict()["state"]
     return {
         index: {name: whole(value).cpu() if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
@@ -306,7 +305,7 @@ def read_state(directory: Path) -> dict[str, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no such file: nothing to resume from") from None
-    except Exception as error:  # torch.load has its own idea of what it may raise
+    except Exception as error:  # torch.load may raise anything
         raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected a dictionary, got {type(found).__name__}")
@@ -314,7 +313,7 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Sentences about what is not the same."""
+    """Descriptions of the settings that differ."""
     return [
         f"{name.replace('_', ' ')} was {then.get(name)}, is {now.get(name)}"
         for name in dict.fromkeys([*then, *now])

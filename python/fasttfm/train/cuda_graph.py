@@ -1,7 +1,7 @@
 """``Graphs``: a training step as two CUDA graphs, one for a batch's forward and backward, one for the update.
 
-A graph holds shapes and addresses. So batches that have the shapes of the captured one are copied into its memory, and
-others run without the graph; gradients stay where they are and are set to 0 after an update.
+A graph has fixed shapes and addresses. Batches with the shapes of the captured one are copied into its memory, and
+others run without the graph. Gradients keep their memory and are set to 0 after an update.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WARM_UP = 3  # steps without a graph: kernels are compiled and chosen, the optimizer's state is made
+_WARM_UP = 3  # steps without a graph, which compile and tune kernels and create the optimizer's state
 
 
 class Graphs:
-    """Runs ``accumulate(batch)`` and ``update()``, the first steps as they are, later ones by graphs.
+    """Runs ``accumulate(batch)`` and ``update()``, directly in the first steps and by graphs in later ones.
 
-    ``accumulate`` reads nothing of a batch but its tensors and what is the same in all of them.
+    Of a batch, ``accumulate`` may read only its tensors and attributes that are the same in all batches.
     """
 
     def __init__(self, accumulate: Callable[[Any], None], update: Callable[[], None]) -> None:
@@ -29,7 +29,7 @@ class Graphs:
         self._static: Any = None  # the batch that the graph reads
         self._batch_graph: torch.cuda.CUDAGraph | None = None
         self._update_graph: torch.cuda.CUDAGraph | None = None
-        self.replayed = 0  # batches that ran by the graph
+        self.replayed = 0  # the number of batches that the graph has run
 
     def accumulate(self, batch: Any) -> None:
         if self._steps < _WARM_UP or (self._static is not None and shapes(batch) != shapes(self._static)):
@@ -61,12 +61,12 @@ def tensors(batch: Any) -> dict[str, Tensor]:
 
 
 def shapes(batch: Any) -> tuple[Any, ...]:
-    """The key of a graph: the tensors' shapes, and the bound of the sequences' lengths."""
+    """The key of a graph: the tensors' shapes, and max_seqlen."""
     return (getattr(batch, "max_seqlen", None), *((name, value.shape) for name, value in tensors(batch).items()))
 
 
 def _captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A capture runs nothing: what it holds happens when the graph is replayed."""
+    """Captures ``work`` without running it; it runs when the graph is replayed."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""One process, or several under ``torchrun``: who is here, and how a module is shared out (torch's DDP or FSDP2)."""
+"""One process, or several under ``torchrun``: the processes of a run, and DDP or FSDP2 for a module."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class World:
         return tensor
 
     def gather(self, value: Value) -> list[Value]:
-        """Every process's value, in order; empty but in the main process."""
+        """The values of all processes, in order, in the main process; an empty list in the others."""
         if self.size == 1:
             return [value]
         found: list[Any] | None = [None] * self.size if self.main else None
@@ -51,20 +51,21 @@ class World:
         return found or []
 
     def agree(self, value: bool) -> bool:
-        """The main process's value, in all of them."""
+        """The main process's value, in all processes."""
         if self.size == 1:
             return value
         return bool(self.sum(torch.tensor(float(value and self.main), device=self.device)))
 
     def main_first(self, work: Callable[[], Value]) -> Value:
-        """``work`` in the main process while the others wait, then in the others: they find what it wrote."""
+        """Runs ``work`` in the main process while the others wait, then in the others, which find the files it
+        wrote."""
         if self.size == 1:
             return work()
         failure: BaseException | None = None
         if self.main:
             try:
                 result = work()
-            except Exception as error:  # the others must not wait for ever
+            except Exception as error:  # otherwise the other processes would wait forever
                 failure = error
         said = [None if failure is None else f"{type(failure).__name__}: {failure}"]
         dist.broadcast_object_list(said)
@@ -83,8 +84,8 @@ def join(device: str | None = None, parallel: str | None = None) -> World:
     """Joins the processes that ``torchrun`` started; without it, a world of one process.
 
     Args:
-        device: ``cpu``, ``cuda`` or ``cuda:<number>``; by default a GPU where torch sees one. Under torchrun every
-            process of a machine takes the GPU of its own number.
+        device: ``cpu``, ``cuda`` or ``cuda:<number>``; by default a GPU if torch sees one. Under torchrun every process
+            of a machine uses the GPU with its local rank.
         parallel: ``ddp`` (default) or ``fsdp``.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -122,7 +123,7 @@ def device_named(name: str | None) -> torch.device:
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected cpu, cuda or cuda:<number>, got {name!r}")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device: {name} is not here: torch sees {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"device: {name} does not exist: torch sees {torch.cuda.device_count()} CUDA devices")
     return found
 
 
@@ -141,7 +142,7 @@ def share_out(module: nn.Module, world: World) -> nn.Module:
 
 @contextlib.contextmanager
 def gradients_summed(module: nn.Module, last: bool) -> Iterator[None]:
-    """Around a forward and backward: gradients of all processes meet in the ``last`` of a step's batches only."""
+    """A context for a forward and backward: gradients of all processes are reduced only in a step's ``last`` batch."""
     if isinstance(module, DistributedDataParallel) and not last:
         with module.no_sync():
             yield
@@ -152,12 +153,12 @@ def gradients_summed(module: nn.Module, last: bool) -> Iterator[None]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor of which every process has a part, put together; others as they are."""
+    """Gathers a tensor that is sharded over processes; returns others unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor as ``parameter`` is: on its device, shared out among processes if it is."""
+    """A tensor on the device of ``parameter``, and sharded as it is."""
     if tensor.shape != parameter.shape:  # a counter
         return tensor
     moved = tensor.to(parameter.device)

@@ -1,4 +1,4 @@
-"""Packed batches filled up to one shape, as CUDA graphs want them."""
+"""Packed batches padded to one shape, as CUDA graphs need it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class FixedBatch(Batch):
-    """A batch with fillers: sequences of padding tokens after the last, then empty sequences, with labels of -100."""
+    """A padded batch: sequences of padding tokens after the last one, then empty sequences, with labels of -100."""
 
-    real_tokens: Tensor  # int64 [1]: the number of tokens of the data; the fillers follow them
+    real_tokens: Tensor  # int64 [1]: the number of tokens of the data; padding follows them
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Shape:
     tokens: int
     sequences: int
     predictions: int
-    padding: int  # the id of the filler token
+    padding: int  # the id of the padding token
 
 
 def filled(batch: Batch, shape: Shape) -> Batch:
-    """The batch in ``shape``; as it is where it is larger in some way.
+    """Pads the batch to ``shape``; returns it unchanged if it exceeds the shape.
 
-    Tokens are filled up with whole sequences no longer than ``max_seqlen``, so that no sequence of the data changes;
-    ``tokens`` and ``predictions`` remain the numbers of the data's.
+    Padding tokens form sequences of at most ``max_seqlen`` tokens, so that no sequence of the data changes; ``tokens``
+    and ``predictions`` do not include padding.
     """
     missing = shape.tokens - batch.tokens
     fillers = -(-missing // batch.max_seqlen)

@@ -1,5 +1,5 @@
-"""``cached_loss``: the loss of a large batch of vectors whose encoder runs on a small part of it at a time (GradCache,
-Gao et al., 2021)."""
+"""``cached_loss``: the loss of a large batch of vectors whose encoder runs on small parts of it (GradCache, Gao et al.,
+2021)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 def cached_loss(encode: Callable[[Any], Tensor], parts: Sequence[Any], loss: Callable[[Tensor], Tensor]) -> Tensor:
     """``loss(torch.cat([encode(part) for part in parts]))``, with the activations of one part in memory at a time.
 
-    The vectors of all parts are computed without gradients, then the loss and its gradients of the vectors. The
-    backward encodes each part again, with the same dropout and under the same autocast, and continues with these
-    gradients. So a step takes one forward pass more, and has the gradients of the whole batch.
+    The vectors of all parts are computed without gradients, then the loss and its gradients with respect to the
+    vectors. The backward encodes each part again, with the same dropout and under the same autocast, and backpropagates
+    these gradients. So a step takes one more forward pass, and has the gradients of the whole batch.
 
     Args:
-        encode: The vectors of a part, [n, D].
+        encode: Computes the vectors [n, D] of a part.
         parts: Arguments of ``encode``.
-        loss: Of the vectors of all parts, one number.
+        loss: Computes the loss, one number, from the vectors of all parts.
     """
     if not torch.is_grad_enabled():
         return loss(torch.cat([encode(part) for part in parts]))
@@ -47,7 +47,7 @@ def cached_loss(encode: Callable[[Any], Tensor], parts: Sequence[Any], loss: Cal
 
 
 class _States:
-    """The states of random generators and of autocast, to run something as it ran before."""
+    """The states of random number generators and of autocast, to repeat a computation exactly."""
 
     def __init__(self) -> None:
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()

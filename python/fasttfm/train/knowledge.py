@@ -29,14 +29,14 @@ class KnowledgeSettings:
     tokens_per_step: int = 2048
     accumulation: int = 1
     max_length: int = 128
-    held_out: float = 0.05  # the share of the texts in the validation set
+    held_out: float = 0.05  # the fraction of the texts in the validation set
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_step", "accumulation", "max_length"):
             at_least(name, getattr(self, name), 1)
         if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out: expected the validation set's share, between 0 and 1, got {self.held_out}")
+            raise ValueError(f"held_out: expected the validation set's fraction, between 0 and 1, got {self.held_out}")
         random_seed(self.seed)
 
 
@@ -48,14 +48,14 @@ def pretrain_knowledge(
     *,
     on_results: Callable[[list[StepResult]], Any] = lambda results: None,
 ) -> dict[str, float]:
-    """Trains the model, where it is, and returns the losses of the validation set.
+    """Trains the model, on its device, and returns the validation losses.
 
     Args:
-        model: With its entities (``set_entities``).
-        tokenizer: The model's.
+        model: The model with its entities (``set_entities``).
+        tokenizer: The model's tokenizer.
         examples: Texts with aligned mentions.
-        settings: How.
-        on_results: Called with steps' results as they come.
+        settings: The settings of the training.
+        on_results: Called with the results of steps as they become available.
     """
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(settings.seed)).tolist()
     held_out = max(2, round(settings.held_out * len(examples)))

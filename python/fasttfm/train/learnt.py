@@ -1,5 +1,4 @@
-"""What a language model has learnt, for people: its guesses for words of the validation set, and those of word
-frequencies."""
+"""What a language model has learnt: its guesses for words of the validation set, compared with a unigram model's."""
 
 from __future__ import annotations
 
@@ -13,32 +12,32 @@ from fasttfm.data import Batch, Tokenizer, TokenShards
 from fasttfm.models.objectives import CausalLM, MaskedLM
 
 GUESSES = 3
-_LENGTHS = (8, 24)  # tokens of a sentence that is shown
-_CONTEXT = 4  # tokens before a word that is guessed, at least
-_LETTERS = 4  # of such a word, at least
+_LENGTHS = (8, 24)  # the minimum and maximum number of tokens of a shown sentence
+_CONTEXT = 4  # the minimum number of tokens before a guessed word
+_LETTERS = 4  # the minimum number of letters of a guessed word
 
-Guesses = list[tuple[str, float]]  # words with their probabilities, the likeliest first
+Guesses = list[tuple[str, float]]  # words with their probabilities, the most likely first
 
 
 @dataclass(frozen=True)
 class GuessedWord:
-    """A word in a sentence of the validation set, which was masked or cut off, and what the model guesses there."""
+    """A word in a sentence of the validation set, which was masked or truncated, and the model's guesses for it."""
 
     before: str
     word: str
-    after: str  # empty where a model sees nothing of it
+    after: str  # empty for a causal model, which does not see it
     guesses: Guesses
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """A trained model and word frequencies, which know no context."""
+    """The predictions of a trained model and of word frequencies (a unigram model)."""
 
     what: str  # the words that are predicted
-    loss: float  # of the validation set's, in nats
-    frequency_loss: float  # of the same words, where each has the probability that is its share of the training set
+    loss: float  # the model's validation loss for them, in nats
+    frequency_loss: float  # the loss if their probabilities are their frequencies in the training set
     words: list[GuessedWord]
-    frequent: Guesses  # what word frequencies guess, whatever the sentence
+    frequent: Guesses  # the most frequent words
 
     def __str__(self) -> str:
         better = self.frequency_loss - self.loss
@@ -71,8 +70,8 @@ def learnt(
     """What ``objective``'s model has learnt.
 
     Args:
-        batches: The validation set's, on which ``loss`` was measured.
-        words: So many are shown, the same in every run.
+        batches: The validation batches on which ``loss`` was measured.
+        words: The number of words to show, the same ones in every run.
     """
     shares = word_shares(training, tokenizer)
     labels = np.concatenate([predicted(batch) for batch in batches])
@@ -86,7 +85,7 @@ def learnt(
 
 
 def predicted(batch: Batch) -> np.ndarray:
-    """The words that a model predicts in a batch: those that were masked, or all but the first of each sequence."""
+    """The tokens that a model predicts in a batch: the masked ones, or all but the first of each sequence."""
     if batch.labels is not None:
         return batch.labels.numpy()
     first = np.zeros(batch.tokens, dtype=bool)
@@ -95,7 +94,8 @@ def predicted(batch: Batch) -> np.ndarray:
 
 
 def word_shares(training: TokenShards, tokenizer: Tokenizer) -> np.ndarray:
-    """float64 [vocabulary]: each entry's share of the training set, with one more of each, so that none is 0."""
+    """float64 [vocabulary]: each token's frequency in the training set, with one added to all counts (Laplace
+    smoothing)."""
     counts = np.ones(tokenizer.vocab_size)
     for number in range(training.documents):
         counts += np.bincount(training.document(number), minlength=len(counts))
@@ -103,7 +103,7 @@ def word_shares(training: TokenShards, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _choose(held_out: TokenShards, tokenizer: Tokenizer, count: int) -> list[tuple[np.ndarray, int]]:
-    """Sentences of the validation set, and the place of a word in each that is a single token."""
+    """Sentences of the validation set, and in each the position of a word that is one token."""
     starts, special = tokenizer.starts_word, tokenizer.special.all()
     numbers = [(document, i) for document in range(held_out.documents) for i in range(_sentences(held_out, document))]
     draw = np.random.default_rng(0)

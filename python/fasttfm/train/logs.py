@@ -1,4 +1,4 @@
-"""``RunLog``: what a run leaves of its steps: rows of a CSV file and, where it is installed, TensorBoard's events."""
+"""``RunLog``: the log of a run: rows of a CSV file and, if it is installed, TensorBoard's events."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ CSV = "log.csv"
 EVENTS = "tensorboard"
 HELD_OUT = "held_out_"
 PERPLEXITY = "validation_perplexity"
-MEASURED = ("tokens_per_second", "mfu", "seconds")  # columns that differ from run to run
+MEASURED = ("tokens_per_second", "mfu", "seconds")  # columns with times, which are not reproducible
 
 
 class RunLog:
-    """Takes the steps' results in order and writes a row for every few of them: means over those that were not skipped.
+    """Collects the results of steps in order and writes a row for every few of them, with means over the steps that
+    were not skipped.
 
     Args:
-        directory: The run's.
-        terms: The objective's.
-        steps: The run's.
-        every: Steps to a row; evaluations and checkpoints end a row too.
-        start: Number of completed steps; later rows, of a run that was interrupted, are dropped.
-        progress: Shown while rows are written.
-        peak: Operations a second of all devices, where they are known: the model FLOPs utilization (MFU) is that of a
-            row's operations divided by it.
+        directory: The run's directory.
+        terms: The objective's terms.
+        steps: The number of steps of the run.
+        every: Steps per row; evaluations and checkpoints end a row too.
+        start: The number of completed steps; later rows, of an interrupted run, are removed.
+        progress: A progress bar that shows the numbers of each row.
+        peak: The peak FLOP/s of all devices, if known; the model FLOPs utilization (MFU) is relative to it.
         perplexity: The term whose validation loss is a mean over tokens; its exponential is in the rows.
         scores: Names of scores of the validation set, in addition to its losses.
-        reports: What else takes the numbers of a row: objects with ``add_scalar`` and ``close``, as TensorBoard's.
+        reports: Other receivers of the numbers: objects with ``add_scalar`` and ``close``, like TensorBoard's.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class RunLog:
         self._every = every
         self._window: list[StepResult] = []
         self._row: dict[str, Any] = dict(earlier[-1]) if earlier else dict.fromkeys(self.columns, 0)
-        self._arrived = float(self._row["seconds"])  # the last result, on this clock
+        self._arrived = float(self._row["seconds"])  # when the last result arrived, on this clock
         self._clock = Stopwatch(self._arrived)
         self._warm_step = start + min(10, (steps - start) // 3)
-        self._warm: tuple[float, int] | None = None  # seconds and tokens when the first steps were over
+        self._warm: tuple[float, int] | None = None  # seconds and tokens after the first steps
         self.held_out: dict[str, float] = {}  # of the last evaluation
 
     def _begin(self, rows: Sequence[Mapping[str, str]]) -> Any:
@@ -86,7 +86,7 @@ class RunLog:
         """Takes results that have arrived."""
         for result in results:
             if self._window and self._window[-1].step % self._every == 0:
-                self.write()  # not earlier: an evaluation after that step is part of the row
+                self.write()  # only now, because an evaluation after that step belongs to its row
             self._window.append(result)
             self._arrived = self._clock.seconds()
             if result.step == self._warm_step:
@@ -144,20 +144,20 @@ class RunLog:
 
     @property
     def tokens(self) -> int:
-        """Of all steps so far."""
+        """The number of tokens of all steps so far."""
         return int(self._row["tokens"]) + sum(result.tokens for result in self._window)
 
     @property
     def loss(self) -> float:
-        """The last row's."""
+        """The loss of the last row."""
         return float(self._row["loss"])
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
-        """Around what is no training: its time does not count."""
+        """A context whose time does not count as training."""
         return self._clock.paused()
 
     def rate(self) -> float | None:
-        """Tokens a second since the first steps of this process, which warm up."""
+        """Tokens per second, without the first steps of this process, which warm up."""
         if self._warm is None or self.tokens == self._warm[1]:
             return None
         return (self.tokens - self._warm[1]) / (self._arrived - self._warm[0])
@@ -170,7 +170,7 @@ class RunLog:
 
 
 def perplexity(loss: float) -> float:
-    """The exponential of a mean loss over tokens; infinite where a float has no room for it."""
+    """The exponential of a mean loss over tokens; infinite if it overflows."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -178,7 +178,7 @@ def perplexity(loss: float) -> float:
 
 
 class Stopwatch:
-    """Seconds, on top of those of earlier processes of the same run."""
+    """A stopwatch that starts at ``before``, the seconds of earlier processes of the same run."""
 
     def __init__(self, before: float = 0.0) -> None:
         self._before = before
@@ -197,7 +197,7 @@ class Stopwatch:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a log that are whole: a process may have died while it wrote the last."""
+    """The complete rows of a log; the last one is incomplete if a process died while it wrote it."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))

@@ -30,34 +30,34 @@ _MAX_PENDING = 8  # metrics in flight before the host synchronizes
 class Objective:
     """A loss: the sum of some terms, each a mean over its own count.
 
-    A step's batch is in parts, on several ranks and in several batches of each. So a part's loss is given as sums, and
-    divided by the counts of all parts:
+    A step's batch is divided into parts, over ranks and over several batches per rank. So each part computes sums,
+    which are divided by the counts of all parts:
 
         loss = sum over terms of (sum over parts of sums) / (sum over parts of counts)
     """
 
     terms: tuple[str, ...]
-    counts: Callable[[Any], Sequence[float]]  # of a batch on the host: what each term's mean divides by
+    counts: Callable[[Any], Sequence[float]]  # of a batch on the host: the divisor of each term's mean
     sums: Callable[[Any, Any], Sequence[Tensor]]  # of module and batch: each term's sum, on the device
-    flops: Callable[[Any], float] | None = None  # of a batch on the host: operations of forward and backward
+    flops: Callable[[Any], float] | None = None  # of a batch on the host: FLOPs of forward and backward
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step's numbers, some steps after it."""
+    """The numbers of a step, which are available some steps later."""
 
     step: int  # counted from 1
     loss: float
     terms: dict[str, float]
     gradient_norm: float
     learning_rate: float
-    tokens: int  # of all ranks, where batches say how many they have
+    tokens: int  # of all ranks, if batches have a number of tokens
     flops: float
-    skipped: bool  # the loss or the gradient was not finite, and nothing changed
+    skipped: bool  # whether loss or gradient was not finite, so that nothing changed
 
 
 class NonFiniteError(RuntimeError):
-    """Several steps in a row had no finite loss and gradient."""
+    """Loss or gradient was not finite in several consecutive steps."""
 
 
 class Trainer:
@@ -65,10 +65,10 @@ class Trainer:
 
     Args:
         module: The module, as ``distributed.share_out`` returns it.
-        objective: What is minimised.
+        objective: The loss to minimise.
         optimizer: The result of ``optimizers.make_optimizer``.
-        schedule: Its learning rates.
-        settings: How a step is computed.
+        schedule: The schedule of its learning rates.
+        settings: The settings of a step.
         world: The processes; by default only this one, on the module's device.
     """
 
@@ -93,8 +93,8 @@ class Trainer:
         self._bad_in_a_row = 0
         self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
         self._call: Any = torch.compile(module, dynamic=True) if self.settings.compile else module
-        # What goes into a step and comes out of it: the same memory each time, so that a CUDA graph can hold the work.
-        # The host reads all of it in one copy.
+        # The inputs and outputs of a step keep their memory, so that a CUDA graph can capture it. The host reads all of
+        # them by one copy.
         terms, device = len(objective.terms), self.world.device
         self._report = torch.zeros(2 * terms + 3, dtype=torch.float64, device=device)
         self._sums, self._totals, self._norm = self._report.split(
@@ -110,20 +110,21 @@ class Trainer:
 
     def _fp8_training(self) -> Fp8Training:
         if self.world.parallel == "fsdp":
-            raise ValueError("precision: fp8 expects whole parameters, got those that FSDP has cut up; use ddp")
+            raise ValueError("precision: fp8 expects parameters that are not sharded, got FSDP; use ddp")
         return Fp8Training(self.module)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def step(self, batches: Sequence[Any]) -> list[StepResult]:
-        """One step over ``batches``, which together are one batch. Returns results of earlier steps that are there."""
+        """Runs a step over ``batches``, which form one batch. Returns the results of earlier steps that have
+        arrived."""
         if not self.module.training:  # setting it in every module takes a fraction of a millisecond
             self.module.train()
         rate = self.schedule.set(self.completed)
         self._set_totals(batches)
         self._sums.zero_()
         if self._graphs is not None and isinstance(self.optimizer, optim.AdamW):
-            self.optimizer.refresh_copies()  # a graph does not notice that somebody has changed parameters
+            self.optimizer.refresh_copies()  # a replayed graph would not notice changed parameters
         if self._graphs is not None and self.fp8 is not None:
             self.fp8.refresh()
         for index, batch in enumerate(batches):
@@ -140,7 +141,7 @@ class Trainer:
         return self._arrived(self._metrics.take(everything=True))
 
     def finish(self) -> list[StepResult]:
-        """``flush`` after the last step. A run in which nothing was learnt raises, one that skipped steps says so."""
+        """``flush`` after the last step. Raises if all steps were skipped, and warns if some were."""
         results = self.flush()
         if self.skipped and self.skipped == self.completed:
             raise NonFiniteError(
@@ -174,7 +175,8 @@ class Trainer:
         return batch.to(self.world.device, non_blocking=True)
 
     def _accumulate(self, batch: Any) -> None:
-        """Adds a part's share to the gradients. Ranks' gradients are averaged, where their sum is wanted."""
+        """Adds the gradients of a part. DDP and FSDP average the ranks' gradients, so the loss is scaled to give their
+        sum."""
         terms = self._terms(batch)
         pairs = list(zip(terms, self._shares(terms), strict=True))
         differentiable = [pair for pair in pairs if pair[0].requires_grad]
@@ -255,7 +257,8 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
-        """The terms' means over ``batches`` without dropout, and ``loss``, their sum. All ranks must bring as many."""
+        """The terms' means over ``batches`` without dropout, and ``loss``, their sum. All ranks need as many
+        batches."""
         self.module.eval()
         sums, totals = torch.zeros_like(self._sums), torch.zeros_like(self._sums)
         with _own_random_numbers(self.world.device):
@@ -270,12 +273,12 @@ class Trainer:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in addition to that of module and optimizer. Results must have been flushed."""
+        """The state without that of module and optimizer. Call ``flush`` first."""
         counts = {"completed": self.completed, "skipped": self.skipped, "bad_in_a_row": self._bad_in_a_row}
         return counts if self.fp8 is None else {**counts, "fp8": self.fp8.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The module has its parameters already."""
+        """Loads the state; the module's parameters are loaded before."""
         if self.fp8 is not None:
             self.fp8.load_state_dict(state["fp8"])
         self.completed, self.skipped, self._bad_in_a_row = (
@@ -285,8 +288,8 @@ class Trainer:
 
 @torch.no_grad()
 def check_finite(module: nn.Module, world: World | None = None) -> None:
-    """Raises ``NonFiniteError`` if a parameter is not finite, in all processes of ``world``: such a model is not worth
-    saving."""
+    """Raises ``NonFiniteError``, in all processes of ``world``, if a parameter is not finite: such a model should not
+    be saved."""
     found = [name for name, each in module.named_parameters() if not bool(_local(each).isfinite().all())]
     bad = torch.tensor(float(bool(found)), device=next(module.parameters()).device)
     if world is not None:
@@ -311,7 +314,7 @@ class AsyncMetrics:
         self._waiting: deque[tuple[Any, Tensor, Any]] = deque()
 
     def put(self, tag: Any, values: Tensor) -> None:
-        """Takes a copy."""
+        """Starts a copy of ``values``."""
         if not self.on_gpu:
             self._waiting.append((tag, values.clone(), None))
             return
@@ -334,7 +337,7 @@ class AsyncMetrics:
 
 @contextlib.contextmanager
 def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """Code inside draws the same random numbers each time and does not change the state of the generators."""
+    """A context with fixed random numbers, which restores the generators' states."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)

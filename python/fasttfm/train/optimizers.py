@@ -1,11 +1,11 @@
 """AdamW and LAMB, and which parameters decay.
 
-AdamW is ``fasttfm.optim.AdamW`` where its kernel can take the parameters, with 16-bit copies of what forwards cast; on
-a CPU, and where FSDP has cut parameters up, it is torch's fused one.
+AdamW is ``fasttfm.optim.AdamW`` if its kernel supports the parameters, with 16-bit copies of those that forwards cast;
+on a CPU, and with FSDP, it is torch's fused AdamW.
 
-Both take two tensors from the caller of ``step`` (the convention of torch's gradient scaler): ``grad_scale``, by which
-gradients are divided, and ``found_inf``; if it is 1 the step changes nothing. So clipping costs no pass over the
-gradients, and skipping a step needs no synchronization with the GPU.
+Both read two attributes that the caller of ``step`` sets (the convention of torch's gradient scaler): ``grad_scale``,
+by which gradients are divided, and ``found_inf``; if it is 1 the step changes nothing. So clipping needs no pass over
+the gradients, and skipping a step no synchronization with the GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fasttfm.train.settings import OptimizerSettings
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters that are trained, in two groups: matrices decay; biases and LayerNorms do not."""
+    """The trained parameters in two groups: matrices decay; biases and LayerNorms do not."""
     norms = [each for each in module.modules() if isinstance(each, nn.LayerNorm)]
     spared = {parameter for norm in norms for parameter in norm.parameters()}
     trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
@@ -37,10 +37,10 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
 def make_optimizer(
     parameters: nn.Module | Iterable[dict[str, Any]], settings: OptimizerSettings, *, capturable: bool = False
 ) -> Optimizer:
-    """The optimizer of a module's parameters, or of groups of one's own.
+    """The optimizer of a module's parameters, or of given parameter groups.
 
     Args:
-        capturable: Whether a CUDA graph will hold the step: the learning rates are then tensors on the device.
+        capturable: Whether a CUDA graph will capture the step; learning rates are then tensors on the device.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameter_groups(parameters, settings.weight_decay)
@@ -65,13 +65,13 @@ def make_optimizer(
 
 
 class Lamb(Optimizer):
-    """LAMB (You et al., 2020): Adam's step of each parameter, as long as a share of the parameter itself.
+    """LAMB (You et al., 2020): Adam's update of each parameter, scaled to the norm of the parameter.
 
         m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
         u  = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay p
         p <- p - lr (|p| / |u|) u       |p| / |u| is 1 where either is 0, and for parameters that do not decay
 
-    All of it happens on the device, a group at a time.
+    It runs on the device, with one foreach operation per group.
     """
 
     _step_supports_amp_scaling = True
@@ -110,14 +110,14 @@ class Lamb(Optimizer):
         second = [state["exp_avg_sq"] for state in states]
         beta1, beta2 = group["betas"]
         gradients, keep = self._gradients(parameters)
-        # A step that is skipped has gradients of 0, moments that do not fade and a rate of 0.
+        # In a skipped step gradients are 0, moments do not decay and the rate is 0.
         torch._foreach_mul_(first, torch.where(keep > 0, beta1, 1.0))
         torch._foreach_add_(first, torch._foreach_mul(gradients, 1 - beta1))
         torch._foreach_mul_(second, torch.where(keep > 0, beta2, 1.0))
         torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
         torch._foreach_add_([state["step"] for state in states], keep)
 
-        count = states[0]["step"].double().clamp(min=1)  # of all: they start together
+        count = states[0]["step"].double().clamp(min=1)  # the same for all parameters
         denominator = torch._foreach_sqrt(second)
         torch._foreach_div_(denominator, (1 - beta2**count).sqrt().float())
         torch._foreach_add_(denominator, group["eps"])
@@ -131,7 +131,7 @@ class Lamb(Optimizer):
         torch._foreach_sub_(parameters, [change * rate for change, rate in zip(update, rates, strict=True)])
 
     def _gradients(self, parameters: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """The gradients to use, and 0 where the step is skipped, else 1."""
+        """The gradients to use, and a factor: 0 if the step is skipped, else 1."""
         gradients = [each.grad for each in parameters if each.grad is not None]
         keep = torch.ones((), device=parameters[0].device)
         if (found_inf := getattr(self, "found_inf", None)) is not None:

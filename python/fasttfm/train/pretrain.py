@@ -1,4 +1,4 @@
-"""``pretrain``: from text files to a model, with everything that a run needs around the loop."""
+"""``pretrain``: pre-trains a model on text files: data, training loop, evaluation, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from fasttfm.train.settings import PretrainSettings, RunSettings
 from fasttfm.train.stopping import Stop
 
 _TOKENIZER, _NEW_TOKENIZER = "tokenizer", "tokenizer.new"
-# What a run that never began leaves.
+# The files of a run that has not started.
 _LEFT = re.compile(r"\.lock|settings\.json|tokenizer|tokenizer\.new|shards|.*\.partial")
 
 
@@ -58,7 +58,7 @@ class Summary:
     steps: int
     tokens: int
     skipped: int
-    loss: float  # the last rows' mean
+    loss: float  # the mean of the last rows
     held_out: dict[str, float]
     tokens_per_second: float | None  # without the first steps
     batch: data.Batch  # of the validation set
@@ -66,7 +66,7 @@ class Summary:
 
 
 def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
-    """Pre-trains a model and returns what it reached; None in other processes than the main one."""
+    """Pre-trains a model and returns its results in the main process, None in others."""
     check_model(model_source(settings, run))
     world = join(run.device, run.parallel)
     if settings.step.cuda_graph and (world.device.type != "cuda" or world.size > 1):
@@ -92,7 +92,7 @@ def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
 
 
 def model_source(settings: PretrainSettings, run: RunSettings) -> PretrainSettings:
-    """The settings of a run's model: where it is resumed, the checkpoint that it started from is not needed."""
+    """The settings of a run's model: a resumed run does not need the checkpoint that it started from."""
     checkpoints = Checkpoints(run.output)
     if settings.init is None or not run.resume or not checkpoints.steps():
         return settings
@@ -100,7 +100,7 @@ def model_source(settings: PretrainSettings, run: RunSettings) -> PretrainSettin
 
 
 def objective_of(module: Pretraining) -> Objective:
-    """What the training loop minimises: the losses that the module's forward gives."""
+    """The objective of the training loop: the losses that the module's forward returns."""
     return Objective(module.terms, module.counts, lambda call, batch: call(batch), module.flops)
 
 
@@ -128,13 +128,13 @@ class _Run:
         self.start = self._resume() if run.resume else 0
 
     def _open_directory(self) -> None:
-        """The main process first: the others find a directory that is ready. What an earlier run left stays until
-        everything is there for this one (``_replace_earlier_run``)."""
+        """Prepares the directory, first in the main process. Files of an earlier run are kept until this one is ready
+        to start (``_replace_earlier_run``)."""
         if not self.world.main:
             return
         self._check_directory()
         self.held.enter_context(run_lock(self.run.output))
-        self._check_directory()  # another run may have been quicker
+        self._check_directory()  # again, because another run may have started in between
         self.checkpoints.clean()
         if not self.checkpoints.steps():
             write_settings(self.settings, self.run)
@@ -155,13 +155,13 @@ class _Run:
         if foreign := sorted(path.name for path in output.iterdir() if not _LEFT.fullmatch(path.name)):
             more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
             got = f"one with {foreign[0]}{more}"
-            raise RunError(f"{output}: expected a new or empty directory, got {got}: --overwrite begins a run there")
+            raise RunError(f"{output}: expected a new or empty directory, got {got}: --overwrite starts a run there")
 
     def _continues(self) -> bool:
         return self.run.resume and bool(self.checkpoints.steps())
 
     def _tokenizer(self) -> Path:
-        """The folder of a trained tokenizer: an earlier run keeps its own while this one is prepared."""
+        """The folder of a trained tokenizer, which differs from an earlier run's while this one is prepared."""
         return self.run.output / (_TOKENIZER if self._continues() else _NEW_TOKENIZER)
 
     def _open_corpus(self) -> Corpus:
@@ -169,7 +169,7 @@ class _Run:
         return open_corpus(self.settings, self.run, trained, load=trained.is_dir())
 
     def _replace_earlier_run(self) -> None:
-        """Called by the main process when nothing is in the way of the first step."""
+        """Removes the files of an earlier run; the main process calls this right before the first step."""
         write_settings(self.settings, self.run)
         if self._continues():
             return
@@ -214,7 +214,7 @@ class _Run:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def _facts(self) -> dict[str, Any]:
-        """The settings that must be the same in a resumed run."""
+        """The settings that must be the same when the run is resumed."""
         nested = dataclasses.asdict(self.settings)
         flat = {name: value for name, value in nested.items() if not isinstance(value, dict)}
         for part in ("optimizer", "schedule", "step", "changes"):
@@ -225,7 +225,7 @@ class _Run:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     def save(self) -> Path:
-        """Called by all processes, after a flush of results."""
+        """Saves a checkpoint. All processes call this, after a flush of results."""
         check_finite(self.model, self.world)
         write_model = self.files.writer()
         collect = self.world.main or self.world.parallel == "fsdp"
@@ -266,7 +266,7 @@ class _Run:
             self.stream.load_state_dict(own["data"])
             files.set_random_state(own["random"], self.world.device)
         except (KeyError, IndexError, TypeError) as error:
-            raise RunError(f"{found / files.STATE}: not the state of such a run: {error!r}") from error
+            raise RunError(f"{found / files.STATE}: not the state of a pre-training run: {error!r}") from error
         return self.trainer.completed
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class _Run:
         with _too_small(self.corpus.training):
             batches = _begun(self._batches())
         log = None
-        self.world.gather(None)  # every process has read what is replaced now
+        self.world.gather(None)  # until every process has read the files that are replaced now
         if main:
             self._replace_earlier_run()
             steps: dict[str, Any] = {"steps": self.steps, "every": run.log_every, "start": self.start}
@@ -310,7 +310,8 @@ class _Run:
         if not self.settings.step.cuda_graph:
             return iter(self.stream)
         tokens, padding = self.batch_tokens, self.corpus.tokenizer.special.pad or 0
-        # Some sequences are short: twice as many as there would be of full length, or the batch runs without the graph.
+        # Some sequences are short: the shape has twice as many as full-length ones; larger batches run without the
+        # graph.
         sequences = 2 * math.ceil(tokens / self.settings.max_length) + 8
         shape = Shape(tokens, sequences, self.stream.max_predictions or 0, padding)
         return (filled(batch, shape) for batch in self.stream)
@@ -329,8 +330,8 @@ class _Run:
             return self.save() if saves else None
 
     def _evaluation_batches(self) -> list[data.Batch]:
-        """The batches of the validation set, the same in each evaluation. They are made before the first step: a
-        validation set that is too small is told then."""
+        """The validation batches, the same in each evaluation. They are made before the first step, so that a
+        validation set that is too small raises then."""
         shards = self.corpus.held_out
         stream = self._stream(shards, workers=0)
         with _too_small(shards):
@@ -362,7 +363,7 @@ class _Run:
     def _finish(self, log: RunLog, checkpoint: Path) -> Summary:
         rate = log.rate()
         log.close()
-        title = f"{self._title()}, {self.settings.tokens_per_step:,} tokens a step"
+        title = f"{self._title()}, {self.settings.tokens_per_step:,} tokens per step"
         write_curves(log.path, self.run.output / CURVES, title)
         return Summary(
             self.run.output,
@@ -378,7 +379,7 @@ class _Run:
         )
 
     def _learnt(self, held_out: dict[str, float]) -> Learnt | None:
-        """None also for a resumed run that had no step left, and so no evaluation."""
+        """What the model has learnt; None for a resumed run without steps left, and so without an evaluation."""
         if not isinstance(self.objective, (MaskedLM, CausalLM)) or self.world.size > 1 or not held_out:
             return None
         corpus = self.corpus
@@ -397,13 +398,13 @@ def _paused(log: RunLog | None) -> contextlib.AbstractContextManager[None]:
 
 
 def _begun(batches: Iterator[data.Batch]) -> Iterator[data.Batch]:
-    """The same batches, of which the first is made now."""
+    """The same batches, of which the first is computed now."""
     return itertools.chain([next(batches)], batches)
 
 
 @contextlib.contextmanager
 def _too_small(shards: data.TokenShards) -> Iterator[None]:
-    """Around what makes batches."""
+    """A context in which an error about missing batches becomes a RunError."""
     try:
         yield
     except ValueError as error:

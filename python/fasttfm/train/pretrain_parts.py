@@ -1,4 +1,4 @@
-"""What a pre-training run begins with: its corpus, its objective and its model, drawn or from a checkpoint."""
+"""The corpus, the objective and the initial model of a pre-training run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Corpus:
 
 
 def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, load: bool) -> Corpus:
-    """The tokenizer and the shards, prepared if they are not there yet.
+    """Opens the tokenizer and the shards, and prepares them if necessary.
 
     Args:
-        trained: Where the run keeps a tokenizer that is trained on the data, or that of ``settings.init``.
-        load: It is there already.
+        trained: The run's folder for a tokenizer that is trained on the data, or for that of ``settings.init``.
+        load: Whether this folder already has the tokenizer.
     """
     source: Any = list(settings.data) or data.shipped_corpus()
     if settings.tokenizer is not None:
@@ -40,7 +40,7 @@ def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, 
         tokenizer = data.load_tokenizer(trained)
     elif settings.init is not None:
         data.load_tokenizer(tokenizer_folder(Path(settings.init))).save(trained)
-        tokenizer = data.load_tokenizer(trained)  # as a resumed run finds it
+        tokenizer = data.load_tokenizer(trained)  # read again, as in a resumed run
     else:
         own: Any = FAMILIES[settings.family].tokenizer
         kind: Any = settings.vocabulary_kind or own
@@ -69,7 +69,7 @@ def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, 
 
 
 def tokenizer_folder(checkpoint: Path) -> Path:
-    """Where the tokenizer of a checkpoint lies; of ELECTRA's two models either may have it."""
+    """The folder of a checkpoint's tokenizer; in ELECTRA's checkpoints either of the two models may have it."""
     folders = [folder for part in ELECTRA_PARTS if (folder := checkpoint / part).is_dir()]
     has_files = any(path.suffix in (".json", ".txt", ".model") for path in checkpoint.glob("*"))
     return checkpoint if has_files or not folders else folders[0]
@@ -87,11 +87,11 @@ def objective(settings: PretrainSettings) -> TextObjective:
 
 
 def masking(settings: PretrainSettings) -> data.Masking | None:
-    """What is predicted; None for causal models, which predict every token."""
+    """The masking of tokens; None for causal models."""
     chosen = objective(settings)
     if chosen.sequences == "causal":
         return None
-    # ELECTRA's generator reads [MASK] at every place that it predicts.
+    # ELECTRA's generator reads [MASK] for every predicted token.
     shares = (1.0, 0.0) if chosen.module.name == "rtd" else (0.8, 0.1)
     given = (settings.mask_share, settings.random_share)
     mask_share, random_share = (own if share is None else share for share, own in zip(given, shares, strict=True))
@@ -107,7 +107,7 @@ def masking(settings: PretrainSettings) -> data.Masking | None:
 
 
 def check_model(settings: PretrainSettings) -> None:
-    """Raises ValueError where there is no such model, whatever its vocabulary."""
+    """Raises ValueError if the settings describe no valid model, for any vocabulary."""
     known = FAMILIES.get(settings.family)
     if known is not None and not known.trains_on_text:
         raise ValueError(f"model: {known.title} has no pre-training objective on text")
@@ -134,7 +134,7 @@ def check_model(settings: PretrainSettings) -> None:
 
 
 def longest_sequence(settings: PretrainSettings) -> int:
-    """The most tokens that the model has positions for."""
+    """The number of tokens that the model has positions for."""
     family = FAMILIES[settings.family]
     return int(getattr(_config(settings), family.positions)) - family.unused_positions
 
@@ -173,7 +173,7 @@ def _config(settings: PretrainSettings) -> Any:
 
 
 def make_model(settings: PretrainSettings, tokenizer: data.Tokenizer) -> PretrainedModel:
-    """The model of the checkpoint ``settings.init``, or with parameters drawn from ``settings.seed``."""
+    """The model of the checkpoint ``settings.init``, or one that is randomly initialized with ``settings.seed``."""
     family, config = FAMILIES[settings.family], _config(settings)
     model_cls = family.models[objective(settings).head]
     if settings.init is None and "vocab_size" not in settings.changes:

@@ -1,4 +1,4 @@
-"""``Progress`` and ``tracked``: a bar on a terminal, lines now and then elsewhere; and the peak of a device."""
+"""``Progress`` and ``tracked``: a progress bar on a terminal, occasional lines elsewhere; a device's peak FLOP/s."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from fasttfm import extras
 
-# Dense bf16 operations a second, as the makers state them; the first name that fits counts.
+# Dense bf16 FLOP/s from data sheets; the first name that matches is used.
 _PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -23,12 +23,12 @@ _PEAKS = {
     "A10": 125e12,
     "L4": 121e12,
 }
-_SECONDS = 10.0  # between lines, where there is no terminal
+_SECONDS = 10.0  # between lines, without a terminal
 Item = TypeVar("Item")
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's most bf16 operations a second, where they are known."""
+    """The device's peak bf16 FLOP/s; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -36,12 +36,12 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Progress:
-    """Says how far a run is: step, loss, tokens a second, fraction of the peak, time left.
+    """Shows the progress of a run: step, loss, tokens per second, fraction of the peak, time left.
 
     Args:
-        steps: The run's.
+        steps: The number of steps of the run.
         start: The number of completed steps.
-        peak: Operations a second of all devices, where they are known.
+        peak: The peak FLOP/s of all devices, if known.
     """
 
     def __init__(self, steps: int, *, start: int = 0, peak: float | None = None, stream: TextIO | None = None) -> None:
@@ -62,7 +62,7 @@ class Progress:
         self._done = step
 
     def say(self, loss: float, tokens_per_second: float, flops_per_second: float) -> None:
-        """The newest numbers."""
+        """Shows the latest numbers."""
         parts = [f"loss {loss:.3f}", f"{tokens_per_second:,.0f} tokens/s"]
         if self._peak and flops_per_second:
             parts.append(f"{flops_per_second / self._peak:.0%} of peak")
@@ -78,7 +78,7 @@ class Progress:
             )
 
     def note(self, text: str) -> None:
-        """A line above the bar."""
+        """Prints a line above the bar."""
         if self._bar is not None:
             self._bar.write(text, file=self._stream)
         else:
@@ -92,11 +92,11 @@ class Progress:
 def tracked(
     items: Iterable[Item], unit: str, *, total: int | None = None, stream: TextIO | None = None
 ) -> Iterator[Item]:
-    """The items, with a progress bar on a terminal, and elsewhere a line every ten seconds.
+    """Yields the items, with a progress bar on a terminal, and elsewhere a line every ten seconds.
 
     Args:
-        unit: What an item is, in the plural.
-        total: The number of items, where it is known; without it there is no time left to tell.
+        unit: The name of the items, in the plural.
+        total: The number of items, if known; the time left is only shown with it.
     """
     stream = stream or sys.stderr
     if stream.isatty():

@@ -1,4 +1,4 @@
-"""Services that a run's numbers are reported to, in addition to its log."""
+"""Services that receive a run's numbers, in addition to its log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WandbReport:
 
 
 def check_reports(names: list[str]) -> None:
-    """Raises ImportError where the package of a report is not installed."""
+    """Raises ImportError if the package of a report is not installed."""
     if "tensorboard" in names:
         try:
             import torch.utils.tensorboard  # noqa: F401
@@ -37,5 +37,5 @@ def check_reports(names: list[str]) -> None:
 
 
 def open_reports(names: list[str], directory: Path, settings: Mapping[str, Any]) -> list[Any]:
-    """The reports of these names but TensorBoard's, which every log writes where it is installed."""
+    """The reports with these names, except for TensorBoard's, which every log writes if it is installed."""
     return [WandbReport(directory, settings)] if "wandb" in names else []

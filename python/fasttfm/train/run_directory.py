@@ -1,4 +1,4 @@
-"""A run's directory: its lock, and the settings with which it resumes."""
+"""A run's directory: its lock, and the settings with which it is resumed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RunError(RuntimeError):
 
 
 def write_settings(settings: PretrainSettings, run: RunSettings) -> None:
-    """Keeps a run's settings in its directory."""
+    """Writes a run's settings into its directory."""
     kept = {name: value for name, value in dataclasses.asdict(run).items() if name not in _NOT_KEPT}
     if run.prepared is not None:
         kept["prepared"] = os.path.abspath(run.prepared)
@@ -61,8 +61,8 @@ def not_a_run(directory: Path) -> RunError:
 
 @contextlib.contextmanager
 def run_lock(directory: Path) -> Iterator[None]:
-    """Makes a run's directory and keeps other runs out of it. The kernel gives the lock back when the process ends,
-    however it ends."""
+    """Creates a run's directory and locks it. The kernel releases the lock when the process ends, even if it is
+    killed."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / _LOCK).open("a+", encoding="utf-8") as file:
         try:

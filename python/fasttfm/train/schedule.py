@@ -12,8 +12,8 @@ from fasttfm.train.settings import ScheduleSettings
 
 
 def factor(settings: ScheduleSettings, step: int) -> float:
-    """What the learning rate is multiplied with in ``step``, counted from 0: up in a line, the first step included,
-    then down, so that ``settings.final`` is reached where the run ends."""
+    """The factor of the learning rate in ``step``, counted from 0: a linear warmup, in which the first step's factor is
+    above 0, then a decay that reaches ``settings.final`` at the end of the run."""
     if step < settings.warmup:
         return (step + 1) / settings.warmup
     if settings.kind == "constant":
@@ -24,7 +24,7 @@ def factor(settings: ScheduleSettings, step: int) -> float:
 
 
 class Schedule:
-    """Sets the learning rates of an optimizer: each parameter group's own, times the factor of the step."""
+    """Sets the learning rates of an optimizer: the rate of each parameter group times the factor of the step."""
 
     def __init__(self, optimizer: Optimizer, settings: ScheduleSettings) -> None:
         self.optimizer = optimizer
@@ -44,5 +44,6 @@ class Schedule:
 
 
 def _as_fp32(rate: Any) -> float:
-    """The rate as a tensor on the device holds it, so that steps with and without a CUDA graph have the same rates."""
+    """The rate rounded to fp32, as it is in a tensor on the device: steps with and without a CUDA graph use the
+    same."""
     return float(np.float32(float(rate)))

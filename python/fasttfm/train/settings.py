@@ -33,7 +33,8 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """The learning rate's way: up over ``warmup`` steps, then down to ``final`` of it at the end of ``steps``."""
+    """The learning rate schedule: a warmup over ``warmup`` steps, then a decay to the fraction ``final`` after
+    ``steps``."""
 
     steps: int
     warmup: int = 0
@@ -46,24 +47,26 @@ class ScheduleSettings:
         if not 0 <= self.warmup <= self.steps:
             raise ValueError(f"warmup: expected a number of steps from 0 to all {self.steps}, got {self.warmup}")
         if not 0 <= self.final <= 1:
-            raise ValueError(f"final: expected a share of the learning rate in [0, 1], got {self.final}")
+            raise ValueError(f"final: expected a fraction of the learning rate in [0, 1], got {self.final}")
 
 
 @dataclass(frozen=True)
 class StepSettings:
     """The settings of one step."""
 
-    clip: float | None = 1.0  # the gradient's largest norm
-    precision: str = "float32"  # of the products; parameters and optimizer keep float32; fp8 is nn.Fp8Training in bf16
-    compile: bool = False  # the forward, with torch.compile
-    cuda_graph: bool = False  # the whole step: batches must have fixed shapes
-    bad_steps: int = 5  # consecutive steps without a finite loss and gradient that end the run
+    clip: float | None = 1.0  # max gradient norm; None disables clipping
+    precision: str = "float32"  # of GEMMs; parameters and optimizer are fp32; fp8 is nn.Fp8Training with bf16 autocast
+    compile: bool = False  # whether the forward is compiled with torch.compile
+    cuda_graph: bool = False  # whether CUDA graphs run the whole step: batches must have fixed shapes
+    bad_steps: int = 5  # the run ends after this many consecutive steps with a non-finite loss or gradient
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
         at_least("bad_steps", self.bad_steps, 1)
         if self.precision == "fp8" and self.compile:
-            raise ValueError("precision: fp8 expects compile=False: its layers are single autograd functions already")
+            raise ValueError(
+                "precision: fp8 expects compile=False: each of its layers is already one autograd function"
+            )
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"clip: expected a max gradient norm above 0 or None, got {self.clip}")
 
@@ -77,7 +80,7 @@ class PretrainSettings:
     schedule: ScheduleSettings
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     step: StepSettings = field(default_factory=StepSettings)
-    init: str | None = None  # a checkpoint directory to start from; by default parameters are drawn
+    init: str | None = None  # a checkpoint directory to start from; by default parameters are randomly initialized
     objective: str | None = None  # one of ``families.objectives_of``; the family's own by default
     data: tuple[str, ...] = ()  # files, folders or patterns; the corpus that ships with the package by default
     text_column: str = "text"  # of files with columns
@@ -87,26 +90,26 @@ class PretrainSettings:
     lowercase: bool = True  # a trained WordPiece or Unigram tokenizer
     strip_accents: bool = False  # the same
     held_out: float = 0.02  # the fraction of the documents in the validation set
-    tokens_per_step: int = 2048  # of all ranks and of a step's batches together
-    accumulation: int = 1  # batches of each rank to a step
-    max_length: int = 128  # tokens of a sequence
-    masking: float = 0.15  # the share of tokens that are predicted, where not all are
-    mask_share: float | None = None  # of these, the share that [MASK] replaces: 0.8; 1 for ELECTRA's generator
-    random_share: float | None = None  # and a random token: 0.1; 0 for ELECTRA's generator
+    tokens_per_step: int = 2048  # over all ranks and all batches of a step
+    accumulation: int = 1  # batches per rank and step
+    max_length: int = 128  # the maximum number of tokens in a sequence
+    masking: float = 0.15  # the fraction of tokens that masked LM predicts
+    mask_share: float | None = None  # the fraction of these that [MASK] replaces; 0.8 by default, 1 for ELECTRA
+    random_share: float | None = None  # the fraction that a random token replaces; 0.1 by default, 0 for ELECTRA
     whole_word: bool = False
     ngram: int = 1
     spans: bool = False
-    dropout: float | None = None  # the size's own by default
-    changes: dict[str, Any] = field(default_factory=dict)  # fields of the configuration that the size has otherwise
+    dropout: float | None = None  # that of the size by default
+    changes: dict[str, Any] = field(default_factory=dict)  # fields of the configuration to override
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("accumulation", "tokens_per_step", "max_length", "ngram", "vocabulary"):
             at_least(name, getattr(self, name), 1)
         if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out: expected the validation set's share, between 0 and 1, got {self.held_out}")
+            raise ValueError(f"held_out: expected the validation set's fraction, between 0 and 1, got {self.held_out}")
         if not 0 < self.masking <= 1:
-            raise ValueError(f"masking: expected a share of the tokens above 0 and up to 1, got {self.masking}")
+            raise ValueError(f"masking: expected a fraction of the tokens above 0 and up to 1, got {self.masking}")
         for name in ("mask_share", "random_share"):
             if (share := getattr(self, name)) is not None and not 0 <= share <= 1:
                 raise ValueError(f"{name}: expected a share of the predicted tokens in [0, 1], got {share}")
@@ -125,14 +128,14 @@ class RunSettings:
     parallel: str | None = None
     resume: bool = False
     overwrite: bool = False
-    checkpoint_every: int | None = None  # steps; five times in a run by default, or every 1,000 steps
+    checkpoint_every: int | None = None  # steps; by default five times per run, or every 1,000 steps
     keep: int = 3
-    evaluate_every: int | None = None  # steps; ten times in a run by default
+    evaluate_every: int | None = None  # steps; by default ten times per run
     evaluation_batches: int = 8
     log_every: int = 10
     workers: int | None = None  # processes that prepare batches; by default 2 with a GPU, none on a CPU
     progress: bool = True
-    more_steps: bool = False  # a resumed run may have more steps than it began with
+    more_steps: bool = False  # whether a resumed run may have more steps than before
 
     def __post_init__(self) -> None:
         for name in ("checkpoint_every", "keep", "evaluate_every", "evaluation_batches", "log_every"):

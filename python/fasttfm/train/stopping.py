@@ -7,12 +7,12 @@ from typing import Any
 
 
 class Stop:
-    """Notes SIGINT and SIGTERM while it is entered, so that a step ends before the run does.
+    """A context that records SIGINT and SIGTERM, so that the run ends after the current step.
 
     Args:
-        launched: A launcher started this process as one of several. When one of them ends, the others get an error, and
-            a moment later the launcher's SIGTERM. After an error, SIGTERM is therefore still only noted the first time:
-            the process lives until the error's message is printed.
+        launched: Whether a launcher started this process as one of several. When one of them ends, the others get an
+            error, and a moment later the launcher's SIGTERM. After an error the first SIGTERM is therefore only
+            recorded, so that the error's message is still printed.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -24,7 +24,7 @@ class Stop:
 
     def __enter__(self) -> Stop:
         def ask(number: int, frame: Any) -> None:
-            if self.asked:  # asked twice: at once
+            if self.asked:  # the second signal ends the process at once
                 raise KeyboardInterrupt
             self.asked = True
 

@@ -1,9 +1,9 @@
-"""TransE (Bordes et al., 2013): vectors of a graph's entities and relations with head + relation = tail, nearly.
+"""TransE (Bordes et al., 2013): vectors of a graph's entities and relations such that head + relation is near tail.
 
     d(h, r, t) = |h + r - t|        L1 or L2
     loss = sum of max(0, margin + d(h, r, t) - d(h', r, t'))        over facts and corrupted ones
 
-Of a corrupted fact either the head or the tail is another entity, drawn at random. Entities are kept at length 1.
+In a corrupted fact a random entity replaces either the head or the tail. The vectors of entities have length 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TransESettings:
     margin: float = 1.0
     negatives: int = 4  # corrupted facts for each
     norm: int = 1  # of the distance: 1 or 2
-    held_out: float = 0.05  # the share of facts that are tested and not learnt
+    held_out: float = 0.05  # the fraction of facts in the test set
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -41,13 +41,13 @@ class TransESettings:
         if self.norm not in (1, 2):
             raise ValueError(f"norm: expected 1 or 2, got {self.norm}")
         if not 0 <= self.held_out < 1:
-            raise ValueError(f"held_out: expected a share of the facts in [0, 1), got {self.held_out}")
+            raise ValueError(f"held_out: expected a fraction of the facts in [0, 1), got {self.held_out}")
         random_seed(self.seed)
 
 
 @dataclass(frozen=True)
 class Embedded:
-    """A graph's vectors, and how facts rank among all facts with another head or another tail."""
+    """A graph's vectors, and the ranks of the test facts among all facts with another head or tail."""
 
     entities: Tensor  # [entities, width]
     relations: Tensor  # [relations, width]
@@ -59,7 +59,7 @@ class Embedded:
         return float(self.ranks.double().mean())
 
     def hits(self, most: int = 10) -> float:
-        """The share of ranks up to ``most``."""
+        """The fraction of ranks up to ``most``."""
         return float((self.ranks <= most).double().mean())
 
 
@@ -70,14 +70,14 @@ def train_transe(
     test: Tensor | None = None,
     watch: Callable[[range], Iterable[int]] = iter,
 ) -> Embedded:
-    """Learns the vectors of a graph.
+    """Trains the vectors of a graph.
 
     Args:
         graph: The facts.
-        settings: How.
-        test: Facts [n, 3] to rank; by default a share of the graph's, which is not learnt then, or all of them if that
-            share is 0.
-        watch: Called with the range of epochs, which it gives back one by one: ``progress.tracked``, for example.
+        settings: The settings of the training.
+        test: Facts [n, 3] to rank; by default the fraction ``held_out`` of the graph's, which is not trained on, or all
+            of them if it is 0.
+        watch: Wraps the range of epochs, for example ``progress.tracked``.
     """
     facts = graph.triples
     if test is None and settings.held_out:
@@ -133,8 +133,8 @@ def _margin_loss(
 
 @torch.no_grad()
 def ranks(entities: Tensor, relations: Tensor, tested: Tensor, facts: Tensor, *, norm: int = 1) -> Tensor:
-    """The rank of each tested fact's tail among all entities, then of its head; other ``facts`` are left out. Equal
-    distances count half, so that vectors that are all the same do not look good."""
+    """The rank of each test fact's tail among all entities, then of its head, without other true ``facts`` (filtered).
+    Ties count half, so that equal vectors do not get good ranks."""
     known: dict[tuple[str, int, int], list[int]] = {}
     for head, relation, tail in facts.tolist():
         known.setdefault(("tail", head, relation), []).append(tail)
