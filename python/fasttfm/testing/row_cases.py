@@ -1,8 +1,7 @@
-"""The common part of specs of row-wise ops: x in several layouts, parameters of [C], and the ways to spoil a call."""
+"""The common part of specs of row-wise ops: x in several layouts and parameters of [C]."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,12 +48,3 @@ def draw_rows(
 def rows_and_columns(case: OpCase) -> tuple[int, int]:
     *leading, columns = case.sizes["shape"]
     return int(torch.Size(leading).numel()), columns
-
-
-def spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    """Replaces a good call's input or option by ``value``."""
-
-    def change(inputs: Inputs, options: dict[str, Any]) -> None:
-        (options if argument in options else inputs)[argument] = value
-
-    return change

@@ -43,6 +43,15 @@ class BadCall:
     change: Callable[[Inputs, dict[str, Any]], None]  # spoils a good call's inputs and options in place
 
 
+def spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
+    """Replaces a good call's input or option by ``value``."""
+
+    def change(inputs: Inputs, options: dict[str, Any]) -> None:
+        (options if argument in options else inputs)[argument] = value
+
+    return change
+
+
 @dataclass(frozen=True)
 class Peer:
     """An implementation that users would pick instead.

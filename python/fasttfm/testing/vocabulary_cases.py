@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -52,12 +49,3 @@ def cost(rows: int, columns: int, vocabulary: int, dtype: torch.dtype, products:
         bytes=products * (rows + vocabulary) * columns * dtype.itemsize,
         flops=products * 2 * rows * columns * vocabulary,
     )
-
-
-def spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    """Replaces a good call's input or option by ``value``."""
-
-    def change(inputs: Inputs, options: dict[str, Any]) -> None:
-        (options if argument in options else inputs)[argument] = value
-
-    return change

@@ -18,7 +18,6 @@ from fasttfm.ops import attention
 from fasttfm.testing.attention_peers import fa4, sdpa_cpu, sdpa_forced, sdpa_widened, varlen
 from fasttfm.testing.attention_random import random_arguments, without_delta
 from fasttfm.testing.chips import BLOCK_MEMORY
-from fasttfm.testing.row_cases import spoil
 from fasttfm.testing.spec import (
     BadCall,
     Cost,
@@ -28,6 +27,7 @@ from fasttfm.testing.spec import (
     Peer,
     TritonKernel,
     draw,
+    spoil,
 )
 
 SEED = 0x123456789ABCDEF

@@ -15,8 +15,8 @@ from fasttfm.bench.peers import compiled
 from fasttfm.kernels.bias_gelu import reference
 from fasttfm.ops import ACTIVATIONS, bias_gelu
 from fasttfm.testing.random_sizes import random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns, spoil
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel
+from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:

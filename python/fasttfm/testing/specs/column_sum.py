@@ -13,7 +13,7 @@ from fasttfm.bench.peers import compiled
 from fasttfm.kernels.column_sum import reference
 from fasttfm.ops import column_sum
 from fasttfm.testing.random_sizes import random_shape
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -63,21 +63,14 @@ def _torch_sum(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tenso
     return lambda: inputs["x"].flatten(0, -2).sum(dim=0, dtype=options["dtype"])
 
 
-def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    def change(inputs: Inputs, options: dict[str, Any]) -> None:
-        (options if argument in options else inputs)[argument] = value
-
-    return change
-
-
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(3, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, _spoil("x", torch.tensor(1.0))),
-    BadCall("x has no column", "x", ValueError, _spoil("x", torch.ones(3, 0))),
-    BadCall("dtype of integers", "dtype", TypeError, _spoil("dtype", torch.int32)),
-    BadCall("dtype is text", "dtype", TypeError, _spoil("dtype", "float32")),
-    BadCall("double sum of singles", "dtype", TypeError, _spoil("dtype", torch.float64)),
+    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
+    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    BadCall("dtype of integers", "dtype", TypeError, spoil("dtype", torch.int32)),
+    BadCall("dtype is text", "dtype", TypeError, spoil("dtype", "float32")),
+    BadCall("double sum of singles", "dtype", TypeError, spoil("dtype", torch.float64)),
 )
 
 

@@ -14,8 +14,8 @@ from fasttfm.kernels.contrastive_loss import reference
 from fasttfm.kernels.vocabulary.cross_entropy import Loss
 from fasttfm.ops import contrastive_loss
 from fasttfm.testing.random_sizes import random_scale, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
-from fasttfm.testing.vocabulary_cases import IGNORED, cost, spoil
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw, spoil
+from fasttfm.testing.vocabulary_cases import IGNORED, cost
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:

@@ -12,8 +12,7 @@ from torch import Tensor
 from fasttfm.kernels.decode_linear import reference
 from fasttfm.ops import ACTIVATIONS, decode_linear
 from fasttfm.testing.random_sizes import random_size
-from fasttfm.testing.row_cases import spoil
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
 
 _ALL = ("bias", "norm_weight", "norm_bias", "residual")
 

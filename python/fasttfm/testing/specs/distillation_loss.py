@@ -14,8 +14,8 @@ from fasttfm.bench.peers import compiled
 from fasttfm.kernels.distillation_loss import reference
 from fasttfm.ops import distillation_loss
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
-from fasttfm.testing.vocabulary_cases import cost, spoil
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.vocabulary_cases import cost
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:

@@ -13,7 +13,7 @@ from fasttfm.bench.peers import compiled
 from fasttfm.kernels.dropout_add_layer_norm import reference
 from fasttfm.ops import dropout_add_layer_norm
 from fasttfm.testing.random_sizes import NORMALISED, random_lengths, random_scale, random_shape, some_of
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
 
 PARAMETERS = ("weight", "bias", "linear_bias")
 SEED = 0x123456789ABCDEF
@@ -138,36 +138,29 @@ def _torch(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
     return call
 
 
-def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    def change(inputs: Inputs, options: dict[str, Any]) -> None:
-        (options if argument in options else inputs)[argument] = value
-
-    return change
-
-
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(3, 5, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, _spoil("x", torch.tensor(1.0))),
-    BadCall("x has no column", "x", ValueError, _spoil("x", torch.ones(3, 0))),
-    BadCall("residual left out", "residual", TypeError, _spoil("residual", None)),
-    BadCall("residual of another shape", "residual", ValueError, _spoil("residual", torch.ones(15, 64))),
-    BadCall("residual elsewhere", "residual", ValueError, _spoil("residual", torch.ones(3, 5, 64, device="meta"))),
-    BadCall("residual below x", "residual", TypeError, _spoil("residual", torch.ones(3, 5, 64).bfloat16())),
-    BadCall("weight too short", "weight", ValueError, _spoil("weight", torch.ones(63))),
-    BadCall("bias is a number", "bias", TypeError, _spoil("bias", 1.0)),
-    BadCall("linear_bias elsewhere", "linear_bias", ValueError, _spoil("linear_bias", torch.ones(64, device="meta"))),
-    BadCall("double weight, single x", "x", TypeError, _spoil("weight", torch.ones(64, dtype=torch.float64))),
-    BadCall("p above one", "p", ValueError, _spoil("p", 1.5)),
-    BadCall("p negative", "p", ValueError, _spoil("p", -0.1)),
-    BadCall("p is text", "p", TypeError, _spoil("p", "half")),
-    BadCall("eps is negative", "eps", ValueError, _spoil("eps", -1.0)),
-    BadCall("seed is a number", "seed", TypeError, _spoil("seed", 1)),
-    BadCall("seed of int32", "seed", TypeError, _spoil("seed", torch.ones(1, dtype=torch.int32))),
-    BadCall("two seeds", "seed", ValueError, _spoil("seed", torch.ones(2, dtype=torch.int64))),
-    BadCall("seed elsewhere", "seed", ValueError, _spoil("seed", torch.ones(1, dtype=torch.int64, device="meta"))),
-    BadCall("cu_seqlens next to [B, S, C]", "x", ValueError, _spoil("cu_seqlens", torch.tensor([0, 15]).int())),
-    BadCall("cu_seqlens of int64", "cu_seqlens", TypeError, _spoil("cu_seqlens", torch.tensor([0, 15]))),
+    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 5, 64, dtype=torch.int64))),
+    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
+    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    BadCall("residual left out", "residual", TypeError, spoil("residual", None)),
+    BadCall("residual of another shape", "residual", ValueError, spoil("residual", torch.ones(15, 64))),
+    BadCall("residual elsewhere", "residual", ValueError, spoil("residual", torch.ones(3, 5, 64, device="meta"))),
+    BadCall("residual below x", "residual", TypeError, spoil("residual", torch.ones(3, 5, 64).bfloat16())),
+    BadCall("weight too short", "weight", ValueError, spoil("weight", torch.ones(63))),
+    BadCall("bias is a number", "bias", TypeError, spoil("bias", 1.0)),
+    BadCall("linear_bias elsewhere", "linear_bias", ValueError, spoil("linear_bias", torch.ones(64, device="meta"))),
+    BadCall("double weight, single x", "x", TypeError, spoil("weight", torch.ones(64, dtype=torch.float64))),
+    BadCall("p above one", "p", ValueError, spoil("p", 1.5)),
+    BadCall("p negative", "p", ValueError, spoil("p", -0.1)),
+    BadCall("p is text", "p", TypeError, spoil("p", "half")),
+    BadCall("eps is negative", "eps", ValueError, spoil("eps", -1.0)),
+    BadCall("seed is a number", "seed", TypeError, spoil("seed", 1)),
+    BadCall("seed of int32", "seed", TypeError, spoil("seed", torch.ones(1, dtype=torch.int32))),
+    BadCall("two seeds", "seed", ValueError, spoil("seed", torch.ones(2, dtype=torch.int64))),
+    BadCall("seed elsewhere", "seed", ValueError, spoil("seed", torch.ones(1, dtype=torch.int64, device="meta"))),
+    BadCall("cu_seqlens next to [B, S, C]", "x", ValueError, spoil("cu_seqlens", torch.tensor([0, 15]).int())),
+    BadCall("cu_seqlens of int64", "cu_seqlens", TypeError, spoil("cu_seqlens", torch.tensor([0, 15]))),
 )
 
 

@@ -13,7 +13,7 @@ from fasttfm.bench.peers import compiled
 from fasttfm.kernels.embedding import reference
 from fasttfm.ops import embedding
 from fasttfm.testing.random_sizes import NORMALISED, random_lengths, random_scale, random_size, some_of
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
 
 VOCABULARY = 30522
 
@@ -166,13 +166,6 @@ def _torch_embedding(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[],
     return call
 
 
-def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    def change(inputs: Inputs, options: dict[str, Any]) -> None:
-        (options if argument in options else inputs)[argument] = value
-
-    return change
-
-
 def _set(argument: str, index: tuple[int, ...], value: int) -> Callable[[Inputs, dict[str, Any]], None]:
     def change(inputs: Inputs, options: dict[str, Any]) -> None:
         inputs[argument] = inputs[argument].clone()
@@ -190,52 +183,50 @@ def _pack(*boundaries: int) -> Callable[[Inputs, dict[str, Any]], None]:
 
 
 BAD_CALLS = (
-    BadCall("ids is a list", "ids", TypeError, _spoil("ids", [1])),
-    BadCall("ids are floats", "ids", TypeError, _spoil("ids", torch.ones(3, 5))),
-    BadCall("ids has no dimension", "ids", ValueError, _spoil("ids", torch.tensor(1))),
-    BadCall("ids is too long", "ids", ValueError, _spoil("ids", torch.zeros(3, 10, dtype=torch.int64))),
+    BadCall("ids is a list", "ids", TypeError, spoil("ids", [1])),
+    BadCall("ids are floats", "ids", TypeError, spoil("ids", torch.ones(3, 5))),
+    BadCall("ids has no dimension", "ids", ValueError, spoil("ids", torch.tensor(1))),
+    BadCall("ids is too long", "ids", ValueError, spoil("ids", torch.zeros(3, 10, dtype=torch.int64))),
     BadCall("an id is negative", "ids", ValueError, _set("ids", (1, 2), -1)),
     BadCall("an id is too large", "ids", ValueError, _set("ids", (1, 2), 11)),
     BadCall("a segment is too large", "segment_ids", ValueError, _set("segment_ids", (0, 0), 2)),
-    BadCall(
-        "segment_ids is short", "segment_ids", ValueError, _spoil("segment_ids", torch.zeros(5, dtype=torch.int64))
-    ),
-    BadCall("segment_ids without a table", "segment_ids", ValueError, _spoil("segment_table", None)),
-    BadCall("word_table is None", "word_table", TypeError, _spoil("word_table", None)),
-    BadCall("word_table is a vector", "word_table", ValueError, _spoil("word_table", torch.ones(64))),
-    BadCall("word_table has no row", "word_table", ValueError, _spoil("word_table", torch.ones(0, 64))),
-    BadCall("position_table is narrow", "position_table", ValueError, _spoil("position_table", torch.ones(9, 63))),
+    BadCall("segment_ids is short", "segment_ids", ValueError, spoil("segment_ids", torch.zeros(5, dtype=torch.int64))),
+    BadCall("segment_ids without a table", "segment_ids", ValueError, spoil("segment_table", None)),
+    BadCall("word_table is None", "word_table", TypeError, spoil("word_table", None)),
+    BadCall("word_table is a vector", "word_table", ValueError, spoil("word_table", torch.ones(64))),
+    BadCall("word_table has no row", "word_table", ValueError, spoil("word_table", torch.ones(0, 64))),
+    BadCall("position_table is narrow", "position_table", ValueError, spoil("position_table", torch.ones(9, 63))),
     BadCall(
         "position_table of another type",
         "position_table",
         TypeError,
-        _spoil("position_table", torch.ones(9, 64).half()),
+        spoil("position_table", torch.ones(9, 64).half()),
     ),
     BadCall(
         "segment_table elsewhere",
         "segment_table",
         ValueError,
-        _spoil("segment_table", torch.ones(2, 64, device="meta")),
+        spoil("segment_table", torch.ones(2, 64, device="meta")),
     ),
-    BadCall("weight too short", "weight", ValueError, _spoil("weight", torch.ones(63))),
-    BadCall("bias is a number", "bias", TypeError, _spoil("bias", 1.0)),
-    BadCall("double bias, single table", "word_table", TypeError, _spoil("bias", torch.ones(64).double())),
-    BadCall("eps is negative", "eps", ValueError, _spoil("eps", -1.0)),
-    BadCall("p above one", "p", ValueError, _spoil("p", 1.5)),
-    BadCall("p is text", "p", TypeError, _spoil("p", "often")),
-    BadCall("seed is a number", "seed", TypeError, _spoil("seed", 3)),
-    BadCall("seed of two numbers", "seed", ValueError, _spoil("seed", torch.tensor([1, 2]))),
-    BadCall("padding_idx is no row", "padding_idx", ValueError, _spoil("padding_idx", 11)),
-    BadCall("padding_idx is a float", "padding_idx", TypeError, _spoil("padding_idx", 1.0)),
-    BadCall("dtype of integers", "dtype", TypeError, _spoil("dtype", torch.int32)),
-    BadCall("dtype double, tables single", "dtype", TypeError, _spoil("dtype", torch.float64)),
+    BadCall("weight too short", "weight", ValueError, spoil("weight", torch.ones(63))),
+    BadCall("bias is a number", "bias", TypeError, spoil("bias", 1.0)),
+    BadCall("double bias, single table", "word_table", TypeError, spoil("bias", torch.ones(64).double())),
+    BadCall("eps is negative", "eps", ValueError, spoil("eps", -1.0)),
+    BadCall("p above one", "p", ValueError, spoil("p", 1.5)),
+    BadCall("p is text", "p", TypeError, spoil("p", "often")),
+    BadCall("seed is a number", "seed", TypeError, spoil("seed", 3)),
+    BadCall("seed of two numbers", "seed", ValueError, spoil("seed", torch.tensor([1, 2]))),
+    BadCall("padding_idx is no row", "padding_idx", ValueError, spoil("padding_idx", 11)),
+    BadCall("padding_idx is a float", "padding_idx", TypeError, spoil("padding_idx", 1.0)),
+    BadCall("dtype of integers", "dtype", TypeError, spoil("dtype", torch.int32)),
+    BadCall("dtype double, tables single", "dtype", TypeError, spoil("dtype", torch.float64)),
     BadCall(
         "cu_seqlens with two dimensions",
         "ids",
         ValueError,
-        _spoil("cu_seqlens", torch.tensor([0, 15], dtype=torch.int32)),
+        spoil("cu_seqlens", torch.tensor([0, 15], dtype=torch.int32)),
     ),
-    BadCall("cu_seqlens of int64", "cu_seqlens", TypeError, _spoil("cu_seqlens", torch.tensor([0, 15]))),
+    BadCall("cu_seqlens of int64", "cu_seqlens", TypeError, spoil("cu_seqlens", torch.tensor([0, 15]))),
     BadCall("cu_seqlens ends early", "cu_seqlens", ValueError, _pack(0, 8, 14)),
     BadCall("cu_seqlens starts late", "cu_seqlens", ValueError, _pack(1, 8, 15)),
     BadCall("cu_seqlens falls", "cu_seqlens", ValueError, _pack(0, 8, 7, 15)),

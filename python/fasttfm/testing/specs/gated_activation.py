@@ -15,8 +15,8 @@ from fasttfm.bench.peers import PeerUnavailable, compiled, liger
 from fasttfm.kernels.gated_activation import reference
 from fasttfm.ops import ACTIVATIONS, gated_activation
 from fasttfm.testing.random_sizes import random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns, spoil
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, PeerCall, TritonKernel
+from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, PeerCall, TritonKernel, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:

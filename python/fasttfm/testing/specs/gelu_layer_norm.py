@@ -15,8 +15,8 @@ from fasttfm.kernels.common.activation import derivative
 from fasttfm.kernels.gelu_layer_norm import reference
 from fasttfm.ops import gelu_layer_norm
 from fasttfm.testing.random_sizes import NORMALISED, random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns, spoil
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel
+from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
 
 _PARAMETERS = ("linear_bias", "weight", "bias")
 _KINDS = {"none": "gelu", "tanh": "gelu_tanh"}

@@ -13,7 +13,7 @@ from fasttfm.bench.peers import compiled, liger
 from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops import layer_norm
 from fasttfm.testing.random_sizes import NORMALISED, random_scale, random_shape, some_of
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -105,26 +105,19 @@ def _liger_layer_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[]
     return lambda: function(inputs["x"], inputs["weight"], inputs["bias"], options["eps"])
 
 
-def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    def change(inputs: Inputs, options: dict[str, Any]) -> None:
-        (options if argument in options else inputs)[argument] = value
-
-    return change
-
-
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(3, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, _spoil("x", torch.tensor(1.0))),
-    BadCall("x has no column", "x", ValueError, _spoil("x", torch.ones(3, 0))),
-    BadCall("weight too short", "weight", ValueError, _spoil("weight", torch.ones(63))),
-    BadCall("weight of two dimensions", "weight", ValueError, _spoil("weight", torch.ones(1, 64))),
-    BadCall("bias elsewhere", "bias", ValueError, _spoil("bias", torch.ones(64, device="meta"))),
-    BadCall("bias is a number", "bias", TypeError, _spoil("bias", 1.0)),
-    BadCall("double weight, single x", "x", TypeError, _spoil("weight", torch.ones(64, dtype=torch.float64))),
-    BadCall("eps is text", "eps", TypeError, _spoil("eps", "small")),
-    BadCall("eps is negative", "eps", ValueError, _spoil("eps", -1.0)),
-    BadCall("eps is not a number", "eps", ValueError, _spoil("eps", float("nan"))),
+    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
+    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    BadCall("weight too short", "weight", ValueError, spoil("weight", torch.ones(63))),
+    BadCall("weight of two dimensions", "weight", ValueError, spoil("weight", torch.ones(1, 64))),
+    BadCall("bias elsewhere", "bias", ValueError, spoil("bias", torch.ones(64, device="meta"))),
+    BadCall("bias is a number", "bias", TypeError, spoil("bias", 1.0)),
+    BadCall("double weight, single x", "x", TypeError, spoil("weight", torch.ones(64, dtype=torch.float64))),
+    BadCall("eps is text", "eps", TypeError, spoil("eps", "small")),
+    BadCall("eps is negative", "eps", ValueError, spoil("eps", -1.0)),
+    BadCall("eps is not a number", "eps", ValueError, spoil("eps", float("nan"))),
 )
 
 

@@ -14,8 +14,8 @@ from fasttfm.kernels.linear_cross_entropy import reference
 from fasttfm.kernels.vocabulary.cross_entropy import Loss
 from fasttfm.ops import linear_cross_entropy
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel
-from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels, spoil
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
+from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:

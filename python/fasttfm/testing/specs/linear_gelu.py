@@ -13,7 +13,7 @@ from fasttfm.bench.peers import compiled
 from fasttfm.kernels.linear_gelu import reference
 from fasttfm.ops import ACTIVATIONS, linear_gelu
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -103,26 +103,19 @@ def _bare_products(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], T
     return lambda: _BareProducts.apply(inputs["x"].flatten(0, -2), inputs["weight"])
 
 
-def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    def change(inputs: Inputs, options: dict[str, Any]) -> None:
-        (options if argument in options else inputs)[argument] = value
-
-    return change
-
-
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(3, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, _spoil("x", torch.tensor(1.0))),
-    BadCall("weight of other columns", "weight", ValueError, _spoil("weight", torch.ones(128, 63))),
-    BadCall("weight of no rows", "weight", ValueError, _spoil("weight", torch.ones(0, 64))),
-    BadCall("weight of one dimension", "weight", ValueError, _spoil("weight", torch.ones(64))),
-    BadCall("weight of another type", "weight", TypeError, _spoil("weight", torch.ones(128, 64).half())),
-    BadCall("weight elsewhere", "weight", ValueError, _spoil("weight", torch.ones(128, 64, device="meta"))),
-    BadCall("bias too short", "bias", ValueError, _spoil("bias", torch.ones(64))),
-    BadCall("bias of another type", "bias", TypeError, _spoil("bias", torch.ones(128, dtype=torch.float64))),
-    BadCall("unknown activation", "activation", ValueError, _spoil("activation", "gelux")),
-    BadCall("activation is no name", "activation", TypeError, _spoil("activation", torch.relu)),
+    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
+    BadCall("weight of other columns", "weight", ValueError, spoil("weight", torch.ones(128, 63))),
+    BadCall("weight of no rows", "weight", ValueError, spoil("weight", torch.ones(0, 64))),
+    BadCall("weight of one dimension", "weight", ValueError, spoil("weight", torch.ones(64))),
+    BadCall("weight of another type", "weight", TypeError, spoil("weight", torch.ones(128, 64).half())),
+    BadCall("weight elsewhere", "weight", ValueError, spoil("weight", torch.ones(128, 64, device="meta"))),
+    BadCall("bias too short", "bias", ValueError, spoil("bias", torch.ones(64))),
+    BadCall("bias of another type", "bias", TypeError, spoil("bias", torch.ones(128, dtype=torch.float64))),
+    BadCall("unknown activation", "activation", ValueError, spoil("activation", "gelux")),
+    BadCall("activation is no name", "activation", TypeError, spoil("activation", torch.relu)),
 )
 
 

@@ -14,9 +14,9 @@ from fasttfm.bench.peers import compiled, liger
 from fasttfm.kernels.masked_lm_loss import reference
 from fasttfm.ops import masked_lm_loss
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, spoil
 from fasttfm.testing.specs.linear_cross_entropy import native_ops
-from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels, spoil
+from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:

@@ -14,8 +14,7 @@ from fasttfm.kernels.maxsim import reference
 from fasttfm.ops import cu_seqlens_from_lengths, maxsim
 from fasttfm.ops.maxsim import arguments, side
 from fasttfm.testing.random_sizes import random_scale, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
-from fasttfm.testing.vocabulary_cases import spoil
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
 
 # How sequences are given: "dense" ones are as long as the first, others have the length of each.
 _LAYOUTS = ("dense", "lengths", "packed")

@@ -14,7 +14,7 @@ from fasttfm.kernels.mlp import reference
 from fasttfm.ops import ACTIVATIONS, mlp
 from fasttfm.ops.gelu_product import NOTHING, PRODUCT
 from fasttfm.testing.random_sizes import random_shape, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw, spoil
 from fasttfm.testing.specs.linear_gelu import torch_activation
 
 
@@ -106,26 +106,19 @@ def _bare_products(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], T
     return lambda: _BareProducts.apply(inputs["x"].flatten(0, -2), inputs["w1"], inputs["w2"])
 
 
-def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    def change(inputs: Inputs, options: dict[str, Any]) -> None:
-        (options if argument in options else inputs)[argument] = value
-
-    return change
-
-
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(3, 64, dtype=torch.int64))),
-    BadCall("w1 of other columns", "w1", ValueError, _spoil("w1", torch.ones(128, 63))),
-    BadCall("w1 of another type", "w1", TypeError, _spoil("w1", torch.ones(128, 64).bfloat16())),
-    BadCall("b1 too short", "b1", ValueError, _spoil("b1", torch.ones(64))),
-    BadCall("w2 of other columns", "w2", ValueError, _spoil("w2", torch.ones(64, 127))),
-    BadCall("w2 elsewhere", "w2", ValueError, _spoil("w2", torch.ones(64, 128, device="meta"))),
-    BadCall("w2 is missing", "w2", TypeError, _spoil("w2", None)),
-    BadCall("b2 too long", "b2", ValueError, _spoil("b2", torch.ones(65))),
-    BadCall("b2 of another type", "b2", TypeError, _spoil("b2", torch.ones(64, dtype=torch.float64))),
-    BadCall("unknown activation", "activation", ValueError, _spoil("activation", "gelux")),
-    BadCall("recompute is a number", "recompute", TypeError, _spoil("recompute", 1)),
+    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    BadCall("w1 of other columns", "w1", ValueError, spoil("w1", torch.ones(128, 63))),
+    BadCall("w1 of another type", "w1", TypeError, spoil("w1", torch.ones(128, 64).bfloat16())),
+    BadCall("b1 too short", "b1", ValueError, spoil("b1", torch.ones(64))),
+    BadCall("w2 of other columns", "w2", ValueError, spoil("w2", torch.ones(64, 127))),
+    BadCall("w2 elsewhere", "w2", ValueError, spoil("w2", torch.ones(64, 128, device="meta"))),
+    BadCall("w2 is missing", "w2", TypeError, spoil("w2", None)),
+    BadCall("b2 too long", "b2", ValueError, spoil("b2", torch.ones(65))),
+    BadCall("b2 of another type", "b2", TypeError, spoil("b2", torch.ones(64, dtype=torch.float64))),
+    BadCall("unknown activation", "activation", ValueError, spoil("activation", "gelux")),
+    BadCall("recompute is a number", "recompute", TypeError, spoil("recompute", 1)),
 )
 
 

@@ -14,7 +14,7 @@ from fasttfm.bench.peers import compiled
 from fasttfm.kernels.pack import reference
 from fasttfm.ops import cu_seqlens_from_lengths, pack, unpack
 from fasttfm.testing.random_sizes import random_lengths, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
 
 
 def _pack_inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -108,50 +108,43 @@ def _torch_unpack(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Te
     return call
 
 
-def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    def change(inputs: Inputs, options: dict[str, Any]) -> None:
-        (options if argument in options else inputs)[argument] = value
-
-    return change
-
-
 def _boundaries(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
 _BAD_BOUNDARIES = (
-    BadCall("cu_seqlens is a list", "cu_seqlens", TypeError, _spoil("cu_seqlens", [0, 3, 10, 11])),
-    BadCall("cu_seqlens of int64", "cu_seqlens", TypeError, _spoil("cu_seqlens", torch.tensor([0, 3, 10, 11]))),
+    BadCall("cu_seqlens is a list", "cu_seqlens", TypeError, spoil("cu_seqlens", [0, 3, 10, 11])),
+    BadCall("cu_seqlens of int64", "cu_seqlens", TypeError, spoil("cu_seqlens", torch.tensor([0, 3, 10, 11]))),
     BadCall(
-        "cu_seqlens of two dimensions", "cu_seqlens", ValueError, _spoil("cu_seqlens", _boundaries(0, 3, 10, 11)[None])
+        "cu_seqlens of two dimensions", "cu_seqlens", ValueError, spoil("cu_seqlens", _boundaries(0, 3, 10, 11)[None])
     ),
-    BadCall("cu_seqlens is empty", "cu_seqlens", ValueError, _spoil("cu_seqlens", _boundaries())),
-    BadCall("cu_seqlens starts late", "cu_seqlens", ValueError, _spoil("cu_seqlens", _boundaries(1, 3, 10, 11))),
-    BadCall("cu_seqlens falls", "cu_seqlens", ValueError, _spoil("cu_seqlens", _boundaries(0, 7, 5, 11))),
-    BadCall("cu_seqlens ends late", "cu_seqlens", ValueError, _spoil("cu_seqlens", _boundaries(0, 5, 10, 12))),
-    BadCall("a sequence is too long", "cu_seqlens", ValueError, _spoil("cu_seqlens", _boundaries(0, 8, 10, 11))),
+    BadCall("cu_seqlens is empty", "cu_seqlens", ValueError, spoil("cu_seqlens", _boundaries())),
+    BadCall("cu_seqlens starts late", "cu_seqlens", ValueError, spoil("cu_seqlens", _boundaries(1, 3, 10, 11))),
+    BadCall("cu_seqlens falls", "cu_seqlens", ValueError, spoil("cu_seqlens", _boundaries(0, 7, 5, 11))),
+    BadCall("cu_seqlens ends late", "cu_seqlens", ValueError, spoil("cu_seqlens", _boundaries(0, 5, 10, 12))),
+    BadCall("a sequence is too long", "cu_seqlens", ValueError, spoil("cu_seqlens", _boundaries(0, 8, 10, 11))),
     BadCall(
-        "cu_seqlens elsewhere", "cu_seqlens", ValueError, _spoil("cu_seqlens", _boundaries(0, 3, 10, 11).to("meta"))
+        "cu_seqlens elsewhere", "cu_seqlens", ValueError, spoil("cu_seqlens", _boundaries(0, 3, 10, 11).to("meta"))
     ),
 )
 _BAD_PACKS = (
     *_BAD_BOUNDARIES,
-    BadCall("x is a list", "x", TypeError, _spoil("x", [[1.0]])),
-    BadCall("x of one dimension", "x", ValueError, _spoil("x", torch.ones(3))),
-    BadCall("neither cu_seqlens nor lengths", "cu_seqlens", ValueError, _spoil("cu_seqlens", None)),
-    BadCall("both cu_seqlens and lengths", "cu_seqlens", ValueError, _spoil("lengths", [3, 7, 1])),
-    BadCall("one sequence too few", "cu_seqlens", ValueError, _spoil("cu_seqlens", _boundaries(0, 3, 10))),
-    BadCall("total is a float", "total", TypeError, _spoil("total", 11.0)),
-    BadCall("total is negative", "total", ValueError, _spoil("total", -1)),
-    BadCall("total is more than there is", "total", ValueError, _spoil("total", 22)),
+    BadCall("x is a list", "x", TypeError, spoil("x", [[1.0]])),
+    BadCall("x of one dimension", "x", ValueError, spoil("x", torch.ones(3))),
+    BadCall("neither cu_seqlens nor lengths", "cu_seqlens", ValueError, spoil("cu_seqlens", None)),
+    BadCall("both cu_seqlens and lengths", "cu_seqlens", ValueError, spoil("lengths", [3, 7, 1])),
+    BadCall("one sequence too few", "cu_seqlens", ValueError, spoil("cu_seqlens", _boundaries(0, 3, 10))),
+    BadCall("total is a float", "total", TypeError, spoil("total", 11.0)),
+    BadCall("total is negative", "total", ValueError, spoil("total", -1)),
+    BadCall("total is more than there is", "total", ValueError, spoil("total", 22)),
 )
 _BAD_UNPACKS = (
     *_BAD_BOUNDARIES,
-    BadCall("packed is a list", "packed", TypeError, _spoil("packed", [1.0])),
-    BadCall("packed has no dimension", "packed", ValueError, _spoil("packed", torch.tensor(1.0))),
-    BadCall("max_seqlen is a float", "max_seqlen", TypeError, _spoil("max_seqlen", 7.0)),
-    BadCall("max_seqlen is negative", "max_seqlen", ValueError, _spoil("max_seqlen", -1)),
-    BadCall("max_seqlen is too short", "cu_seqlens", ValueError, _spoil("max_seqlen", 6)),
+    BadCall("packed is a list", "packed", TypeError, spoil("packed", [1.0])),
+    BadCall("packed has no dimension", "packed", ValueError, spoil("packed", torch.tensor(1.0))),
+    BadCall("max_seqlen is a float", "max_seqlen", TypeError, spoil("max_seqlen", 7.0)),
+    BadCall("max_seqlen is negative", "max_seqlen", ValueError, spoil("max_seqlen", -1)),
+    BadCall("max_seqlen is too short", "cu_seqlens", ValueError, spoil("max_seqlen", 6)),
 )
 
 

@@ -13,8 +13,7 @@ from fasttfm.bench.peers import compiled
 from fasttfm.kernels.replaced_token_loss import reference
 from fasttfm.ops import replaced_token_loss
 from fasttfm.testing.random_sizes import random_scale, random_shape
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
-from fasttfm.testing.vocabulary_cases import spoil
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:

@@ -13,8 +13,8 @@ from fasttfm.bench.peers import compiled, liger
 from fasttfm.kernels.rms_norm import reference
 from fasttfm.ops import rms_norm
 from fasttfm.testing.random_sizes import NORMALISED, random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns, spoil
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel
+from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:

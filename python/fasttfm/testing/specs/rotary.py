@@ -13,7 +13,7 @@ from fasttfm.bench.peers import compiled
 from fasttfm.kernels.rotary import reference
 from fasttfm.ops import rotary
 from fasttfm.testing.random_sizes import random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
 
 _BASE = 10_000.0
 
@@ -117,31 +117,24 @@ def torch_rotary(inputs: Inputs) -> Callable[[Tensor], Tensor]:
     return call
 
 
-def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    def change(inputs: Inputs, options: dict[str, Any]) -> None:
-        (options if argument in options else inputs)[argument] = value
-
-    return change
-
-
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(2, 5, 3, 16, dtype=torch.int64))),
-    BadCall("x has no heads", "x", ValueError, _spoil("x", torch.ones(5, 16))),
-    BadCall("x has no column", "x", ValueError, _spoil("x", torch.ones(5, 3, 0))),
-    BadCall("cos is no tensor", "cos", TypeError, _spoil("cos", None)),
-    BadCall("cos has three dimensions", "cos", ValueError, _spoil("cos", torch.ones(1, 5, 8))),
-    BadCall("more pairs than columns", "cos", ValueError, _spoil("cos", torch.ones(5, 9))),
-    BadCall("fewer positions than tokens", "cos", ValueError, _spoil("cos", torch.ones(4, 8))),
-    BadCall("sin of another shape", "sin", ValueError, _spoil("sin", torch.ones(5, 7))),
-    BadCall("a table with gradient", "cos", ValueError, _spoil("cos", torch.ones(5, 8, requires_grad=True))),
-    BadCall("positions of another shape", "positions", ValueError, _spoil("positions", torch.zeros(5).long())),
-    BadCall("positions are no integers", "positions", TypeError, _spoil("positions", torch.zeros(2, 5))),
-    BadCall("a position past the tables", "positions", ValueError, _spoil("positions", torch.full((2, 5), 5))),
-    BadCall("a negative position", "positions", ValueError, _spoil("positions", torch.full((2, 5), -1))),
-    BadCall("turned_heads is no integer", "turned_heads", TypeError, _spoil("turned_heads", 1.0)),
-    BadCall("more turned heads than heads", "turned_heads", ValueError, _spoil("turned_heads", 4)),
-    BadCall("interleaved is a number", "interleaved", TypeError, _spoil("interleaved", 1)),
+    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(2, 5, 3, 16, dtype=torch.int64))),
+    BadCall("x has no heads", "x", ValueError, spoil("x", torch.ones(5, 16))),
+    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(5, 3, 0))),
+    BadCall("cos is no tensor", "cos", TypeError, spoil("cos", None)),
+    BadCall("cos has three dimensions", "cos", ValueError, spoil("cos", torch.ones(1, 5, 8))),
+    BadCall("more pairs than columns", "cos", ValueError, spoil("cos", torch.ones(5, 9))),
+    BadCall("fewer positions than tokens", "cos", ValueError, spoil("cos", torch.ones(4, 8))),
+    BadCall("sin of another shape", "sin", ValueError, spoil("sin", torch.ones(5, 7))),
+    BadCall("a table with gradient", "cos", ValueError, spoil("cos", torch.ones(5, 8, requires_grad=True))),
+    BadCall("positions of another shape", "positions", ValueError, spoil("positions", torch.zeros(5).long())),
+    BadCall("positions are no integers", "positions", TypeError, spoil("positions", torch.zeros(2, 5))),
+    BadCall("a position past the tables", "positions", ValueError, spoil("positions", torch.full((2, 5), 5))),
+    BadCall("a negative position", "positions", ValueError, spoil("positions", torch.full((2, 5), -1))),
+    BadCall("turned_heads is no integer", "turned_heads", TypeError, spoil("turned_heads", 1.0)),
+    BadCall("more turned heads than heads", "turned_heads", ValueError, spoil("turned_heads", 4)),
+    BadCall("interleaved is a number", "interleaved", TypeError, spoil("interleaved", 1)),
 )
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fasttfm.kernels.sample_tokens import reference
 from fasttfm.ops import sample_tokens
-from fasttfm.testing.row_cases import spoil
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
