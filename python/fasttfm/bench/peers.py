@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Inputs = dict[str, Any]  # tensors by argument name; None for an omitted optional argument
 Build = Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]
@@ -42,11 +41,6 @@ def liger(module: str, name: str) -> Any:
     return _attribute(f"liger_kernel.{module}", name, needs_gpu=True)
 
 
-def cut_cross_entropy(name: str) -> Any:
-    """An attribute of cut_cross_entropy, which runs only on a GPU."""
-    return _attribute("cut_cross_entropy", name, needs_gpu=True)
-
-
 def flash_attn(name: str) -> Any:
     """An attribute of flash_attn, which runs only on a GPU."""
     return _attribute("flash_attn", name, needs_gpu=True)
@@ -75,23 +69,6 @@ def compiled(build: Build) -> Build:
         return torch.compile(function, fullgraph=True, dynamic=False)
 
     return build_compiled
-
-
-def with_cudnn_attention(build: Build) -> Build:
-    """The peer with scaled_dot_product_attention forced to cuDNN; a call that cuDNN does not support raises."""
-
-    def build_cudnn(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
-        if not torch.cuda.is_available():
-            raise PeerUnavailable("cuDNN attention needs a GPU")
-        function = build(inputs, options)
-
-        def call() -> Any:
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                return function()
-
-        return call
-
-    return build_cudnn
 
 
 @functools.cache

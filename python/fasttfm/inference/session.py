@@ -29,7 +29,6 @@ from fasttfm.inference.settings import EmbedSettings
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import TextModel
 
-Text = str | tuple[str, str] | Sequence[int]  # a text, a pair of texts, or ids with the special tokens
 _WINDOWS = (256, 4096)  # how many texts are sorted by length together: the first window, and the largest
 _OUTPUTS = {each.value: each for each in Output}
 _IN_FLIGHT = 2  # how many batches are launched before the first one is waited for

@@ -17,7 +17,6 @@ from fasttfm.atomic_files import atomic_write
 from fasttfm.data.lines import data_error, read_json_lines
 
 SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv")
-TOKEN_SUFFIXES = (".npz", ".safetensors", ".jsonl")
 TYPES = ("float32", "float16")
 _SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "int64": "I64"}
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-REPORTS = ("tensorboard", "wandb")
-
 
 class WandbReport:
     """Weights & Biases, with the interface of TensorBoard's writer."""
