@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,8 @@ def test_a_peft_model() -> None:
     ours = copy.deepcopy(theirs)
     report = fasttfm.patch(ours)
     assert report.model == "PeftModel"
+    assert re.search(r"run PEFT's code, \d+ of them here", report.left["linear layers with adapters"])
+    assert not [name for name in report.left if name.startswith("activation")]  # the pooler's is no news
     given = batch("BertForSequenceClassification")
     check_patched(ours.train(), theirs.train(), caller(given, "loss"))
     merged = ours.merge_and_unload()

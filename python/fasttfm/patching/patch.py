@@ -162,11 +162,16 @@ def _left(model: Any, family: ModuleType, *, remove_padding: bool, logits_in_tra
     activations = {
         type(child).__name__
         for module in model.modules()
+        if not type(module).__name__.endswith("Pooler")  # which is left as a whole
         for name, child in module.named_children()
         if name in ("intermediate_act_fn", "transform_act_fn", "activation", "act") and activation_name(child) is None
     }
     for name in sorted(activations):
         left[f"activation {name}"] = "ops have no such activation; the linear layer before it is not fused either"
+    adapters = sum(isinstance(getattr(module, "base_layer", None), nn.Module) for module in model.modules())
+    if adapters:
+        why = f"they run PEFT's code, {adapters} of them here, and the layers around them run module by module"
+        left["linear layers with adapters"] = why
     if not remove_padding and any(issubclass(ours, packing.PackedLayers) for ours in family.CLASSES):
         left["padding"] = "its rows are computed, and attention is told the lengths"
     if getattr(model.config, "is_decoder", False) or getattr(model.config, "add_cross_attention", False):
