@@ -122,6 +122,8 @@ def test_backend_table_numbers_each_reason_once() -> None:
         "first": Table("first", (backend("cuda", "no GPU"), backend("reference", None))),
         "second": Table("second", (backend("cuda", "no GPU"), backend("cpu", "no core"), backend("reference", None))),
     }
+    wide = info.backend_table({"op": Table("op", (backend("a_long_backend", "no"), backend("reference", None)))})
+    assert wide.splitlines()[0].index("reference") == wide.splitlines()[1].index("yes")
     lines = [line.split() for line in info.backend_table(tables).splitlines()]
     assert lines[0] == ["cpu", "cuda", "reference"]
     assert lines[1] == ["first", "no", "[1]", "no", "[2]", "yes"]
@@ -132,9 +134,9 @@ def test_backend_table_numbers_each_reason_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "required: command"),
         (["nonsense"], "invalid choice: 'nonsense'"),
-        (["info", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["info", "--nonsense"], "fasttfm info: error: unrecognized arguments: --nonsense\n"),
+        (["pretrain", "bert", "--step-s=3"], "unrecognized arguments: --step-s=3; did you mean --steps?\n"),
     ],
 )
 def test_a_wrong_argument_exits_with_2_and_a_sentence(
@@ -144,6 +146,11 @@ def test_a_wrong_argument_exits_with_2_and_a_sentence(
         main(arguments)
     assert stopped.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "pre-train a model on text files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["bench", "--help"], ["--version"]])

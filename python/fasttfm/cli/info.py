@@ -153,7 +153,11 @@ def backend_table(ops: Mapping[str, BackendTable]) -> str:
         absent = {backend.name: backend.absent for backend in table.backends}
         rows.append((op, *(cell(absent.get(name)) for name in columns)))
     width = max(12, *(len(row[0]) for row in rows))
-    lines = [f"  {op:<{width}} " + " ".join(f"{text:<10}" for text in cells) for op, *cells in rows]
+    widths = [max(10, *map(len, column)) for column in list(zip(*rows, strict=True))[1:]]
+    lines = [
+        f"  {op:<{width}} " + " ".join(f"{text:<{size}}" for text, size in zip(cells, widths, strict=True))
+        for op, *cells in rows
+    ]
     lines += [f"  [{number}] {reason}" for number, reason in enumerate(reasons, 1)]
     return "\n".join(line.rstrip() for line in lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -60,7 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     modules = {name: importlib.import_module(COMMANDS[name]) for name in named or COMMANDS}
     for module in modules.values():
         module.add_parser(commands)
-    parsed = parser.parse_args(arguments)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        refuse_unknown(commands.choices[parsed.command], unknown)
     try:
         status: int = modules[parsed.command].run(parsed)
         sys.stdout.flush()
@@ -74,3 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fasttfm {parsed.command}: {in_words(error)}", file=sys.stderr)
         return 1
     return status
+
+
+def refuse_unknown(command: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    """Exits with the usage of the command, and with the option that comes close to the first unknown one."""
+    known = [name for action in command._actions for name in action.option_strings]
+    close = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
