@@ -156,6 +156,11 @@ def test_columns_without_a_header(tmp_path: Path) -> None:
         ),
         (read_texts, "sentence\tlabel\n", "expected examples after the header line, got none"),
         (read_texts, b"sentence\tlabel\n\xff\t1\n", "line 2: expected UTF-8 text, got byte 0xff"),
+        (read_texts, "text,label,text\na,1,b\n", "line 1: expected one column 'text', got 2 of that name"),
+        (read_texts, "text\tlabel\tlabel\na\t1\t0\n", "line 1: expected one column 'label', got 2 of that name"),
+        (read_texts, '{"text": "\\ud800", "label": 1}\n', "line 1: expected UTF-8 text, got half of a surrogate pair"),
+        (read_texts, '{"text": "a", "label": NaN}\n', "line 1: expected a text or a number as label, got nan"),
+        (lambda path: read_texts(path, Columns(text="²")), "text,label\na,1\n", "expected a column '²', got 'text'"),
         (read_conll, "", "expected words with tags, one per line, got none"),
         (read_conll, "Ahab B-PER\nsails\n", "line 2: expected 2 columns, as in the previous lines, got 'sails'"),
         (read_conll, "Ahab\n", "line 1: expected a word and a tag, got 'Ahab'"),
@@ -189,6 +194,16 @@ def test_columns_without_a_header(tmp_path: Path) -> None:
 def test_foreign_files(tmp_path: Path, read: Callable[[Path], Any], text: str | bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(write(tmp_path, text))
+
+
+def test_a_long_text_of_a_csv_file(tmp_path: Path) -> None:
+    """The csv module's own limit is 131,072 characters."""
+    text = "word " * 40000
+    assert read_texts(write(tmp_path, f"text,label\n{text},1\n")) == [TextExample(text, None, "1")]
+
+
+def test_repeated_columns_that_are_not_read_may_be_there(tmp_path: Path) -> None:
+    assert read_texts(write(tmp_path, "text,a,a,label\nx,1,2,3\n")) == [TextExample("x", None, "3")]
 
 
 def test_no_file(tmp_path: Path) -> None:

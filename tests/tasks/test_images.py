@@ -14,7 +14,7 @@ import torch
 from fasttfm import models, tasks
 from fasttfm.cli.main import main
 from fasttfm.data import shipped_task
-from fasttfm.data.images import ImageExample, ImageFormat, images_of, read_images
+from fasttfm.data.images import ImageExample, ImageFormat, as_pixels, images_of, read_images
 from fasttfm.data.lines import DataError
 from fasttfm.tasks.class_weights import balanced_weights
 from fasttfm.tasks.finetuning import prepare, save
@@ -188,6 +188,8 @@ def test_unusable_files_are_named(tmp_path: Path) -> None:
         (lambda: written(images=images, labels=np.array([0, 1, 2]), names=np.array(["a", "b"])), "labels from 0 to 1"),
         (lambda: written(images=images[0]), r"\[count, height, width\] or .*, got shape \(4, 4\)"),
         (lambda: written(images=images.astype(np.int64) + 300), "uint8 pixels, or numbers from 0 to 1, got int64"),
+        (lambda: written(images=images[:, :0]), r"images of at least one pixel, got shape \(3, 0, 4\)"),
+        (lambda: written(images=images, labels=np.array([0, 1, np.nan])), "expected labels, got NaN"),
         (lambda: written(images=np.array([None])), "arrays as NumPy saves them"),
         (lambda: tmp_path, "expected images"),
     ]
@@ -198,6 +200,52 @@ def test_unusable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"not an image")
     with pytest.raises(DataError, match=r"broken.png: expected an image that Pillow decodes"):
         read_images(tmp_path / "broken.png")[0].pixels()
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor, int])
+def test_labels_of_data_sets_may_be_arrays(kind: Any) -> None:
+    class Labelled(Pairs):
+        def __getitem__(self, number: int) -> tuple[Any, Any]:
+            return super().__getitem__(number)[0], kind(self.labels[number])
+
+        labels = (0, 1, 1)
+
+    assert [each.label for each in images_of(Labelled())] == ["night", "day", "day"]
+    for wrong in (-1, 2):
+        Labelled.labels = (0, 1, wrong)
+        with pytest.raises(DataError, match=f"image 2: expected a label from 0 to 1, .*, got {wrong}"):
+            images_of(Labelled())
+
+
+def test_labels_of_bytes_and_no_images(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    np.savez(path, images=np.zeros((2, 4, 4), np.uint8), labels=np.array([b"caf\xc3\xa9", b"bar"]))
+    assert [each.label for each in read_images(path)] == ["café", "bar"]
+    np.savez(path, images=np.zeros((0, 4, 4)))
+    assert read_images(path) == []
+
+
+def test_images_of_16_bits_keep_their_levels(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="it decodes")
+    levels = np.arange(0, 2**16, 257, dtype=np.uint16).reshape(16, 16)
+    image.fromarray(levels).save(tmp_path / "a.png")
+    assert np.array_equal(read_images(tmp_path / "a.png")[0].pixels()[..., 0], levels >> 8)
+    for name, pixels, got in (("b", levels.astype(np.int32), "32 bits"), ("c", levels / 2.0**16, "fractions")):
+        image.fromarray(pixels.astype(np.float32) if name == "c" else pixels).save(tmp_path / f"{name}.tif")
+        with pytest.raises(DataError, match=f"{name}.tif: expected an image that Pillow decodes, got pixels of {got}"):
+            read_images(tmp_path / f"{name}.tif")[0].pixels()
+        with image.open(tmp_path / f"{name}.tif") as opened, pytest.raises(DataError, match="an image of 8 or 16 bits"):
+            as_pixels(opened, "x")
+
+
+def test_hidden_files_are_no_images_and_others_are_counted(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="it writes images")
+    for name in ("cat/a", "cat/deeper/b", "dog/c", "d", ".ipynb_checkpoints/e", "dog/._c"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        image.new("L", (3, 3)).save(tmp_path / f"{name}.png")
+    with pytest.warns(UserWarning, match="2 images that are not in a label's own folder are left out"):
+        found = read_images(tmp_path)
+    assert [(Path(each.name).name, each.label) for each in found] == [("a.png", "cat"), ("c.png", "dog")]
 
 
 def test_the_command_refuses_in_words(vit: Path, bert_directory: Path, tmp_path: Path, capsys: Any) -> None:

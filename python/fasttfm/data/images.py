@@ -5,6 +5,7 @@ Files of arrays (.npz, .npy) need only NumPy; PNG, JPEG and other images are dec
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,14 +66,24 @@ def images_of(dataset: Any) -> list[ImageExample]:
     found = []
     for number in range(len(dataset)):
         image, label = dataset[number]
-        name = str(label) if classes is None or not isinstance(label, int) else str(classes[label])
-        found.append(ImageExample(f"image {number}", as_pixels(image, f"image {number}"), name))
+        where = f"image {number}"
+        found.append(ImageExample(where, as_pixels(image, where), _label_name(label, classes, where)))
     return found
+
+
+def _label_name(label: Any, classes: Any, where: str) -> str | None:
+    if isinstance(label, (Tensor, np.ndarray, np.generic)):
+        label = label.tolist()
+    if classes is None or not isinstance(label, int):
+        return None if label is None else str(label)
+    if not 0 <= label < len(classes):
+        raise data_error(where, f"a label from 0 to {len(classes) - 1}, as there are classes", str(label))
+    return str(classes[label])
 
 
 def is_image_folder(folder: Path) -> bool:
     """Whether a folder has images, or folders that have images."""
-    places = [folder, *(path for path in sorted(folder.iterdir()) if path.is_dir())]
+    places = [folder, *(path for path in _visible(folder) if path.is_dir())]
     return any(True for place in places for _ in _files(place))
 
 
@@ -82,7 +93,10 @@ def as_pixels(image: Any, name: str) -> np.ndarray:
     if isinstance(image, Tensor):
         image = image.detach().cpu().movedim(0, -1).numpy() if image.dim() == 3 else image.detach().cpu().numpy()
     elif hasattr(image, "getbands"):
-        image = _of_pillow(image)
+        try:
+            image = _of_pillow(image)
+        except ValueError as error:
+            raise data_error(name, "an image of 8 or 16 bits", str(error)) from None
     return _bytes(np.asarray(image), name, (2, 3))
 
 
@@ -102,16 +116,34 @@ def decoded(path: Path) -> np.ndarray:
 
 
 def _of_pillow(image: Any) -> np.ndarray:
+    if image.mode == "F":
+        raise ValueError("pixels of fractions")
+    if image.mode.startswith("I"):  # Pillow's own conversion limits greater numbers to 255
+        levels = np.asarray(image).astype(np.int64)
+        if image.mode != "I":  # 16 bits
+            levels >>= 8
+        if levels.size and not 0 <= levels.min() <= levels.max() < 256:
+            raise ValueError(f"pixels of 32 bits, from {levels.min()} to {levels.max()}")
+        return levels.astype(np.uint8)
     return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
 
 
+def _visible(folder: Path) -> list[Path]:
+    """What is in a folder, without the hidden files of editors and systems."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
 def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.iterdir()) if path.suffix.lower() in SUFFIXES and path.is_file())
+    return (path for path in _visible(folder) if path.suffix.lower() in SUFFIXES and path.is_file())
 
 
 def _of_folder(folder: Path) -> list[ImageExample]:
-    labelled = [(label, file) for label in sorted(folder.iterdir()) if label.is_dir() for file in _files(label)]
+    labels = [path for path in _visible(folder) if path.is_dir()]
+    labelled = [(label, file) for label in labels for file in _files(label)]
     if labelled:
+        deeper = [inner for label in labels for inner in _visible(label) if inner.is_dir()]
+        if left := sum(1 for place in (folder, *deeper) for _ in _files(place)):
+            warnings.warn(f"{folder}: {left} images that are not in a label's own folder are left out", stacklevel=3)
         return [ImageExample(str(file), file, label.name) for label, file in labelled]
     found = [ImageExample(str(file), file) for file in _files(folder)]
     if not found:
@@ -134,6 +166,10 @@ def _of_arrays(path: Path) -> list[ImageExample]:
     images = _bytes(images, str(path), (3, 4))
     if labels is not None and labels.shape != (len(images),):
         raise data_error(path, f"labels of shape ({len(images)},), one for each image", f"shape {labels.shape}")
+    if labels is not None and labels.dtype.kind == "S":
+        labels = np.char.decode(labels, "utf-8", "replace")
+    if labels is not None and labels.dtype.kind == "f" and np.isnan(labels).any():
+        raise data_error(path, "labels", "NaN")
     names = arrays.get(_NAMES)
     if labels is not None and names is not None:
         if labels.dtype.kind not in "iu" or (len(labels) and not 0 <= labels.min() <= labels.max() < len(names)):
@@ -151,6 +187,8 @@ def _bytes(images: np.ndarray, where: str, dimensions: tuple[int, int]) -> np.nd
         count = "count, " if dimensions[0] == 3 else ""
         expected = f"[{count}height, width] or [{count}height, width, 1 or 3 channels]"
         raise data_error(where, expected, f"shape {images.shape}")
+    if 0 in images.shape[dimensions[0] - 2 :]:
+        raise data_error(where, "images of at least one pixel", f"shape {images.shape}")
     if images.ndim == dimensions[1] and images.shape[-1] == 4:
         images = images[..., :3]  # without transparency
     if images.dtype == np.uint8:
@@ -158,6 +196,8 @@ def _bytes(images: np.ndarray, where: str, dimensions: tuple[int, int]) -> np.nd
     if images.dtype.kind == "f" and images.size and images.min() >= 0 and images.max() <= 1:
         scaled: np.ndarray = (images * 255).round().astype(np.uint8)
         return scaled
+    if images.size == 0:
+        return images.astype(np.uint8)
     raise data_error(where, "uint8 pixels, or numbers from 0 to 1", f"{images.dtype} from {images.min()} on")
 
 

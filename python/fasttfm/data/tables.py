@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from fasttfm import extras
-from fasttfm.data.lines import DataError, data_error, read_json_lines, read_lines
+from fasttfm.data.lines import SURROGATE, DataError, data_error, read_json_lines, read_lines
 
 Row = Mapping[str, Any]
+_LONGEST_FIELD = 2**31 - 1  # characters; the csv module's own limit of 131,072 is for all of the process
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 
 
@@ -89,6 +90,8 @@ class Table(ABC):
         if not isinstance(found, str):
             got = ", ".join(map(repr, row)) if found is None and column not in row else f"{found!r:.60}"
             raise self.error(number, f"a text in {column!r}", got)
+        if SURROGATE.search(found):  # "\\ud800" is valid JSON, but not a character
+            raise self.error(number, "UTF-8 text", "half of a surrogate pair")
         return found
 
 
@@ -102,6 +105,13 @@ class Delimited(Table):
         self.header_line, self.columns = next(self._split())
         if not header:
             self.columns = [str(number) for number in range(1, len(self.columns) + 1)]
+        self._repeated = {name for name in self.columns if self.columns.count(name) > 1}
+
+    def value(self, row: Row, column: str) -> Any:
+        if column in self._repeated:
+            got = f"{self.columns.count(column)} of that name"
+            raise data_error(self.path, f"one column {column!r}", got, line=self.header_line)
+        return super().value(row, column)
 
     def rows(self) -> Iterator[tuple[int, Row]]:
         lines = self._split()
@@ -122,6 +132,7 @@ class Delimited(Table):
                 if line.strip():
                     yield number, line.split("\t")
             return
+        csv.field_size_limit(_LONGEST_FIELD)
         reader = csv.reader((line + "\n" for _, line in read_lines(self.path)), delimiter=self.delimiter, strict=True)
         try:
             for values in reader:

@@ -194,7 +194,7 @@ def _column(table: Table, given: str) -> str:
     names = table.columns
     if given in names or ("." in given and given.partition(".")[0] in names):
         return given
-    if given.isdigit() and 1 <= int(given) <= len(names):
+    if given.isdecimal() and 1 <= int(given) <= len(names):
         return names[int(given) - 1]
     got = ", ".join(map(repr, names))
     raise data_error(table.path, f"a column {given!r}", f"{got:.200}", line=table.header_line)
@@ -204,7 +204,7 @@ def _label(table: Table, number: int, value: Any) -> str | None:
     """A label as a text. KLUE-STS has an object with several labels, of which ``label`` is used."""
     if isinstance(value, dict):
         value = value.get("label")
-    if value is None or isinstance(value, (str, int, float)):
+    if value is None or (isinstance(value, (str, int, float)) and value == value):  # NaN is not itself
         return None if value is None or value == "" else str(value)
     raise table.error(number, "a text or a number as label", f"{value!r:.60}")
 
@@ -267,7 +267,7 @@ def _word_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _word_column(path: Path, given: str, names: Sequence[str], width: int) -> int:
     if given in names:
         return names.index(given)
-    if given.isdigit() and 1 <= int(given) <= width:
+    if given.isdecimal() and 1 <= int(given) <= width:
         return int(given) - 1
     got = ", ".join(names) if names else f"{width} columns"
     raise data_error(path, f"a column {given!r}", got)
