@@ -105,6 +105,18 @@ def test_tied_weights_are_one_tensor(tmp_path: Path) -> None:
     assert len(list(read.parameters())) == len(list(made.parameters()))
 
 
+def test_a_parameter_that_is_tied_no_longer_is_not_lost(tmp_path: Path) -> None:
+    """A checkpoint with one of the two would be read back with the other's values."""
+    made = model()
+    made.lm_head.decoder.weight = torch.nn.Parameter(made.lm_head.decoder.weight.detach().clone())
+    made.save_pretrained(tmp_path / "equal")
+    with torch.no_grad():
+        made.lm_head.decoder.weight.mul_(2)
+    with pytest.raises(CheckpointError, match=r"lm_head.decoder.weight: expected the values of bert.embeddings.word"):
+        made.save_pretrained(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -320,8 +332,16 @@ def damage(directory: Path, change: Any) -> None:
             lambda tensors: tensors.update({KEY: torch.ones(24, 23)}),
             rf"{KEY}: expected shape \(24, 24\), got \(24, 23\)",
         ),
+        (
+            lambda tensors: tensors.update({KEY: torch.ones(24, 24, dtype=torch.int8)}),
+            rf"{KEY}: .* got int8",
+        ),
+        (
+            lambda tensors: tensors.update({KEY: torch.ones(24, 24).to(torch.float8_e4m3fn)}),
+            rf"{KEY}: expected weights of 16, 32 or 64 bits .*, got float8_e4m3fn",
+        ),
     ],
-    ids=["missing", "part of a head", "unknown", "shape"],
+    ids=["missing", "part of a head", "unknown", "shape", "int8", "fp8"],
 )
 def test_wrong_tensors_are_named(change: Any, message: str, tmp_path: Path) -> None:
     model().save_pretrained(tmp_path)

@@ -20,6 +20,7 @@ CONFIG = "config.json"
 LATEST = "latest"  # the newest checkpoint in the directory of a training run
 SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHARD_BYTES = 5 * 10**9
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -93,6 +94,10 @@ class CheckpointReader:
     def tensor(self, key: str) -> Tensor:
         opened = self._open(self.files[key])
         tensor: Tensor = opened[key] if isinstance(opened, Mapping) else opened.get_tensor(key)
+        if tensor.dtype not in _WEIGHTS:
+            expected = "weights of 16, 32 or 64 bits (quantized ones are not read)"
+            got = str(tensor.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{self.files[key]}: {key}: expected {expected}, got {got}")
         return tensor
 
 

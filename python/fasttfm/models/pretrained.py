@@ -174,6 +174,7 @@ class PretrainedModel(nn.Module):
     def save_pretrained(self, directory: str | Path, *, shard_bytes: int = SHARD_BYTES) -> None:
         """Writes a directory that ``from_pretrained``, here and in transformers, reads with the same bits. An existing
         checkpoint is replaced when the new one is complete; if the save fails, it is unchanged."""
+        self._check_tied()
         tensors = self.checkpoint_tensors(dict(self.state_dict()))
         self.config.extra["architectures"] = [type(self).__name__]
         self.config.extra["dtype"] = str(next(self.parameters()).dtype).removeprefix("torch.")
@@ -195,6 +196,17 @@ class PretrainedModel(nn.Module):
         full = {prefix + name: value for name, value in tensors.items()}
         names = [name for name, _ in self.named_parameters()]
         return {name: from_checkpoint(self.names, self._full(name), full.__getitem__) for name in names}
+
+    def _check_tied(self) -> None:
+        """A checkpoint has one of two tied parameters: the other one's values would be lost if they differ."""
+        parameters = dict(self.named_parameters(remove_duplicate=False))
+        for name, source in self.tied().items():
+            one, other = parameters.get(name), parameters.get(source)
+            if one is None or other is None or one is other:
+                continue
+            if one.shape != other.shape or not torch.equal(one, other):
+                expected = f"the values of {source}, to which it is tied (config.tie_word_embeddings)"
+                raise CheckpointError(f"save_pretrained: {name}: expected {expected}, got others")
 
     def _full(self, name: str) -> str:
         """A parameter's name in a model with a head."""
