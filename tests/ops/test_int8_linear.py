@@ -85,3 +85,22 @@ def test_wrong_inputs_are_refused() -> None:
         int8_linear(torch.ones(2, 9), packed)
     with pytest.raises(ValueError, match="got float64"):
         int8_linear(torch.ones(2, 8, dtype=torch.float64), packed)
+
+
+def test_wrong_weights_and_names_are_refused() -> None:
+    """A bias that is too short would be read beyond its end."""
+    x, weight, bias = inputs(3, 64, 32)
+    for given, message in (
+        ((weight, bias[:3]), r"bias: expected shape \(32,\), got shape \(3,\)"),
+        ((weight[0],), r"weight: expected shape \(N, K\), both from 1 on, got shape \(64,\)"),
+        ((weight[:, :0],), r"weight: expected shape \(N, K\), both from 1 on, got shape \(32, 0\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack_int8(*given)
+    packed = pack_int8(weight, bias)
+    with pytest.raises(ValueError, match=r"activation: expected None or one of gelu, .*, got 'softmax'"):
+        int8_linear(x, packed, activation="softmax")
+    with pytest.raises(ValueError, match="products: expected None or one of generic, vnni, amx, got 'sve'"):
+        int8_linear(x, packed, products="sve")
+    with pytest.raises(ValueError, match=r"x: expected float32 \[..., 64\] on the CPU, got float32 \(\) on cpu"):
+        int8_linear(torch.tensor(1.0), packed)

@@ -30,7 +30,12 @@ class Int8Weight(NamedTuple):
 def pack_int8(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
     """Rounds a weight to int8 with one scale per row (per-channel quantisation)."""
     checks.check_floating(_NAME, "weight", weight)
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise checks.bad_value(_NAME, "weight", "shape (N, K), both from 1 on", f"shape {tuple(weight.shape)}")
     rows, columns = weight.shape
+    if bias is not None:
+        checks.check_floating(_NAME, "bias", bias)
+        checks.check_shape(_NAME, "bias", bias, (rows,))
     exact = weight.detach().to("cpu", torch.float32)
     scales = exact.abs().amax(1) / 127
     rounded = (exact / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
@@ -52,23 +57,26 @@ def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None,
     """
     checks.check_floating(_NAME, "x", x)
     rows, columns = weight.shape
-    if x.dtype != torch.float32 or not x.is_cpu or x.shape[-1] != columns:
+    if x.dtype != torch.float32 or not x.is_cpu or x.shape[-1:] != (columns,):
         got = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
         raise checks.bad_value(_NAME, "x", f"float32 [..., {columns}] on the CPU", got)
+    for name, given, known in (("activation", activation, CODES), ("products", products, PRODUCTS)):
+        if given is not None and given not in known:
+            raise checks.bad_value(_NAME, name, f"None or one of {', '.join(known)}", repr(given))
     core = _native.core()
     fastest = core.int8_products_cpu()
     chosen = fastest if products is None else PRODUCTS.index(products)
     if chosen > fastest:
         raise checks.bad_value(_NAME, "products", f"one that this CPU has, up to {PRODUCTS[fastest]}", repr(products))
-    given = x.detach().contiguous().view(-1, columns)
-    y = torch.empty(len(given), rows)
-    if len(given) == 0:
+    flat = x.detach().contiguous().view(-1, columns)
+    y = torch.empty(len(flat), rows)
+    if len(flat) == 0:
         return y.view(*x.shape[:-1], rows)
-    room, inner = -(-len(given) // _BLOCK) * _BLOCK, weight.panels.shape[1] * _GROUP
+    room, inner = -(-len(flat) // _BLOCK) * _BLOCK, weight.panels.shape[1] * _GROUP
     rounded = torch.empty(room, inner, dtype=torch.int8)
     row_scales = torch.empty(room)
     core.int8_linear_cpu(
-        x=given.data_ptr(),
+        x=flat.data_ptr(),
         w=weight.panels.data_ptr(),
         sums=weight.sums.data_ptr(),
         scales=weight.scales.data_ptr(),
@@ -76,7 +84,7 @@ def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None,
         y=y.data_ptr(),
         rounded=rounded.data_ptr(),
         row_scales=row_scales.data_ptr(),
-        rows=len(given),
+        rows=len(flat),
         x_columns=columns,
         y_columns=rows,
         inner=inner,
