@@ -1,7 +1,7 @@
 """Alterations of a model's modules: hooks, wrappers, adapters, parametrizations.
 
-Each alteration changes what the altered module computes, or records that it was called. Applied to a module and to the
-one whose place it takes, it has to have the same effect in both: same outputs, same gradients, same calls.
+Each alteration changes the altered module's result, or records its calls. Applied to a module and to the module that it
+replaces, an alteration must have the same effect on both: same outputs, same gradients, same calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations, prune
 from fasttfm.testing.modules import Call, Results, run_module
 
 Events = list[str]
-Alteration = Callable[[nn.Module, str], Events]  # of a model and the path of the module that is altered
+Alteration = Callable[[nn.Module, str], Events]  # its arguments: a model, and the path of the module to alter
 
 
 def _scaled(value: Any, factor: float) -> Any:
@@ -111,8 +111,8 @@ HOOKS: dict[str, Alteration] = {
 
 @contextlib.contextmanager
 def global_forward_hook() -> Iterator[Events]:
-    """A hook of all modules, which records the classes that are called, save output projections of attention: torch
-    reads their weights past them."""
+    """A global hook that records the classes of the called modules, except for attention's output projections: torch
+    reads their weights without calling them."""
     events: Events = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -164,7 +164,7 @@ def low_rank(model: nn.Module, path: str) -> Events:
 
 
 def subclass(model: nn.Module, path: str) -> Events:
-    """A subclass with a forward of its own."""
+    """A subclass that overrides ``forward``."""
     module, events = model.get_submodule(path), []  # type: tuple[nn.Module, Events]
     kind = type(module)
 
@@ -177,7 +177,7 @@ def subclass(model: nn.Module, path: str) -> Events:
 
 
 def own_forward(model: nn.Module, path: str) -> Events:
-    """A forward that is put before the class's, as Accelerate does."""
+    """A ``forward`` attribute of the instance, as Accelerate sets."""
     module, events = model.get_submodule(path), []  # type: tuple[Any, Events]
     original = module.forward
 
@@ -213,7 +213,7 @@ def weight_norm(model: nn.Module, path: str) -> Events:
 
 
 def hooked_weight_norm(model: nn.Module, path: str) -> Events:
-    """torch's older one, which computes the weight in a pre-hook."""
+    """torch's older weight norm, which computes the weight in a pre-hook."""
     with _without_warnings():
         module: Any = nn.utils.weight_norm(model.get_submodule(path))
     with torch.no_grad():
@@ -237,7 +237,7 @@ def pruned(model: nn.Module, path: str) -> Events:
 
 
 class Tripled(Tensor):
-    """Its products are three times those of its values."""
+    """A tensor subclass whose products are three times those of its values."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -283,7 +283,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def alterations_of(module: nn.Module, paths: tuple[str, ...]) -> dict[str, tuple[Alteration, str]]:
-    """Every alteration that suits the modules at ``paths``, by a name that says both."""
+    """Every alteration that applies to the modules at ``paths``; the keys name the alteration and the path."""
     found = {}
     for path in paths:
         kinds = HOOKS | ({} if path == "" else MODULES)
@@ -300,7 +300,7 @@ def check_altered(
     inputs: Mapping[str, Tensor],
     alteration: tuple[Alteration, str] | None = None,
 ) -> None:
-    """Both modules, in fp64, have the same outputs, gradients and recorded calls under an alteration."""
+    """Checks that both modules, in fp64, have the same outputs, gradients and recorded calls with an alteration."""
     results, events = [], []
     for module in (ours.double(), theirs.double()):
         events.append(None if alteration is None else alteration[0](module, alteration[1]))
@@ -315,7 +315,7 @@ def check_equal(found: Results, expected: Results) -> None:
 
 
 def check_copies(module: nn.Module, call: Call, inputs: Mapping[str, Tensor]) -> None:
-    """Copies and pickles compute the same, and share nothing."""
+    """Checks that copies and unpickled modules compute the same and share no memory with the module."""
     expected = run_module(module, call, inputs)
     for duplicate in (copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))):
         twin = duplicate(module)

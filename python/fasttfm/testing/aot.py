@@ -1,7 +1,7 @@
 """Compiles every Triton kernel ahead of time, without a GPU: ``python -m fasttfm.testing.aot [op ...] [--target N]``.
 
-A compile error, a register spill or more shared memory than the chip has then shows on any machine. Must run in a
-process of its own, without TRITON_INTERPRET: Triton decides at import whether kernels are compiled or interpreted.
+It finds compile errors, register spills and kernels that need more shared memory than a GPU has. It must run in its own
+process, without TRITON_INTERPRET: Triton decides at import whether kernels are compiled or interpreted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fasttfm.testing.chips import BLOCK_MEMORY, Usage, resource_usage
 from fasttfm.testing.spec import TritonKernel
 from fasttfm.testing.specs import all_specs
 
-# What every kernel is compiled for, and the chips that run it so: for 8.6, 8.9 and 12.0 Triton lowers as for 8.0.
+# The targets of every kernel, each with the GPUs that run such code: for 8.6, 8.9 and 12.0 Triton lowers as for 8.0.
 TARGETS = {80: (80, 86, 89, 120), 90: (90,)}
 # Additional targets for one kernel of each op: the one with the most shared memory of those that do not spill.
 MORE_TARGETS = (100, 120)
@@ -59,7 +59,7 @@ def compile_kernel(description: TritonKernel, target: int) -> Compiled:
     try:
         source = ASTSource(description.kernel, signature, constants, _alignment(description))
         binary = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    except Exception as error:  # Triton and ptxas raise many kinds; any of them is the finding
+    except Exception as error:  # Triton and ptxas raise errors of many types
         return Compiled(name, target, 0, 0, 0, f"does not compile: {error}")
     usage = _usage(binary.asm["cubin"])
     registers, stack = usage.registers, usage.stack
@@ -73,13 +73,14 @@ def compile_kernel(description: TritonKernel, target: int) -> Compiled:
 
 
 def _limit(description: TritonKernel, target: int) -> int:
-    """Bytes of shared memory that the kernel has on every chip that it is chosen for."""
+    """The bytes of shared memory that a block may use on every GPU for which the kernel is chosen."""
     chips = [BLOCK_MEMORY[chip] for chip in TARGETS.get(target, (target,))]
     return min(memory for memory in chips if memory >= description.least_memory)
 
 
 def _alignment(description: TritonKernel) -> dict[tuple[int], list[list[Any]]]:
-    """Pointers and sizes as multiples of 16, as the launcher specialises for usual shapes: loads are 16 bytes wide."""
+    """Declares pointers and sizes as multiples of 16, as the launcher does for common shapes: loads are 16 bytes
+    wide."""
     return {
         (index,): [["tt.divisibility", 16]]
         for index, argument in enumerate(description.kernel.arg_names)
@@ -101,7 +102,7 @@ def _usage(cubin: bytes) -> Usage:
 
 
 def compile_all(names: list[str], targets: Iterable[int] = tuple(TARGETS)) -> Iterator[Compiled]:
-    """The results for these ops, or for all of them where none is named."""
+    """The results for these ops; for all ops if ``names`` is empty."""
     specs: dict[str, Any] = all_specs()
     unknown = sorted(set(names) - set(specs))
     if unknown:

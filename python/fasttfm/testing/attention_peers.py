@@ -16,7 +16,7 @@ from fasttfm.testing.spec import Inputs, PeerCall
 
 
 def _sdpa(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
-    """torch's attention; sequences of several lengths are padded, in advance, and masked."""
+    """torch's attention; sequences of different lengths are padded before the measurement, and masked."""
     q, k, v, starts = inputs["q"], inputs["k"], inputs["v"], inputs.get("cu_seqlens")
     leaves = None
     if starts is not None:
@@ -28,7 +28,7 @@ def _sdpa(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
     else:
         lengths = inputs.get("lengths")
     mask = None
-    if lengths is not None:  # additive, in q's type: what the fast paths take without a conversion
+    if lengths is not None:  # additive, in q's dtype: the fast paths accept it without a conversion
         absent = torch.arange(k.shape[1], device=k.device) >= lengths[:, None]
         mask = torch.zeros_like(absent, dtype=q.dtype).masked_fill(absent, -torch.inf)[:, None, None, :]
         if options.get("causal", False):
@@ -48,7 +48,7 @@ def _sdpa(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def sdpa_forced(backend: SDPBackend) -> Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]:
-    """SDPA with one of its kernels; a call that it cannot serve raises."""
+    """SDPA with one of its kernels; a call that this kernel does not support raises."""
 
     def build(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
         if not torch.cuda.is_available():
@@ -76,7 +76,7 @@ def sdpa_cpu(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def sdpa_widened(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
-    """A workaround that makes SDPA fast on such a CPU."""
+    """SDPA in fp32 on 16-bit inputs: a workaround for CPUs on which torch's bf16 products are slow."""
     dtype = inputs["q"].dtype
     if inputs["q"].is_cuda or dtype == torch.float32:
         raise PeerUnavailable("for 16-bit types on a CPU")

@@ -1,4 +1,4 @@
-"""Random cases of attention: every layout with the options that it can have; and the terms of gradients that cancel."""
+"""Random cases of attention, every layout with the options that it supports; and the terms of gradients that cancel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fasttfm.kernels.attention import reference
 from fasttfm.testing.random_sizes import random_lengths, random_size
 
 _ONE_LENGTH = ("dense", "transposed", "fused")  # all sequences are of one length
-_ONE_QKV = ("sliced", "fused", "fused packed")  # as many keys as queries, and as many heads of both
+_ONE_QKV = ("sliced", "fused", "fused packed")  # keys and queries have the same lengths and numbers of heads
 _PACKED = ("packed", "sliced", "fused packed")
 _BIASES = ("full", "of all", "of sequences", "of each")
 
@@ -45,7 +45,7 @@ def random_arguments(source: random.Random) -> dict[str, Any]:
     if layout in _PACKED and (bias == "full" or source.random() < 0.5):
         arguments["max_seqlen"] = longest
     if max(lengths) and max(lengths_k) and not (layout in _PACKED and lengths != lengths_k):
-        # By the sizes and not by another draw, which would change all cases after this one.
+        # Derived from the sizes: another draw would change all later cases.
         arguments["bias"] = _BIASES[(len(lengths) + kv_heads) % len(_BIASES)] if bias == "full" else bias
     if source.random() < 0.25:
         arguments["window"] = (source.choice((None, 0, 3, 20)), source.choice((None, 0, 5)))
@@ -55,7 +55,8 @@ def random_arguments(source: random.Random) -> dict[str, Any]:
 
 
 def without_delta(*args: Tensor, **options: Any) -> Any:
-    """The softmax's sum as a constant: ds is P * dP, from which delta takes everything where a query has one key."""
+    """Attention with the softmax's sum as a constant: ds is P * dP. With delta, ds cancels to 0 for a query with one
+    key."""
     softmax = reference._softmax
 
     def constant_sum(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

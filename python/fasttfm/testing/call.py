@@ -1,4 +1,4 @@
-"""One call of an op as the properties (properties.py) and the random calls (fuzz.py) make it: tested, and expected."""
+"""One call of an op for properties.py and fuzz.py: the tested run and the expected ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Call:
         return self.naive(inputs, wide=True, **how)
 
     def terms(self, inputs: Inputs, incoming: Sequence[Tensor | None], **how: Any) -> Run:
-        """Magnitudes of what gradients are differences of (``OpSpec.terms``)."""
+        """The magnitudes of the terms whose differences are the gradients (``OpSpec.terms``)."""
         assert self.spec.terms is not None
         positive = {**inputs, **{name: inputs[name].abs() for name in floating_inputs(inputs)}}
         gradients = [None if gradient is None else gradient.abs() for gradient in incoming]
@@ -63,7 +63,7 @@ class Call:
         return incoming_gradients(floating_of(outputs), inputs, seed=seed)
 
     def check(self, what: str, inputs: Inputs, **how: Any) -> None:
-        """The tested run is as accurate as plain torch's."""
+        """Checks that the tested run is as accurate as plain torch's."""
         hold(what, self.tested(inputs, **how), self.naive(inputs, **how), self.exact(inputs, **how))
 
 
@@ -77,7 +77,7 @@ def floating_inputs(inputs: Inputs) -> list[str]:
 
 
 def backends_on(spec: OpSpec, device: str) -> list[str]:
-    """The op's backends that take tensors of the device here. Triton's take CPU tensors in its interpreter."""
+    """The op's backends that support this device on this machine; Triton supports CPU tensors in its interpreter."""
     other = ["cuda", *([] if triton_interpreted() else ["triton"])] if device == "cpu" else ["cpu"]
     present = [backend.name for backend in tables()[spec.name].backends if backend.absent() is None]
     return [name for name in present if name not in other]

@@ -1,5 +1,5 @@
-"""The GPUs that kernels are held against without having them, by compute capability (90 for 9.0), and what compiled
-kernels take of a GPU."""
+"""The limits of GPUs by compute capability (90 for 9.0), and the resources that compiled kernels use; both are known
+without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 # Bytes of shared memory that a block may have (CUDA C++ programming guide, technical specifications).
 BLOCK_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
-# Shared memory that a kernel may declare without asking for more, and registers of a block; the same on all of them.
+# The static shared memory that a kernel may declare, and the registers of a block; the same on all these GPUs.
 STATIC_MEMORY = 48 * 1024
 BLOCK_REGISTERS = 65536
 
@@ -19,14 +19,14 @@ BLOCK_REGISTERS = 65536
 class Usage(NamedTuple):
     """The resources of one kernel, as ptxas compiled it."""
 
-    machine: str  # "sm_80"; empty where the file does not say
+    machine: str  # "sm_80"; empty if the file does not state it
     kernel: str  # mangled
     registers: int  # for a thread
     stack: int  # bytes of local memory: spills, and arrays that did not fit into registers
     shared: int  # static bytes of the kernel; dynamic shared memory is added at launch
 
     def block_registers(self, threads: int) -> int:
-        """Registers are given to warps in steps of 8 for a thread."""
+        """The registers of a block; the hardware allocates them in units of 8 per thread."""
         return -(-self.registers // 8) * 8 * threads
 
 

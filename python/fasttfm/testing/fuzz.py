@@ -2,9 +2,9 @@
 
 A call is drawn by its number: the op's sizes and options (``OpSpec.random_case``), a type, a backend, how inputs and
 incoming gradients lie in memory, which inputs require gradients and which outputs have them; ``--call K`` repeats one.
-Every result is held to the tolerance of tolerance.py. Of small tensors that is a matter of luck: plain torch may round
-a number well by chance. So a call that fails is drawn again with other numbers, and root mean squares of the errors are
-compared: of two equally good implementations one is twice as good as the other in 64 draws less than once in a million.
+Every result must be within the tolerance of tolerance.py. For small tensors that depends on luck: plain torch may round
+a number well by chance. A call that fails is therefore repeated with other numbers, and the root mean squares of the
+errors are compared: the chance that of two equally good implementations one is twice as good in 64 draws is below 1e-6.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from fasttfm.testing.specs import every_spec
 from fasttfm.testing.tolerance import Comparison, root_mean_square, summary
 
 DRAWS = 64
-# One number for a whole gradient makes many gradients 0, one row for all makes sums of equal numbers. Plain torch has
-# them exactly, by pairwise sums of a power of two of rows, and other orders round. properties.py has both layouts.
+# Without the layouts "expanded" and "one_row": the first makes many gradients 0, the second makes sums of equal
+# numbers, which plain torch computes exactly (pairwise sums over a power of two of rows) and other orders round.
+# properties.py checks both layouts.
 _LAYOUTS = [layout for layout in INCOMING_LAYOUTS if layout not in ("expanded", "one_row")]
-_INTERPRETED_SHARE = 0.02  # of calls: one takes as long as hundreds of others
+_INTERPRETED_FRACTION = 0.02  # of the calls: an interpreted call takes as long as hundreds of others
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class RandomCall:
     non_finite: bool = False  # whether a NaN or an infinity is put somewhere
 
     def check(self) -> None:
-        """Raises AssertionError where a result is not as near to the truth as plain torch's."""
+        """Raises AssertionError if a result is not as accurate as plain torch's."""
         if all(comparison.ok for comparison in self._compared(self.seed)):
             return
         with_terms = self.call.spec.terms is not None
@@ -107,7 +108,8 @@ class RandomCall:
 
 
 def draw_call(spec: OpSpec, seed: int, number: int, device: str = "cpu", interpreter: bool = True) -> RandomCall:
-    """Call ``number``: the same whatever was drawn before. ``interpreter`` lets Triton's serve some calls."""
+    """Call ``number``, which does not depend on earlier draws. ``interpreter`` runs some calls in Triton's
+    interpreter."""
     assert spec.random_case is not None, f"{spec.name} declares no random_case"
     source = random.Random(f"{spec.name} {seed} {number}")
     backends = backends_on(spec, device)
@@ -116,7 +118,7 @@ def draw_call(spec: OpSpec, seed: int, number: int, device: str = "cpu", interpr
         backends.remove("triton")
     case = spec.random_case(source)
     backend = source.choice(backends)
-    chosen = source.random() < _INTERPRETED_SHARE
+    chosen = source.random() < _INTERPRETED_FRACTION
     if chosen and interpreted and interpreter and case.interpret:
         backend = "triton"
     dtype = torch.float32 if backend == "triton" and interpreted else source.choice(case.dtypes)
@@ -168,7 +170,7 @@ def run_calls(
             result.right += 1
         except BackendRefused:
             result.refused += 1
-        except Exception as error:  # whatever it is, it is a finding
+        except Exception as error:  # of any type: the call has failed
             result.failures.append(f"{call}\n    {type(error).__name__}: {error}")
             report(result.failures[-1])
     return result

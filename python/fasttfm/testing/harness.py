@@ -1,4 +1,4 @@
-"""The checks every op passes, derived from its OpSpec. ``tests/ops/test_<op>.py`` is one call of ``op_tests(SPEC)``."""
+"""The checks that every op passes, derived from its OpSpec; ``tests/ops/test_<op>.py`` calls ``op_tests(SPEC)``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(
     incoming: Sequence[Tensor | None] | None = None,
     wanted: Collection[str] | None = None,
 ) -> Run:
-    """Calls ``function`` forward and backward. ``wide`` turns floating inputs (and the incoming gradients) to fp64.
+    """Calls ``function`` forward and backward. ``wide`` converts floating inputs and incoming gradients to fp64.
 
     ``incoming`` holds a gradient, or None, for each floating output; random numbers by default. ``wanted`` names the
     inputs that require a gradient; all of ``spec.differentiable`` by default.
@@ -126,8 +126,8 @@ def accuracy(
     device: torch.device | str = "cpu",
     function: Callable[..., Any] | None = None,
 ) -> list[Comparison]:
-    """Every output and gradient of a backend (or of ``function``) held against the reference in fp64. An output that is
-    a single number is compared in several draws."""
+    """Compares every output and gradient of a backend (or of ``function``) with the reference in fp64. An output that
+    is a single number is compared in several draws."""
 
     def compared(seed: int, wanted: Collection[str] | None) -> tuple[list[Comparison], set[str]]:
         inputs = draw_inputs(spec, case, dtype, device, seed)
@@ -147,8 +147,8 @@ def accuracy(
 
 
 def comparisons_of(tested: Run, naive: Run, exact: Run, terms: Run | None = None) -> list[Comparison]:
-    """A run held against the reference in its own type and in fp64. Integers must be equal. ``terms``: magnitudes of
-    what gradients are differences of."""
+    """Compares a run with the reference in its own dtype and in fp64. Integers must be equal. ``terms``: the magnitudes
+    of the terms whose differences are the gradients."""
     plain, true = naive.tensors(), exact.tensors()
     cancelling = {} if terms is None else terms.gradients
     comparisons: list[Comparison] = []
@@ -183,8 +183,8 @@ def check_mutant_rejected(spec: OpSpec, mutant: Callable[..., Any]) -> None:
 def check_same_bits(
     spec: OpSpec, case: OpCase, dtype: torch.dtype, backend: str, device: torch.device | str = "cpu", repeats: int = 5
 ) -> None:
-    """Repeated runs give the same bits. On the CPU also with every number of threads and wherever inputs begin in
-    memory; but what torch computes, the reference and products, depends on the number of its threads."""
+    """Repeated runs give the same bits. On the CPU this includes other numbers of threads and other addresses of the
+    inputs; but torch's own results, those of the reference and of products, depend on the number of its threads."""
     inputs = draw_inputs(spec, case, dtype, device)
     first = run(spec, with_backend(spec, backend), inputs, case.options).tensors()
 
@@ -235,13 +235,13 @@ def _threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_threads(count: int) -> Iterator[None]:
-    """The library's kernels get ``count`` threads, torch's products as many as before."""
+    """Sets the number of threads of the library's kernels, but not that of torch's products."""
     with mock.patch.object(torch, "get_num_threads", return_value=count):
         yield
 
 
 def check_gradients(spec: OpSpec, case: OpCase) -> None:
-    """The reference backend's hand-written backward against finite differences, in fp64."""
+    """Checks the reference backend's hand-written backward against finite differences, in fp64."""
     inputs = draw_inputs(spec, case, torch.float64)
     names = [name for name in spec.differentiable if inputs.get(name) is not None]
     fixed = {name: value for name, value in inputs.items() if name not in names}
@@ -252,7 +252,7 @@ def check_gradients(spec: OpSpec, case: OpCase) -> None:
         return tuple(output for output in result if output.is_floating_point())
 
     values = [inputs[name].requires_grad_() for name in names]
-    # The fast mode checks a random direction instead of every element: enough where the full Jacobian takes seconds.
+    # The fast mode checks a random direction instead of every element; the full Jacobian would take seconds.
     large = sum(value.numel() for value in values) > _GRADCHECK_ELEMENTS
     assert torch.autograd.gradcheck(function, values, fast_mode=large)
 
@@ -277,7 +277,7 @@ def check_compiled(spec: OpSpec, cases: list[OpCase], dtype: torch.dtype, device
 
 
 def check_autocast(spec: OpSpec, case: OpCase, device: torch.device | str = "cpu") -> None:
-    """Under autocast, forward and backward run, and gradients come in the types of what they are gradients of."""
+    """Under autocast, forward and backward run, and each gradient has the dtype of its input."""
     inputs = draw_inputs(spec, case, torch.float32, device)
     with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
         result = run(spec, spec.function, inputs, case.options)
@@ -290,7 +290,7 @@ def check_autocast(spec: OpSpec, case: OpCase, device: torch.device | str = "cpu
 def check_cuda_graph(spec: OpSpec, case: OpCase, dtype: torch.dtype) -> None:
     """Captured once, forward and backward follow new data in the same tensors: replays give the eager call's bits."""
     static = draw_inputs(spec, case, dtype, "cuda")
-    with torch.cuda.stream(torch.cuda.Stream()):  # warm-up: compilation and first allocations stay out of the capture
+    with torch.cuda.stream(torch.cuda.Stream()):  # warm-up: no compilation and no first allocation in the capture
         outputs = run(spec, spec.function, static, case.options).outputs.values()
         incoming = incoming_gradients(floating_of(outputs), static)
     torch.cuda.synchronize()
@@ -308,7 +308,7 @@ def check_cuda_graph(spec: OpSpec, case: OpCase, dtype: torch.dtype) -> None:
 
 
 def check_bad_call(spec: OpSpec, bad: BadCall) -> None:
-    """The call raises the declared error, and the message says op, argument, expected and got."""
+    """The call raises the declared error, and the message states op, argument, expected and got."""
     case = spec.cases[0]
     inputs, options = draw_inputs(spec, case, torch.float32), dict(case.options)
     bad.change(inputs, options)

@@ -1,7 +1,8 @@
-"""``python -m fasttfm.testing.inference_first [DEVICE]``: evaluates with each op before it is first trained with.
+"""``python -m fasttfm.testing.inference_first [DEVICE]``: calls each op in inference mode, then trains with it.
 
-What an op keeps between calls (a seed, a workspace, a flag for errors) is made by the first call of a process. Made
-under ``torch.inference_mode()``, autograd would refuse it in training; so this runs in a process of its own.
+The first call of a process creates the tensors that an op keeps between calls (a seed, a workspace, a flag for errors).
+If they were inference tensors, autograd would refuse them in training. The check needs a process in which no op has
+run.
 """
 
 from __future__ import annotations

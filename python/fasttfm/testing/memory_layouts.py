@@ -1,4 +1,4 @@
-"""The same numbers, elsewhere in memory: how inputs and incoming gradients may come."""
+"""Copies of a tensor in every memory layout that inputs and incoming gradients may have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def contiguous(tensor: Tensor) -> Tensor:
 
 
 def misaligned(tensor: Tensor) -> Tensor:
-    """Contiguous, and it starts one element after an aligned address."""
+    """Contiguous, but one element after an aligned address."""
     wide = tensor.new_empty(tensor.numel() + 1)
     return wide[1:].view(tensor.shape).copy_(tensor)
 
@@ -36,13 +36,13 @@ def padded_rows(tensor: Tensor) -> Tensor:
 
 
 def turned(tensor: Tensor) -> Tensor:
-    """Dimensions lie in memory in the opposite order."""
+    """Reversed order of the dimensions in memory."""
     dims = tuple(reversed(range(tensor.dim())))
     return tensor.permute(dims).contiguous().permute(dims)
 
 
 def expanded(tensor: Tensor) -> Tensor:
-    """One number for all elements, every stride 0: what ``y.sum().backward()`` gives."""
+    """One number for all elements, every stride 0, as the gradient of ``y.sum()``."""
     return tensor.reshape(-1)[:1].reshape(()).expand(tensor.shape) if tensor.numel() > 0 else tensor
 
 

@@ -1,4 +1,4 @@
-"""Holds a module against the one whose place it takes: outputs and every gradient, by the tolerance rule; second
+"""Compares a module with the one that it replaces: outputs and every gradient, by the tolerance rule; also second
 derivatives and forward mode, which it may refuse."""
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Results(NamedTuple):
     gradients: Tensors
 
 
-Call = Callable[[Any, Tensors], Mapping[str, Tensor]]  # of a module and its inputs; gives the outputs to compare
+Call = Callable[[Any, Tensors], Mapping[str, Tensor]]  # from a module and its inputs to the outputs to compare
 
 
-# In a whole module, an error is the rounding of some early operation that the later ones enlarge: of two equally good
-# implementations, now one and now the other comes out several times better. So modules are compared in several runs,
-# with parameters of other sizes and other incoming gradients, and the medians of the errors are held to the rule. Where
-# there is but one number to compare, as in a loss, the draws are the rule's elements: of them it takes the largest.
-# Five runs tell modules from broken ones; where a tensor has few numbers, whose roundings can decide, there are more.
-# The number depends only on sizes, and every run counts.
+# The error of a whole module is the rounding error of an early operation, amplified by the later ones: of two equally
+# good implementations, either can be several times better than the other. Modules are therefore compared in several
+# runs, with parameters of other scales and other incoming gradients, and the rule applies to the medians of the errors.
+# If there is only one number to compare, as in a loss, the rule applies to the largest error of all draws. Five runs
+# suffice to detect broken modules; tensors with few numbers need more runs, since single roundings can decide. The
+# number of runs depends only on sizes, and every run counts.
 _DRAWS = 5
 _DRAWS_OF_FEW_NUMBERS = 10
 _FEW_NUMBERS = 8
 
 
 def run_module(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor], draw: int = 0) -> Results:
-    """The outputs, and the gradients of floating inputs and of all parameters that want one, each by name.
+    """The outputs, and the gradients of floating inputs and of all parameters that require one, each by name.
 
-    Inputs go to the module's device, floating ones take its type. Incoming gradients are random, but the same for every
-    module.
+    Inputs are moved to the module's device, floating ones converted to its dtype. Incoming gradients are random, but
+    the same for every module.
     """
     parameters = dict(module.named_parameters())
     prepared = _prepared(module, inputs)
@@ -80,9 +80,10 @@ def compare_modules(
     translate: Callable[[Tensors], Tensors] | None = None,
     draws: int | None = None,
 ) -> list[Comparison]:
-    """Every output and gradient of ``ours`` against those of ``theirs`` in fp64, with ``theirs`` as the measure.
+    """Compares every output and gradient of ``ours`` with ``theirs`` in fp64; ``theirs`` in the tested dtype gives the
+    tolerance.
 
-    ``translate`` turns tensors by their parameters' names into tensors by ours: gradients are compared as we keep them.
+    ``translate`` converts a dict of tensors from their parameters' names and shapes to ours.
     There are ``draws`` runs; by default five, or ten where a compared tensor has fewer than eight elements.
     """
     comparisons: dict[str, list[Comparison]] = {}
@@ -136,7 +137,7 @@ def _scaled(module: torch.nn.Module, draw: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _float_keeps_double() -> Iterator[None]:
-    """Losses in transformers take ``logits.float()``, which means fp32 at least: fp64 stays what it is."""
+    """Keeps fp64 in ``logits.float()``, which losses in transformers call: it should mean at least fp32."""
     narrow = Tensor.float
 
     def at_least_float(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -152,8 +153,8 @@ def _float_keeps_double() -> Iterator[None]:
 def check_other_derivatives(
     ours: torch.nn.Module, theirs: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]
 ) -> None:
-    """Second derivatives, and tangents in forward mode, are those of ``theirs`` in fp64, or an error that names an op
-    says that there are none."""
+    """Checks that second derivatives, and tangents in forward mode, are those of ``theirs`` in fp64, or that an error
+    which names the op is raised."""
     for derivatives in (second_derivatives, tangents):
         expected = list(derivatives(theirs.double(), call, inputs).values())
         with refusal_allowed():
@@ -161,7 +162,7 @@ def check_other_derivatives(
 
 
 def second_derivatives(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]) -> Tensors:
-    """By name of an input or parameter: the derivative of a weighted sum of all first derivatives."""
+    """For each input and parameter, by name: the derivative of a weighted sum of all first derivatives."""
     prepared = _prepared(module, inputs)
     leaves = {
         name: value
@@ -172,7 +173,7 @@ def second_derivatives(module: torch.nn.Module, call: Call, inputs: Mapping[str,
         outputs = call(module, prepared)
         sums = [(value * _incoming(name, value, 0)).sum() for name, value in outputs.items()]
         first = torch.autograd.grad(torch.stack(sums).sum(), list(leaves.values()), create_graph=True)
-        # Numbered weights: two modules may have other names for the same parameters.
+        # The weights depend on the index: the two modules may name the same parameters differently.
         weighted = [(value * _incoming(str(index), value, 1)).sum() for index, value in enumerate(first)]
         second = torch.autograd.grad(
             torch.stack(weighted).sum(), list(leaves.values()), allow_unused=True, materialize_grads=True
@@ -181,7 +182,7 @@ def second_derivatives(module: torch.nn.Module, call: Call, inputs: Mapping[str,
 
 
 def tangents(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]) -> Tensors:
-    """By name of an output: its tangent, where every floating input and every parameter has one."""
+    """For each output, by name: its tangent if every floating input and every parameter has one."""
 
     def dual(index: int, value: Tensor) -> Tensor:
         return forward_ad.make_dual(value.detach(), _incoming(str(index), value, 0))
@@ -201,7 +202,7 @@ def tangents(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]) 
 
 
 class _Called(torch.nn.Module):
-    """``call`` as a module's forward, so that ``functional_call`` can put other tensors in place of parameters."""
+    """``call`` as a module's forward, so that ``functional_call`` can replace the parameters."""
 
     def __init__(self, module: torch.nn.Module, call: Call) -> None:
         super().__init__()

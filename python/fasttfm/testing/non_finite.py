@@ -1,15 +1,16 @@
 """The propagation of NaN and infinities through an op.
 
-An element of a result depends on a number of the inputs if the reference in fp64 gives something else for another
-number in its place. With a NaN, or an infinity, in that place:
+An element of a result depends on an element of the inputs if the reference in fp64 changes when that input element
+changes. With a NaN or an infinity as that input element:
 
 - an element that depends on a NaN is non-finite wherever the reference's is; one that depends on an infinity is
-  non-finite, or what the reference gives for it or for a huge number: silu(-inf) is NaN by x / (1 + exp(-x)), and 0;
-- an element that does not depend on it keeps its value, unless the reference makes a NaN of it (0 * NaN). An infinity
-  may have become a NaN before (0 * infinity): then the reference with a NaN in its place counts, too.
+  non-finite, or equals the reference for the infinity or for a huge number: silu(-inf) may be NaN, by
+  x / (1 + exp(-x)), or 0;
+- an element that does not depend on it keeps its value, unless the reference turns it into NaN (0 * NaN). An infinity
+  may become a NaN on the way (0 * infinity): the reference with a NaN instead of the infinity is accepted as well.
 
-The reference has two forms, autograd's and the backward that is written out. They may make 0 * NaN in different places;
-of gradients, what only one of the two has is left open.
+The reference has two forms, autograd's and the hand-written backward, which may compute 0 * NaN in different places.
+Gradients that are NaN in only one of the two are not checked.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Place:
     element: int
 
     def put(self, value: float, inputs: Inputs, incoming: Sequence[Tensor]) -> tuple[Inputs, list[Tensor]]:
-        """The inputs and incoming gradients with ``value`` there."""
+        """The inputs and incoming gradients with ``value`` at this place."""
         if isinstance(self.owner, str):
             return {**inputs, self.owner: _with_element(inputs[self.owner], self.element, value)}, list(incoming)
         changed = list(incoming)
@@ -52,7 +53,7 @@ class Place:
 
 
 def places(inputs: Inputs, incoming: Sequence[Tensor]) -> Iterator[Place]:
-    """The middle element of each."""
+    """The middle element of each floating input and of each incoming gradient."""
     tensors: dict[str | int, Tensor] = {name: inputs[name] for name in floating_inputs(inputs)}
     tensors.update(enumerate(incoming))
     for owner, tensor in tensors.items():
@@ -61,7 +62,7 @@ def places(inputs: Inputs, incoming: Sequence[Tensor]) -> Iterator[Place]:
 
 
 def _with_element(tensor: Tensor, element: int, value: float) -> Tensor:
-    """A copy, of the same strides, with ``value`` at one element; a finite one is kept within the type's range."""
+    """A copy with the same strides and ``value`` at one element; a finite value is clamped to the dtype's range."""
     if math.isfinite(value):
         largest = torch.finfo(tensor.dtype).max
         value = min(max(value, -largest), largest)
@@ -72,17 +73,17 @@ def _with_element(tensor: Tensor, element: int, value: float) -> Tensor:
 
 
 def check_non_finite(call: Call) -> None:
-    """A NaN or an infinity in any floating input and in any incoming gradient goes where it goes in the reference."""
+    """Checks that a NaN or an infinity in any floating input or incoming gradient propagates as in the reference."""
     inputs = call.inputs()
     incoming = call.incoming(inputs)
-    if not incoming:  # integers: they have no such numbers
+    if not incoming:  # the outputs are integers
         return
     for place in places(inputs, incoming):
         check_place(call, inputs, incoming, place, values_for(call, place))
 
 
 def values_for(call: Call, place: Place) -> tuple[float, ...]:
-    """The values to insert: NaN, and infinities into an input unless they have a meaning of their own."""
+    """The values to insert: NaN, and also infinities into an input, unless they mark masked elements there."""
     nan_only = isinstance(place.owner, int) or place.owner in call.spec.infinity_masks
     return NON_FINITE[:1] if nan_only else NON_FINITE
 
@@ -96,7 +97,7 @@ def check_place(call: Call, inputs: Inputs, incoming: Sequence[Tensor], place: P
 
 
 class _Unspoilt(NamedTuple):
-    """The call with finite numbers: tested, and the reference in its type and in fp64."""
+    """The call with finite numbers: the tested run, and the reference in its dtype and in fp64."""
 
     tested: Run
     naive: Run
@@ -104,7 +105,7 @@ class _Unspoilt(NamedTuple):
 
 
 def _dependence(call: Call, inputs: Inputs, incoming: Sequence[Tensor], place: Place, clean: Run) -> dict[str, Tensor]:
-    """By name of an output or a gradient: its elements that depend on the place."""
+    """For each output and gradient, by name: which elements depend on the place."""
     found = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in clean.tensors().items()}
     for value in (1.25, HUGE, -HUGE):
         changed, changed_incoming = place.put(value, inputs, incoming)
@@ -130,7 +131,7 @@ def _check_value(
     if not math.isnan(value):
         huge, huge_incoming = place.put(math.copysign(HUGE, value), *arguments)
         limits = [naive, call.exact(huge, incoming=huge_incoming)]
-        nan, nan_incoming = place.put(math.nan, *arguments)  # 0 * infinity may take the place of the infinity
+        nan, nan_incoming = place.put(math.nan, *arguments)  # an infinity may become a NaN (0 * infinity)
         by_nan = [call.naive(nan, incoming=nan_incoming), _written_out(call, nan, nan_incoming)]
     for name, tensor in tested.tensors().items():
         finite = _finite(name, forms)
@@ -142,7 +143,7 @@ def _check_value(
         assert not lost.any(), f"{what}: {name}: {int(lost.sum())} elements are finite that must not be"
         made = ~tensor.isfinite() & _finite(name, forms + by_nan).all(dim=0) & ~depends[name]
         assert not made.any(), f"{what}: {name}: {int(made.sum())} elements are not finite that must be"
-        # The same bits as without the NaN need no tolerance: how accurate the op is, is not the question here.
+        # The same bits as without the NaN are accepted without a tolerance: this does not check accuracy.
         keeps = ~depends[name] & tensor.isfinite() & (tensor != unspoilt.tested.tensors()[name])
         plain, exact = (found.tensors()[name] for found in unspoilt[1:])
         factor = OUTPUT_FACTOR if name in tested.outputs else GRADIENT_FACTOR
@@ -161,7 +162,7 @@ def _finite(name: str, forms: Sequence[Run]) -> Tensor:
 
 
 def _near(tensor: Tensor, limit: Tensor, naive: Tensor, exact: Tensor) -> Tensor:
-    """Which elements are as near to ``limit`` as the tensor's are to the exact ones where all is finite."""
+    """Which elements are as close to ``limit`` as the finite run's elements are to the exact ones."""
     bound = compare("", naive, naive, exact, GRADIENT_FACTOR).bound
     step = torch.finfo(tensor.dtype).eps * limit.abs()
     return (tensor.double() - limit).abs() <= bound + step

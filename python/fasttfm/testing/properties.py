@@ -1,7 +1,7 @@
 """The properties of every op and every backend, apart from accuracy: each is one function of a Call.
 
-The reference in the tested type says what to expect, the reference in fp64 how far from it a result may be. A property
-raises AssertionError where it does not hold; ``tests/testing/test_properties.py`` shows with broken ops that each can.
+The tolerance follows from the reference in the tested dtype and in fp64. A property that does not hold raises
+AssertionError; ``tests/testing/test_properties.py`` checks with broken ops that each of them can fail.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fasttfm.testing.spec import Inputs, outputs_of
 
 
 def check_gradient_layouts(call: Call) -> None:
-    """Incoming gradients may lie in memory in any way."""
+    """Incoming gradients may have any memory layout."""
     inputs = call.inputs()
     incoming = call.incoming(inputs)
     for layout, change in INCOMING_LAYOUTS.items():
@@ -41,7 +41,7 @@ def check_gradient_layouts(call: Call) -> None:
 
 
 def check_absent_gradients(call: Call) -> None:
-    """Only one input, or all inputs but one, require a gradient; and only one output, or all but one, have one."""
+    """One input, or all inputs but one, require a gradient; and one output, or all but one, have one."""
     inputs = call.inputs()
     incoming = call.incoming(inputs)
     names = [name for name in call.spec.differentiable if inputs.get(name) is not None]
@@ -53,7 +53,7 @@ def check_absent_gradients(call: Call) -> None:
 
 
 def _singles_and_rests(items: Sequence[Any]) -> list[list[Any]]:
-    """Each single item and, if that is something else, all items but one."""
+    """Lists of each single item and, if these differ from them, lists of all items but one."""
     if len(items) < 2:
         return []
     rests = [[other for other in items if other != item] for item in items]
@@ -64,8 +64,8 @@ def _singles_and_rests(items: Sequence[Any]) -> list[list[Any]]:
 
 
 class WrapperTensor(Tensor):
-    """A tensor subclass as quantized and distributed tensors are: its numbers are in another tensor, and its own
-    ``data_ptr()`` is 0. Every op on it is an op on what it wraps."""
+    """A wrapper subclass, like quantized and distributed tensors: its numbers are in another tensor, and its own
+    ``data_ptr()`` is 0. Every op on it runs on the wrapped tensor."""
 
     wrapped: Tensor
 
@@ -89,8 +89,8 @@ class WrapperTensor(Tensor):
 
 
 def check_subclass(call: Call) -> None:
-    """A tensor subclass without memory of its own, in any position, gives the right numbers or an error that names the
-    op: it is never taken for an argument that is left out."""
+    """A tensor subclass without memory, as any argument, gives the right numbers or an error that names the op: it is
+    never mistaken for an omitted argument."""
     inputs = call.inputs()
     positions = [name for name, value in inputs.items() if isinstance(value, Tensor)]
     incoming = call.incoming(inputs)
@@ -125,7 +125,7 @@ def refusal_allowed() -> Iterator[None]:
 
 
 def check_second_order(call: Call) -> None:
-    """Second derivatives are right, or an error that names the op says that there are none."""
+    """Second derivatives are right, or an error that names the op states that they are not supported."""
     inputs = call.inputs()
     naive, exact = (_second_order(call, call.spec.reference, inputs, wide) for wide in (False, True))
     with refusal_allowed():
@@ -133,7 +133,7 @@ def check_second_order(call: Call) -> None:
 
 
 def _second_order(call: Call, function: Callable[..., Any], inputs: Inputs, wide: bool = False) -> Run:
-    """The derivatives of a weighted sum of the first ones, by inputs and by incoming gradients."""
+    """The derivatives of a weighted sum of the first derivatives, by inputs and by incoming gradients."""
     given, leaves = _leaves(call, inputs, wide)
     floating = floating_of(outputs_of(function(**given, **call.case.options)))
     outputs = [output for output in floating if output.requires_grad]
@@ -159,8 +159,8 @@ def _leaves(call: Call, inputs: Inputs, wide: bool, requires_grad: bool = True) 
 
 
 def check_forward_mode(call: Call) -> None:
-    """A tangent of any input reaches the outputs as in the reference, or an error that names the op says that it does
-    not; with and without a backward to come."""
+    """A tangent of any input propagates to the outputs as in the reference, or an error that names the op states that
+    forward mode is not supported; with and without inputs that require a gradient."""
     inputs = call.inputs()
     names = [name for name in call.spec.differentiable if inputs.get(name) is not None]
     for name in names:
@@ -188,7 +188,7 @@ def _tangents(
 
 
 def check_poisoned_memory(call: Call) -> None:
-    """New memory that is full of NaN (and of the largest integers) changes no bit: what is read has been written."""
+    """Allocating memory full of NaN (and of the largest integers) changes no bit: the op reads only what it wrote."""
     inputs = call.inputs()
     incoming = call.incoming(inputs)
     clean, poisoned = (_with_new_memory(fill, call, inputs, incoming).tensors() for fill in (False, True))
@@ -203,7 +203,7 @@ def _with_new_memory(fill: bool, call: Call, inputs: Inputs, incoming: Sequence[
     memory.fill_uninitialized_memory = fill
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own ops on a GPU say that they are not deterministic
+            warnings.simplefilter("ignore")  # torch's own ops on a GPU warn that they are not deterministic
             return call.tested(inputs, incoming=incoming)
     finally:
         memory.fill_uninitialized_memory = before
@@ -211,7 +211,7 @@ def _with_new_memory(fill: bool, call: Call, inputs: Inputs, incoming: Sequence[
 
 
 def check_without_data(call: Call) -> None:
-    """Meta and fake tensors give the shapes, types and strides of the real call, or an error that names the op."""
+    """Meta and fake tensors give the shapes, dtypes and strides of the real call, or an error that names the op."""
     inputs = call.inputs()
     incoming = call.incoming(inputs)
     real = call.tested(inputs, incoming=incoming).tensors()
@@ -229,14 +229,14 @@ def check_without_data(call: Call) -> None:
 
 
 def _description(tensor: Tensor) -> str:
-    """Shape, type and those strides that matter."""
+    """Shape, dtype and the strides of dimensions of more than one element."""
     strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     return f"{tuple(tensor.shape)} of {tensor.dtype}, strides {strides if tensor.numel() > 0 else []}"
 
 
 def check_threads(call: Call, threads: int = 4, repeats: int = 3) -> None:
-    """Python threads that call the op forward and backward at the same time, each on inputs of its own, get the bits
-    that a single one gets."""
+    """Python threads that run the op forward and backward at the same time, each on its own inputs, get the same bits
+    as a single thread."""
     inputs = [call.inputs(seed) for seed in range(threads)]
     expected = [call.tested(given).tensors() for given in inputs]
     start = threading.Barrier(threads)
@@ -253,8 +253,8 @@ def check_threads(call: Call, threads: int = 4, repeats: int = 3) -> None:
 
 
 def check_inference_first(call: Call) -> None:
-    """A call under inference_mode, then one under no_grad, then training. What an op keeps between calls is made by the
-    first call of a process: ``python -m fasttfm.testing.inference_first`` checks every op in a process of its own."""
+    """A call under inference_mode, then one under no_grad, then training. The first call of a process creates what an
+    op keeps between calls; ``python -m fasttfm.testing.inference_first`` checks every op in a new process."""
     inputs = call.inputs()
     with torch.inference_mode():
         call.op()(**inputs, **call.case.options)

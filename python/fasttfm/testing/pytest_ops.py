@@ -20,7 +20,7 @@ from fasttfm.testing.spec import BadCall, OpCase, OpSpec
 interpreted = pytest.mark.skipif(
     not triton_interpreted(), reason="needs Triton's interpreter: Triton, no CUDA device, and numpy older than 2.4"
 )
-FUZZ_CALLS = 24  # of an op; `make fuzz` makes thousands
+FUZZ_CALLS = 24  # for each op; `make fuzz` runs thousands
 
 
 def op_tests(spec: OpSpec) -> type:
@@ -94,7 +94,7 @@ def op_tests(spec: OpSpec) -> type:
 
 
 def _property_tests(spec: OpSpec) -> type:
-    """Tests of what every op keeps (properties.py), and of random calls (fuzz.py)."""
+    """Tests of an op's properties (properties.py) and of random calls (fuzz.py)."""
 
     class PropertyTests:
         @pytest.mark.parametrize(("name", "backend", "case"), _property_calls(spec))
@@ -138,14 +138,14 @@ def _refusal_skips(spec: OpSpec, case: OpCase, dtype: torch.dtype, backend: str 
 
 
 def _other_gpu(spec: OpSpec, backend: str) -> bool:
-    """Whether there are CUDA kernels and a GPU here, but not the one that they are written for."""
+    """Whether there are CUDA kernels and a GPU, but the kernels are for another GPU."""
     absent = {found.name: found.absent for found in tables()[spec.name].backends}
     return backend == "cuda" and _native.missing_cuda() is None and absent[backend]() is not None
 
 
 def _cpu_calls(spec: OpSpec, one_dtype: bool = False) -> list[Any]:
-    """CPU tensors go to the native core, the reference and, where there is no GPU, Triton's interpreter: small fp32
-    cases only, because it truncates to bf16 where a GPU rounds."""
+    """Calls of the native core, of the reference and, if there is no GPU, of Triton's interpreter. The latter gets
+    small fp32 cases only: it truncates to bf16 where a GPU rounds."""
     calls = []
     for backend in backends_on(spec, "cpu"):
         interpreted = backend == "triton"
@@ -157,8 +157,8 @@ def _cpu_calls(spec: OpSpec, one_dtype: bool = False) -> list[Any]:
 
 
 def _property_calls(spec: OpSpec) -> list[Any]:
-    """The op's ``property_cases``; of the reference and in Triton's interpreter the first, there what depends on the
-    kernels."""
+    """The op's ``property_cases``. The reference and Triton's interpreter get only the first case, the latter only
+    the properties that depend on the kernels."""
     named = {case.name: case for case in spec.cases}
     cases = [named[name] for name in spec.property_cases] or spec.cases[:1]
     found = []

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-# Of two or three normalised columns, gradients are small differences of large numbers: nothing but rounding errors.
+# With two or three normalised columns, gradients are small differences of large numbers: only rounding errors.
 NORMALISED = 5
 
 
 def random_size(source: random.Random, largest: int = 300) -> int:
-    """At least 1; as often small as large, and often next to a power of two."""
+    """A size of at least 1, small as often as large, and often next to a power of two."""
     size = round(largest ** source.random())
     if source.random() < 0.4:
         size = 2 ** (size.bit_length() - 1) + source.choice((-1, 0, 1))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def saved_bytes(call: Callable[[], object]) -> int:
-    """The bytes of all tensors that ``call`` saves for the backward, those that share their memory counted once."""
+    """The bytes of all tensors that ``call`` saves for the backward; shared memory counts once."""
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -17,6 +17,6 @@ def saved_bytes(call: Callable[[], object]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = call()  # alive until the sizes are added up: no address is used twice
+        result = call()  # kept until the sizes are summed, so that no address is used twice
     del result
     return sum(sizes.values())

@@ -54,10 +54,10 @@ def spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Peer:
-    """An implementation that users would pick instead.
+    """An implementation that users would otherwise choose.
 
     ``build(inputs, options)`` returns a function of no arguments that runs the forward and returns its output,
-    differentiable in the same inputs; it raises PeerUnavailable where it cannot run.
+    differentiable in the same inputs; it raises PeerUnavailable if it cannot run.
     """
 
     name: str
@@ -66,8 +66,8 @@ class Peer:
 
 @dataclass(frozen=True)
 class PeerCall:
-    """What a peer's ``build`` returns instead where its inputs are others: the same numbers, say, in another layout.
-    The call is differentiated in ``leaves`` then."""
+    """The result of a peer's ``build`` if the peer has other inputs, for example the same numbers in another layout.
+    The call is then differentiated in ``leaves``."""
 
     function: Callable[[], Any]
     leaves: list[Tensor]
@@ -90,12 +90,12 @@ class TritonKernel:
     """A Triton kernel with one set of compile-time values, to be compiled ahead of time."""
 
     kernel: Any  # the @triton.jit function
-    signature: Mapping[str, str]  # argument -> Triton type ("*bf16", "i32", "fp32"), compile-time arguments left out
+    signature: Mapping[str, str]  # argument -> Triton type ("*bf16", "i32", "fp32"), without compile-time arguments
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 3
     allow_spills: bool = False
-    target: int | None = None  # compute capability, 90 for sm_90; None: every one
+    target: int | None = None  # compute capability, 90 for sm_90; None: all targets
     least_memory: int = 0  # bytes of shared memory that a block may have on the GPUs for which it is chosen
 
 
@@ -119,17 +119,17 @@ class OpSpec:
     backward_cost: Callable[[OpCase, torch.dtype], Cost] | None = None
     inference_cost: Callable[[OpCase, torch.dtype], Cost] | None = None  # of a forward without gradients
     torch_products: bool = False  # matrix products inside are torch's, whose bits depend on the number of its threads
-    gradients_in_forward: bool = False  # the backward does next to nothing and is not measured separately
+    gradients_in_forward: bool = False  # the backward is trivial and not measured separately
     peers: tuple[Peer, ...] = ()
     curves: Mapping[str, Mapping[int, str]] = field(default_factory=dict)  # a chart's panels: size -> case, by title
     bad_calls: tuple[BadCall, ...] = ()
     mutants: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # broken copies of ``reference``
     random_case: Callable[[random.Random], OpCase] | None = None  # for random calls (fuzz.py)
     property_cases: tuple[str, ...] = ()  # cases that the properties hold for (properties.py); none: the first
-    # As ``reference``, for an op whose gradients may cancel to nothing (tolerance.py): of absolute inputs and incoming
-    # gradients its own are sums of the magnitudes of the terms.
+    # For an op whose gradients may cancel (tolerance.py): like ``reference``, but for absolute inputs and incoming
+    # gradients its gradients are the sums of the terms' magnitudes.
     terms: Callable[..., Any] | None = None
-    infinity_masks: tuple[str, ...] = ()  # inputs whose infinities take elements out, instead of making NaN
+    infinity_masks: tuple[str, ...] = ()  # inputs whose infinities mask elements, instead of making NaN
     triton_kernels: Callable[[], list[TritonKernel]] | None = None
     native_ops: Callable[[Inputs, Mapping[str, Any]], list[tuple[Any, tuple[Any, ...]]]] | None = None  # for opcheck
 

@@ -1,4 +1,4 @@
-"""How far a result may be from the truth: derived from the data, never typed in.
+"""The tolerance of a result: derived from the data, never hard-coded.
 
 With ``exact`` the reference in fp64 and ``naive`` the reference in the tested type, both on the same low-precision
 inputs:
@@ -8,12 +8,12 @@ inputs:
 where ``floor`` is one rounding step of the output's type at max|exact|. Where ``exact`` is infinite, ``out`` must be
 the same infinity.
 
-An element of a gradient can be a difference of equal sums: 0, or what fp64 leaves of it. Plain torch's may be exactly
-0, and that of a kernel which adds up in another order is not. Elements that are below 2**-40 of the terms that cancel
-are therefore held to one rounding step at the largest of these terms, apart from the others.
+An element of a gradient can be a difference of equal sums: 0, or fp64's rounding error. Plain torch may give exactly 0
+where a kernel that adds in another order does not. Elements below 2**-40 of the terms that cancel are therefore
+compared separately, with a tolerance of one rounding step at the largest of these terms.
 
-Plain torch's error in a single number, such as a loss, is a matter of luck: it may be nothing. If a tensor is a single
-number, several draws of the inputs are compared, and the maxima are over all of them. Only the size decides this.
+Plain torch's error in a single number, such as a loss, depends on luck: it may be 0. If a tensor is a single number,
+several draws of the inputs are compared, and the maxima are over all of them. Only the size decides this.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CANCELLED = 2.0**-40
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor held against the truth."""
+    """One tensor's errors against fp64, and its tolerance."""
 
     name: str
     error: float  # max|out - exact|
@@ -45,7 +45,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Measured error over plain torch's: at most 1 is the aim. 0 where both are exact."""
+        """The error divided by plain torch's, which should be at most 1; 0 if both are exact."""
         if self.naive_error == 0:
             return 0.0 if self.error == 0 else math.inf
         return self.error / self.naive_error
@@ -63,7 +63,7 @@ def rounding_step(value: float, dtype: torch.dtype) -> float:
 
 
 def compare(name: str, out: Tensor, naive: Tensor, exact: Tensor, factor: float) -> Comparison:
-    """Holds ``out`` against ``exact`` by the rule above. Shapes and types must agree already."""
+    """Compares ``out`` with ``exact`` by the rule above. Shapes and dtypes must be equal."""
     if out.shape != exact.shape:
         raise AssertionError(f"{name}: shape {tuple(out.shape)}, expected {tuple(exact.shape)}")
     if out.dtype != naive.dtype:
@@ -82,10 +82,10 @@ def compare(name: str, out: Tensor, naive: Tensor, exact: Tensor, factor: float)
 def compare_with_terms(
     name: str, out: Tensor, naive: Tensor, exact: Tensor, factor: float, terms: Tensor
 ) -> tuple[Comparison, Comparison]:
-    """Elements that do not cancel, and those that do, held against ``exact`` by the rule above.
+    """Compares the elements that do not cancel, and those that do, with ``exact`` by the rule above.
 
     Args:
-        terms: Sums of magnitudes of what ``exact`` is the difference of.
+        terms: The sums of the magnitudes of the terms whose difference is ``exact``.
     """
     cancels = (terms > 0) & (exact.double().abs() <= _CANCELLED * terms)
     rest = compare(name, out[~cancels], naive[~cancels], exact[~cancels], factor)
@@ -105,7 +105,7 @@ def root_mean_square(numbers: Sequence[float]) -> float:
 
 
 def summary(draws: Sequence[Comparison], of: Callable[[list[float]], float] = max) -> Comparison:
-    """A tensor's comparisons in several draws as one: ``of`` their errors against ``of`` their bounds."""
+    """Several draws' comparisons of a tensor as one: ``of`` their errors against ``of`` their bounds."""
     errors = [draw.error for draw in draws]
     error = of(errors) if all(map(math.isfinite, errors)) else math.nan
     naive_error, bound = (of([getattr(draw, name) for draw in draws]) for name in ("naive_error", "bound"))

@@ -29,11 +29,11 @@ CASES = (
     _case("typical", 3, 5, 64),
     _case("odd", 7, 33),
     _case("one_row", 1, 104),
-    _case("one_column", 5, 1, eps=0.1),  # with a small eps, dx is what is left of a difference
+    _case("one_column", 5, 1, eps=0.1),  # with a small eps, dx is the rounding error of a difference
     _case("vector", 40),
     _case("no_rows", 0, 16),
     _case("many_rows", 301, 48),
-    _case("two_warps", 5, 1000),  # share a row in the CUDA forward
+    _case("two_warps", 5, 1000),  # two warps share a row in the CUDA forward
     _case("wide", 3, 1543),
     _case("plain", 4, 40, parameters=()),
     _case("fp32_weight", 6, 96, parameter_dtype=torch.float32),
@@ -73,7 +73,7 @@ def _torch_rms_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], 
 
 
 def _liger_rms_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
-    """In its mode "llama", which computes the statistics in fp32; its own default writes dx over dy, here not."""
+    """Liger's mode "llama", which computes the statistics in fp32, without its default of writing dx over dy."""
     function = liger("ops.rms_norm", "LigerRMSNormFunction").apply
     return lambda: function(inputs["x"], inputs["weight"], options["eps"], 0.0, "llama", False)
 
