@@ -164,6 +164,12 @@ def test_data_sets_of_torchvision() -> None:
     assert [each.pixels().shape for each in images_of(fake)] == [(8, 8, 3)] * 2
 
 
+def test_one_label_is_noted(vit: Path) -> None:
+    train = [ImageExample(f"{number}", Path("nowhere.png"), "a") for number in range(4)]
+    with pytest.warns(UserWarning, match="all 4 training examples have the label 'a'"):
+        prepare("image", vit, train)
+
+
 def test_class_weights_decode_nothing(vit: Path) -> None:
     train = [ImageExample(f"{number}", Path("nowhere.png"), "ab"[number // 3]) for number in range(4)]
     _, task = prepare("image", vit, train)

@@ -67,6 +67,9 @@ class ClassifyTask(Task):
         if (value := _fraction(labels)) is not None:
             got = f"{len(labels)} numbers such as {value!r}"
             raise DataError(f"labels: expected names of classes, got {got}; --values (values=True) is for regression")
+        if len(labels) == 1:
+            only = f"all {len(train)} training examples have the label {next(iter(labels))!r}"
+            warnings.warn(f"{only}: the model can predict no other", stacklevel=2)
         return in_known_order(labels, known)
 
     def check_labels(self, examples: Sequence[Any], source: str) -> None:
