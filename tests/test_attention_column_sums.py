@@ -51,21 +51,22 @@ class Call:
         torch.manual_seed(1)
         case = LAYOUTS[layout]
         self.packed = "packed" in case
-        tensors: list[Tensor | None] = [None] * 4
+        problem = AttentionProblem(scale=head_dim**-0.5, window_right=window_bounds(causal, None)[1], p=p)
         if self.packed:
             leading, longest = (sum(case["packed"]),), max(case["packed"])
-            tensors[0] = torch.tensor([0, *itertools.accumulate(case["packed"])], dtype=torch.int32, device=device)
+            bounds = torch.tensor([0, *itertools.accumulate(case["packed"])], dtype=torch.int32, device=device)
+            problem = problem._replace(cu_seqlens=bounds)
         else:
             leading, longest = case["dense"], case["dense"][1]
         self.qkv = torch.randn(*leading, 3, HEADS, head_dim, device=device).to(dtype)
         self.dout = torch.randn(*leading, HEADS, head_dim, device=device).to(dtype)
         if "lengths" in case:
-            tensors[2] = torch.tensor(case["lengths"], dtype=torch.int32, device=device)
-            absent = torch.arange(longest, device=device) >= tensors[2][:, None]
+            lengths = torch.tensor(case["lengths"], dtype=torch.int32, device=device)
+            problem = problem._replace(lengths=lengths)
+            absent = torch.arange(longest, device=device) >= lengths[:, None]
             self.qkv[absent] = self.dout[absent] = torch.nan
         seed = torch.tensor([7], device=device) if p else None
-        numbers = (longest, longest, *window_bounds(causal, None), head_dim**-0.5, p, backend)
-        self.options = (*tensors, None, None, seed, *numbers)
+        self.options = (*problem._replace(seed=seed, max_seqlen=longest, max_seqlen_k=longest), backend)
         self.saved = forward_op(self.qkv, None, None, *self.options)
 
     def with_sums(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -125,11 +126,12 @@ def test_a_missing_row_is_noticed() -> None:
     [(64, 32768, 64, True), (64, 32768, 512, True), (64, 32768, 513, False), (128, 32768, 64, False)],
 )
 def test_when_the_kernel_gives_them(head_dim: int, tokens: int, sequences: int, expected: bool) -> None:
-    problem = AttentionProblem(sequences, 512, 512, scale=1.0)
+    bounds = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    problem = AttentionProblem(cu_seqlens=bounds, max_seqlen=512, max_seqlen_k=512)
     q = torch.empty(tokens, 16, head_dim, device="meta")
     assert attention_native.sums_columns(q, problem) is expected
     dense = torch.empty(sequences, tokens // sequences, 16, head_dim, device="meta")
-    assert attention_native.sums_columns(dense, problem) is expected
+    assert attention_native.sums_columns(dense, problem._replace(cu_seqlens=None)) is expected
 
 
 def test_the_packed_layer_asks_for_them_where_the_bias_learns(monkeypatch: pytest.MonkeyPatch) -> None:

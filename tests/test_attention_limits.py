@@ -116,10 +116,9 @@ def backward_in_a_green_context(head_dim: int) -> None:
     q, k, v, dout = torch.randn(4, 1, 4096, 12, head_dim, dtype=torch.bfloat16, device="cuda")
     assert backends.explain("attention", q, k, v).backward == "cuda"
     out, lse = attention(q, k, v, return_lse=True)
-    options = (None,) * 7 + (4096, 4096, -1, -1, head_dim**-0.5, 0.0)
-    arguments = (dout, q, k, v, out, lse, *options)
+    problem = AttentionProblem(max_seqlen=4096, max_seqlen_k=4096, scale=head_dim**-0.5)
+    arguments = (dout, q, k, v, out, lse, *problem)
     (triton,) = (backend for backend in backends.tables()["attention"].backends if backend.name == "triton")
-    problem = AttentionProblem(1, 4096, 4096, head_dim**-0.5)
     expected = [torch.empty_like(x) for x in (q, k, v)]
     triton.backward(dout, q, k, v, out, lse, problem, *expected)
     try:

@@ -157,7 +157,6 @@ def test_every_row_is_written(
         """Results of the same sequences, followed by so many queries and keys of no sequence."""
         generator.manual_seed(1)
         problem = AttentionProblem(
-            sequences=len(lengths),
             max_seqlen=max(lengths),
             max_seqlen_k=max(lengths_k),
             scale=head_dim**-0.5,

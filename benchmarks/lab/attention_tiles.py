@@ -149,19 +149,15 @@ class Problem:
         self.q, self.k, self.v, self.dout = (
             torch.randn(*shape, case.H, case.D, device="cuda", generator=generator).bfloat16() for _ in range(4)
         )
-        threshold = philox.threshold(case.p)
         bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).int() if case.packed else None
         self.problem = AttentionProblem(
-            sequences=case.B,
             max_seqlen=case.S,
             max_seqlen_k=case.S,
             scale=case.D**-0.5,
             window_right=0 if case.causal else UNLIMITED,
             cu_seqlens=bounds,
-            cu_seqlens_k=bounds,
             seed=torch.tensor([1234567890123], device="cuda") if case.p else None,
-            threshold=threshold,
-            dropout_scale=philox.scale(threshold),
+            p=case.p,
         )
         self.gradients = tuple(torch.empty_like(t) for t in (self.q, self.k, self.v))
 

@@ -6,9 +6,11 @@ Lq and Lk are a sequence's own numbers of queries and keys.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
+
+from fasttfm.kernels.common import philox
 
 UNLIMITED = -1
 
@@ -17,33 +19,42 @@ class AttentionProblem(NamedTuple):
     """Query i of a sequence is at key position ``i + Lk - Lq``: both ends are aligned. It attends to the keys from
     ``window_left`` before that position to ``window_right`` after it; causal attention has ``window_right`` 0.
 
-    Dense tensors ([B, S, H, D]) may come with ``lengths``, packed ones ([T, H, D]) always come with ``cu_seqlens``.
+    Dense tensors ([B, S, H, D]) may come with ``lengths``, packed ones ([T, H, D]) always come with ``cu_seqlens``. The
+    registered ops take the fields in this order: their schemas are made of them.
     """
 
-    sequences: int
-    max_seqlen: int  # at least the longest Lq; S when dense
-    max_seqlen_k: int
-    scale: float
-    window_left: int = UNLIMITED
-    window_right: int = UNLIMITED
     cu_seqlens: Tensor | None = None  # int32 [sequences + 1]: first token of each packed sequence, and their number
-    cu_seqlens_k: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None  # None where it is cu_seqlens
     lengths: Tensor | None = None  # int32 [B]: Lq of each dense sequence
-    lengths_k: Tensor | None = None
+    lengths_k: Tensor | None = None  # None where it is lengths
     bias: Tensor | None = None  # [1 or B, 1 or H, >= max_seqlen, >= max_seqlen_k], added to the scaled scores
     alibi_slopes: Tensor | None = None  # fp32 [H]: -slope * distance is added to the scaled scores
     seed: Tensor | None = None  # int64 [1]; None means no dropout
-    threshold: int = 0  # philox.threshold(p)
-    dropout_scale: float = 1.0  # philox.scale(threshold)
+    max_seqlen: int = 0  # at least the longest Lq; S when dense
+    max_seqlen_k: int = 0
+    window_left: int = UNLIMITED
+    window_right: int = UNLIMITED
+    scale: float = 1.0
+    p: float = 0.0  # of dropout
 
-    def schema_options(self, p: float) -> tuple[Any, ...]:
-        """The same as the registered ops take it, but the backend's name. Boundaries and lengths of keys are None where
-        they are those of queries."""
-        cu_seqlens_k = None if self.cu_seqlens_k is self.cu_seqlens else self.cu_seqlens_k
-        lengths_k = None if self.lengths_k is self.lengths else self.lengths_k
-        tensors = (self.cu_seqlens, cu_seqlens_k, self.lengths, lengths_k, self.bias, self.alibi_slopes, self.seed)
-        numbers = (self.max_seqlen, self.max_seqlen_k, self.window_left, self.window_right, self.scale, p)
-        return *tensors, *numbers
+    def sequences(self, q: Tensor) -> int:
+        return q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def key_cu_seqlens(self) -> Tensor | None:
+        return self.cu_seqlens if self.cu_seqlens_k is None else self.cu_seqlens_k
+
+    @property
+    def key_lengths(self) -> Tensor | None:
+        return self.lengths if self.lengths_k is None else self.lengths_k
+
+    @property
+    def threshold(self) -> int:
+        return philox.threshold(self.p)
+
+    @property
+    def dropout_scale(self) -> float:
+        return philox.scale(philox.threshold(self.p))
 
     @property
     def packed(self) -> bool:

@@ -51,32 +51,28 @@ def attention(
     """The public op as autograd can differentiate it; tests hold every backend against this."""
     if k is None:
         q, k, v = q.unbind(-3)
-    threshold = philox.threshold(dropout_p)
     left, right = window_bounds(causal, window)
     if cu_seqlens is None:
-        sequences, longest, longest_k = q.shape[0], q.shape[1], k.shape[1]
+        longest, longest_k = q.shape[1], k.shape[1]
     else:
-        sequences = len(cu_seqlens) - 1
         longest = q.shape[0] if max_seqlen is None else max_seqlen
         longest_k = max_seqlen_k
         if longest_k is None:
             longest_k = longest if cu_seqlens_k is None else k.shape[0]
     problem = AttentionProblem(
-        sequences=sequences,
-        max_seqlen=longest,
-        max_seqlen_k=longest_k,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        window_left=left,
-        window_right=right,
         cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
+        cu_seqlens_k=cu_seqlens_k,
         lengths=lengths,
-        lengths_k=lengths if lengths_k is None else lengths_k,
+        lengths_k=lengths_k,
         bias=of_sequences(bias),
         alibi_slopes=alibi_slopes,
-        seed=seed if threshold else None,
-        threshold=threshold,
-        dropout_scale=philox.scale(threshold),
+        seed=seed if dropout_p else None,
+        max_seqlen=longest,
+        max_seqlen_k=longest_k,
+        window_left=left,
+        window_right=right,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        p=dropout_p,
     )
     out, lse = attention_forward(q, k, v, problem)
     return (out, lse) if return_lse else out
@@ -254,12 +250,12 @@ class _Side:
 
 
 def _sides(q: Tensor, k: Tensor, problem: AttentionProblem) -> tuple[_Side, _Side]:
-    if problem.cu_seqlens is not None and problem.cu_seqlens_k is not None:
+    if problem.cu_seqlens is not None and problem.key_cu_seqlens is not None:
         return (
             _packed_side(problem.cu_seqlens, problem.max_seqlen, q.shape[0]),
-            _packed_side(problem.cu_seqlens_k, problem.max_seqlen_k, k.shape[0]),
+            _packed_side(problem.key_cu_seqlens, problem.max_seqlen_k, k.shape[0]),
         )
-    return _dense_side(q, problem.lengths), _dense_side(k, problem.lengths_k)
+    return _dense_side(q, problem.lengths), _dense_side(k, problem.key_lengths)
 
 
 def _packed_side(cu_seqlens: Tensor, longest: int, total: int) -> _Side:

@@ -38,13 +38,13 @@ def _strides(tensors: dict[str, Tensor]) -> tuple[dict[str, int], int]:
 
 def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
     """Arguments that every kernel takes, apart from its own tensors and tile sizes."""
-    bias, q_bounds, k_bounds = problem.bias, problem.cu_seqlens, problem.cu_seqlens_k
+    bias, q_bounds, k_bounds = problem.bias, problem.cu_seqlens, problem.key_cu_seqlens
     if problem.packed:
         q_layout = k_layout = "packed"
         k_bounds = q_bounds if k_bounds is None else k_bounds
     else:
         q_bounds = problem.lengths
-        k_bounds = q_bounds if problem.lengths_k is None else problem.lengths_k
+        k_bounds = problem.key_lengths
         q_layout = "dense" if q_bounds is None else "lengths"
         k_layout = "dense" if k_bounds is None else "lengths"
     instead = q  # for missing tensors, which are not read
@@ -113,7 +113,7 @@ def _tile_options(problem: AttentionProblem, tiles: tuning.Tiles) -> dict[str, A
 
 def _short_options(q: Tensor, problem: AttentionProblem, tiles: tuning.Tiles) -> tuple[int, dict[str, Any]]:
     """Number of programs, and the arguments of the kernels for short sequences that depend on tiles."""
-    items = problem.sequences * q.shape[-2]
+    items = problem.sequences(q) * q.shape[-2]
     options = tiles.options()
     options |= {"items": items, "EVEN": _even(problem, tiles), "STAGES": tiles.stages}
     bounded = problem.packed or problem.lengths is not None or problem.lengths_k is not None
@@ -143,7 +143,7 @@ def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProb
         else:
             chosen = tuning.forward_tiles(call)
             tiles = max(triton.cdiv(problem.max_seqlen, chosen.queries), 1)
-            _fwd_kernel[(tiles * heads * (problem.sequences + problem.packed),)](
+            _fwd_kernel[(tiles * heads * (problem.sequences(q) + problem.packed),)](
                 **arguments, **_added(q, problem), tiles=tiles, **_tile_options(problem, chosen)
             )
     return out, lse
@@ -183,21 +183,21 @@ def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: Attention
     q, lse, heads = arguments["q"], arguments["lse"], arguments["heads"]
     call = _call(q, problem)
     if problem.packed:
-        rows = len(q) + problem.sequences * MAX_BLOCK_M.value
+        rows = len(q) + problem.sequences(q) * MAX_BLOCK_M.value
         size = heads * rows
     else:
         rows = triton.cdiv(problem.max_seqlen, MAX_BLOCK_M.value) * MAX_BLOCK_M.value
-        size = problem.sequences * heads * rows
+        size = problem.sequences(q) * heads * rows
     arguments |= {"statistics": lse.new_empty(2 * size), "statistics_rows": rows, "statistics_size": size}
     chosen = tuning.query_tiles(call)
     tiles = max(triton.cdiv(problem.max_seqlen, chosen.queries), 1)
-    _bwd_q_kernel[(tiles * heads * (problem.sequences + problem.packed),)](
+    _bwd_q_kernel[(tiles * heads * (problem.sequences(q) + problem.packed),)](
         **_without(arguments, "dk", "dv"), out=out, tiles=tiles, **_tile_options(problem, chosen)
     )
     chosen = tuning.key_tiles(call)
     tiles = max(triton.cdiv(problem.max_seqlen_k, chosen.keys), 1)
     prefetch = chosen.ahead > 0 and q.is_cuda
-    _bwd_kv_kernel[(tiles * arguments["kv_heads"] * (problem.sequences + problem.packed),)](
+    _bwd_kv_kernel[(tiles * arguments["kv_heads"] * (problem.sequences(q) + problem.packed),)](
         **_without(arguments, "dq", "lse"),
         tiles=tiles,
         ahead=chosen.ahead * multiprocessors(q) if prefetch else 0,
@@ -232,7 +232,7 @@ def attention_bias_bwd_triton(
             dbias_batch=dbias.stride(0),
             dbias_head=dbias.stride(1),
             dbias_row=dbias.stride(2),
-            sequences=problem.sequences,
+            sequences=problem.sequences(q),
             group=q.shape[-2] // k.shape[-2],
             query_tiles=tiles[0],
             key_tiles=tiles[1],

@@ -13,6 +13,11 @@ def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
+def accumulation_type(tensor: Tensor) -> torch.dtype:
+    """The type that sums of a tensor's elements are kept in."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
 def accumulate(tensor: Tensor) -> Tensor:
     """The tensor in the type that sums are kept in."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()

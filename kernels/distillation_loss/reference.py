@@ -13,6 +13,7 @@ their way through memory, as is the gradient of s. The teacher gets no gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,21 +47,26 @@ def distillation_loss(
     return result.reshape(counted.shape) if reduction == "none" else result
 
 
-def distillation_loss_forward(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    student_bias: Tensor | None,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    teacher_bias: Tensor | None,
-    counted: Tensor,
-    positions: Tensor | None,
-    coefficients: Tensor | None,
-    temperature: float,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
+class DistillationRows(NamedTuple):
+    """The rows at ``positions`` [N], or all N of them, of a student and of a teacher."""
+
+    student_hidden: Tensor  # [..., C]
+    student_weight: Tensor  # [V, C]
+    student_bias: Tensor | None  # [V]
+    teacher: Tensor  # [..., D]; logits [..., V] without a weight
+    teacher_weight: Tensor | None  # [V, D]
+    teacher_bias: Tensor | None  # [V]
+    counted: Tensor  # int32 [N]: not 0 for rows that count
+    positions: Tensor | None
+    coefficients: Tensor | None  # [N]: gradients are those of the sum of these times losses; 1 by default
+    temperature: float
+
+
+def distillation_loss_forward(given: DistillationRows, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
     """losses [N]; dh [N, C], dweight [V, C] and dbias [V], each empty if it is not needed, of the sum over rows of
-    ``coefficients`` (1 without them) times losses. Row n counts where ``counted`` [N] is not 0."""
+    ``coefficients`` (1 without them) times losses."""
+    student_hidden, student_weight, student_bias, teacher, teacher_weight, teacher_bias = given[:6]
+    counted, positions, coefficients, temperature = given[6:]
     rows = gather(student_hidden, positions)
     s = _logits(rows, student_weight, student_bias)
     t = _logits(gather(teacher, positions), teacher_weight, teacher_bias)

@@ -21,7 +21,7 @@ from torch import Tensor
 from fasttfm.kernels.common.linear import accumulate, linear
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.vocabulary import cross_entropy
-from fasttfm.kernels.vocabulary.cross_entropy import Loss
+from fasttfm.kernels.vocabulary.cross_entropy import Loss, LossRows
 from fasttfm.kernels.vocabulary.pick_rows import gather
 
 
@@ -45,19 +45,10 @@ def linear_cross_entropy(
     return result.reshape(labels.shape) if reduction == "none" else result
 
 
-def linear_cross_entropy_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    positions: Tensor | None,
-    coefficients: Tensor | None,
-    seed: Tensor | None,
-    loss: Loss,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
+def linear_cross_entropy_forward(given: LossRows, loss: Loss, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
     """losses [N], correct [N] or empty, samples [N] or empty; dh [N, C], dweight [V, C] and dbias [V], each empty if it
     is not needed, of the sum over rows of ``coefficients`` (1 without them) times losses."""
+    hidden, weight, bias, labels, positions, coefficients, seed = given
     rows = gather(hidden, positions)
     logits = _logits(rows, weight, bias, loss.scale)
     losses = cross_entropy.row_losses(logits, labels, loss)

@@ -37,13 +37,13 @@ def replaced_token_loss_forward(logits: Tensor, labels: Tensor, counted: Tensor)
     """The loss of every token, in the logits' shape."""
     x = torch.where(counted, accumulate(logits), 0.0)
     losses = x.clamp(min=0) - x * labels + torch.log1p(torch.exp(-x.abs()))
-    return torch.where(counted, torch.where(_is_label(labels), losses, torch.nan), 0.0)
+    return torch.where(counted, torch.where(_is_label(labels), losses, torch.nan), 0.0).contiguous()
 
 
 def replaced_token_loss_backward(dlosses: Tensor, logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
     """The logits' gradient; ``dlosses`` has their shape or is one number for all."""
     difference = torch.sigmoid(accumulate(logits)) - labels.to(accumulate(logits).dtype)
-    return torch.where(counted & _is_label(labels), difference * dlosses, 0.0).to(logits.dtype)
+    return torch.where(counted & _is_label(labels), difference * dlosses, 0.0).to(logits.dtype).contiguous()
 
 
 def _is_label(labels: Tensor) -> Tensor:

@@ -34,6 +34,18 @@ class Loss(NamedTuple):
     block_bytes: int = 0  # the most that logits take in memory at a time; 0 for the engine's own limit
 
 
+class LossRows(NamedTuple):
+    """The rows of hidden [..., C] at ``positions`` [N], or all N of them, and their labels."""
+
+    hidden: Tensor
+    weight: Tensor  # [V, C]
+    bias: Tensor | None  # [V]
+    labels: Tensor  # [N]
+    positions: Tensor | None = None
+    coefficients: Tensor | None = None  # [N]: gradients are those of the sum of these times losses; 1 by default
+    seed: Tensor | None = None  # int64 [1]: tokens are sampled where it is given
+
+
 def row_losses(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
     """The loss of every row: [N] for logits [N, V] and labels [N]. Autograd can differentiate it."""
     x = accumulate(logits)

@@ -25,7 +25,7 @@ from fasttfm.ops.backends import (
 )
 from fasttfm.ops.column_sum import column_sum_op
 from fasttfm.ops.declare import KnownCalls, Served
-from fasttfm.ops.library import OpFunction, any_requires_grad, needs_gradient, register, unshared
+from fasttfm.ops.library import OpFunction, any_requires_grad, needs_gradient, register, schema_of, unshared
 from fasttfm.ops.linear import autocast
 
 OP = "attention"
@@ -139,9 +139,9 @@ def attention_weights(
         alibi_slopes=alibi_slopes,
     )
     check_call(_WEIGHTS, q, k, k, options)
-    bounds = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
-    problem = _problem(q, k, *_schema_options(q, k, options))
-    problem = problem._replace(max_seqlen=bounds[0], max_seqlen_k=bounds[1])  # the shape of the result
+    problem = _problem(q, k, options)
+    bounds = {"max_seqlen": problem.max_seqlen, "max_seqlen_k": problem.max_seqlen_k}  # the shape of the result
+    problem = _bounded(q, k, problem)._replace(**bounds)
     _check_values(_WEIGHTS, q, k, problem)
     weights: Tensor = reference.attention_weights(q, k, problem)
     return weights
@@ -167,34 +167,53 @@ def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tupl
     elif p == 0 and seed is not None:
         options = options._replace(seed=None)  # from here on, a seed means dropout
     outputs: tuple[Tensor, Tensor]
+    problem = _problem(q, k, options)
     if key is None:
         apply = _Attention.apply if needs_gradient(q, k, v, options.bias) else forward_op
-        outputs = apply(q, k, v, *_schema_options(q, k, options), asked)
+        outputs = apply(q, k, v, *problem, asked)
         return outputs
-    problem = _problem(q, k, *_schema_options(q, k, options))
+    problem = _bounded(q, k, problem)
     if served is None:
         served = CALLS.add(key, asked, TABLE.select(asked, *_separate(q, k, v), **attention_choice.options_of(problem)))
     if torch.is_grad_enabled() and any_requires_grad(q, k, v):
-        outputs = _PlainAttention.apply_plain(q, k, v, problem, float(p), served)
+        outputs = _PlainAttention.apply_plain(q, k, v, problem, served)
     else:
         outputs = _run_forward(served.backend, q, k, v, problem)
     return outputs
 
 
-def _schema_options(q: Tensor, k: Tensor | None, options: Options) -> tuple[Any, ...]:
-    """The options as the registered ops take them, but the backend's name."""
+def _problem(q: Tensor, k: Tensor | None, options: Options) -> AttentionProblem:
+    """A call as the registered ops get it."""
     causal, window, scale, p, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, *tensors = options
     bounds = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
-    return cu_seqlens, cu_seqlens_k, *tensors, *bounds, *window_bounds(causal, window), _scale(q, scale), float(p)
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    return AttentionProblem(
+        cu_seqlens, cu_seqlens_k, *tensors, *bounds, *window_bounds(causal, window), scale, float(p)
+    )
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
-    return float(q.shape[-1] ** -0.5 if scale is None else scale)
+def _bounded(q: Tensor, k: Tensor | None, problem: AttentionProblem) -> AttentionProblem:
+    """A call as kernels get it. Bounds may be far above the tokens there are; from there on they change nothing, and
+    would leave int32."""
+    queries = q.shape[-4 if k is None else -3]
+    keys = queries if k is None else k.shape[-3]
+    bias, slopes = problem.bias, problem.alibi_slopes
+    inside = problem.max_seqlen <= queries and problem.max_seqlen_k <= keys
+    if inside and problem.window_left <= keys and problem.window_right <= queries and bias is None and slopes is None:
+        return problem
+    return problem._replace(
+        max_seqlen=min(problem.max_seqlen, queries),
+        max_seqlen_k=min(problem.max_seqlen_k, keys),
+        window_left=min(problem.window_left, keys),
+        window_right=min(problem.window_right, queries),
+        bias=None if bias is None else _readable(of_sequences(bias)),
+        alibi_slopes=None if slopes is None else _readable(slopes),
+    )
 
 
 def _check_values(op: str, q: Tensor, k: Tensor, problem: AttentionProblem) -> None:
     check_values(op, q.shape[-3], problem.max_seqlen, problem.cu_seqlens, problem.lengths)
-    check_values(op, k.shape[-3], problem.max_seqlen_k, problem.cu_seqlens_k, problem.lengths_k, suffix="_k")
+    check_values(op, k.shape[-3], problem.max_seqlen_k, problem.key_cu_seqlens, problem.key_lengths, suffix="_k")
 
 
 class _Attention(OpFunction):
@@ -233,29 +252,23 @@ class _PlainAttention(_Attention):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        problem: AttentionProblem,
-        p: float,
-        served: Served,
+        ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem, served: Served
     ) -> tuple[Tensor, Tensor]:
         out, lse = _run_forward(served.backend, q, k, v, problem)
-        return _Attention.keep(ctx, q, k, v, out, lse, *problem.schema_options(p), served.requested)
+        return _Attention.keep(ctx, q, k, v, out, lse, *problem, served.requested)
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 # k and v are None where q is qkv. Its gradient comes in one piece as dq then, and dk and dv are empty.
 
-_TENSORS = 7  # cu_seqlens, cu_seqlens_k, lengths, lengths_k, bias, alibi_slopes, seed
+_TENSORS = 7  # the first fields of AttentionProblem
 _PLACES = 4  # the first of them say where sequences are
 _BIAS = 3 + _PLACES  # among the arguments of _Attention
 
 
 def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     *others, backend = options
-    problem = _problem(q, k, *others)
+    problem = _bounded(q, k, AttentionProblem(*others))
     chosen = TABLE.select(backend, *_separate(q, k, v), **attention_choice.options_of(problem))
     return _run_forward(chosen, q, k, v, problem)
 
@@ -280,7 +293,8 @@ def _backward(
     gradients = _backward_fake(dout, q, k, v)
     dq, dk, dv = gradients[0].unbind(-3) if k is None else gradients
     q, k, v = _separate(q, k, v)
-    _write_gradients(backend, dout.contiguous(), q, k, v, out, lse, _problem(q, k, *others), dq, dk, dv)
+    problem = _bounded(q, k, AttentionProblem(*others))
+    _write_gradients(backend, dout.contiguous(), q, k, v, out, lse, problem, dq, dk, dv)
     return gradients
 
 
@@ -329,7 +343,7 @@ def _bias_backward(
 ) -> Tensor:
     *others, backend = options
     q, k, v = _separate(q, k, v)
-    problem = _problem(q, k, *others)
+    problem = _bounded(q, k, AttentionProblem(*others))
     chosen = TABLE.select_backward(backend, q, k, v, **attention_choice.options_of(problem))
     dbias = _bias_backward_fake(dout, q, k, v, out, lse, *options)
     whole = dbias[None] if dbias.dim() == 3 else dbias
@@ -355,7 +369,7 @@ def _qkv_backward(
     dqkv, sums = contiguous_like(qkv), _column_sums_like(qkv, sums_dtype)
     q, k, v = _separate(qkv, None, None)
     gradients = dqkv.unbind(-3)
-    problem = _problem(q, k, *others)
+    problem = _bounded(q, k, AttentionProblem(*others))
     if _write_gradients(backend, dout.contiguous(), q, k, v, out, lse, problem, *gradients, column_sums=sums):
         return dqkv, sums
     return dqkv, column_sum_op(dqkv.flatten(-3), sums_dtype, None)
@@ -384,50 +398,7 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    lengths: Tensor | None,
-    lengths_k: Tensor | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    max_seqlen: int,
-    max_seqlen_k: int,
-    window_left: int,
-    window_right: int,
-    scale: float,
-    p: float,
-) -> AttentionProblem:
-    threshold, queries = philox.threshold(p), q.shape[-4 if k is None else -3]
-    keys = queries if k is None else k.shape[-3]
-    return AttentionProblem(
-        attention_choice.sequences_of(q, cu_seqlens),
-        # Bounds may be far above the tokens there are; from there on they change nothing, and would leave int32.
-        min(max_seqlen, queries),
-        min(max_seqlen_k, keys),
-        scale,
-        min(window_left, keys),
-        min(window_right, queries),
-        cu_seqlens,
-        cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
-        lengths,
-        lengths if lengths_k is None else lengths_k,
-        None if bias is None else _readable(of_sequences(bias)),
-        None if alibi_slopes is None else _readable(alibi_slopes),
-        seed,
-        threshold,
-        philox.scale(threshold),
-    )
-
-
-_OPTIONS = (
-    "Tensor? cu_seqlens, Tensor? cu_seqlens_k, Tensor? lengths, Tensor? lengths_k, Tensor? bias, Tensor? alibi_slopes,"
-    " Tensor? seed, SymInt max_seqlen, SymInt max_seqlen_k, SymInt window_left, SymInt window_right, float scale,"
-    " float p, str? backend"
-)
+_OPTIONS = f"{schema_of(AttentionProblem)}, str? backend"
 forward_op = register(
     f"attention_forward(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> (Tensor out, Tensor lse)",
     _forward,

@@ -39,7 +39,7 @@ def options_of(problem: AttentionProblem) -> dict[str, Any]:
         "max_seqlen_k": problem.max_seqlen_k,
         "bias": problem.bias,
         "alibi_slopes": problem.alibi_slopes,
-        "dropout_p": 0.0 if problem.seed is None else problem.threshold / 256,
+        "dropout_p": problem.p,
     }
 
 

@@ -54,10 +54,10 @@ def backward(
             if gradient is not None:
                 gradient.zero_()
         return
-    core, parts = _native.core(), None
-    size = core.attention_backward_workspace(q, k, problem.sequences, problem.max_seqlen, problem.max_seqlen_k)
+    core, parts, sequences = _native.core(), None, problem.sequences(q)
+    size = core.attention_backward_workspace(q, k, sequences, problem.max_seqlen, problem.max_seqlen_k)
     if column_sums is not None:
-        count = core.attention_column_parts_cuda(q, k, problem.sequences, problem.max_seqlen)
+        count = core.attention_column_parts_cuda(q, k, sequences, problem.max_seqlen)
         parts = torch.empty(count, dtype=torch.float32, device=q.device)
     workspace = torch.empty(size, dtype=torch.float32, device=q.device)
     saved = (contiguous_rows(dout), q, k, v, *_arguments(problem), out, lse)
@@ -75,15 +75,15 @@ def sums_columns(q: Tensor, problem: AttentionProblem) -> bool:
     """
     *tokens, _, head_dim = q.shape
     windowed = problem.window_left != UNLIMITED or problem.window_right > 0
-    return head_dim == 64 and not windowed and math.prod(tokens) >= _COLUMN_PARTS_TOKENS * problem.sequences
+    return head_dim == 64 and not windowed and math.prod(tokens) >= _COLUMN_PARTS_TOKENS * problem.sequences(q)
 
 
 def _arguments(problem: AttentionProblem) -> tuple[Any, ...]:
     return (
         problem.cu_seqlens,
-        problem.cu_seqlens_k,
+        problem.key_cu_seqlens,
         problem.lengths,
-        problem.lengths_k,
+        problem.key_lengths,
         problem.seed,
         problem.max_seqlen,
         problem.max_seqlen_k,

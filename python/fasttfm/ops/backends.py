@@ -263,7 +263,7 @@ def triton_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def refuse_native_cpu(tensor: torch.Tensor) -> str | None:
+def refuse_native_cpu(tensor: torch.Tensor, *_: Any) -> str | None:
     if not tensor.is_cpu:
         return f"takes CPU tensors, got {tensor.device.type}"
     return _refuse_dtype(tensor)
@@ -324,7 +324,7 @@ def refuse_columns(most: int) -> Callable[..., str | None]:
     return refuse
 
 
-def refuse_triton(tensor: torch.Tensor) -> str | None:
+def refuse_triton(tensor: torch.Tensor, *_: Any) -> str | None:
     expected = "cpu" if triton_interpreted() else "cuda"
     if tensor.device.type != expected:
         return f"takes {expected} tensors, got {tensor.device.type}"
@@ -347,7 +347,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def native_cpu(forward: Callable[..., Any], backward: Callable[..., Any]) -> Backend:
     """The CPU core. It comes before Triton, so that Triton's interpreter runs only if it is requested by name."""
-    return Backend("cpu", _native.missing, lambda x, *_: refuse_native_cpu(x), forward, backward)
+    return Backend("cpu", _native.missing, refuse_native_cpu, forward, backward)
 
 
 def native_cuda(

@@ -14,19 +14,17 @@ from fasttfm.kernels.common.rows import as_rows
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
     Backend,
-    BackendTable,
-    always,
     dtype_name,
     refuse_cuda,
     refuse_cuda_rows,
     refuse_native_cpu,
     refuse_triton,
-    requested,
+    torch_reference,
     triton_absent,
 )
-from fasttfm.ops.library import OpFunction, needs_gradient, register
+from fasttfm.ops.declare import LinearOp, checked, converted
 
-OP = "column_sum"
+NAME = "column_sum"
 
 
 def column_sum(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | None = None) -> Tensor:
@@ -41,49 +39,15 @@ def column_sum(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | No
     Returns:
         ``[C]`` in ``dtype``.
     """
-    checks.check_floating(OP, "x", x)
+    checks.check_floating(NAME, "x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
-        raise checks.bad_value(OP, "x", "at least one dimension and one column", f"shape {tuple(x.shape)}")
+        raise checks.bad_value(NAME, "x", "at least one dimension and one column", f"shape {tuple(x.shape)}")
     dtype = x.dtype if dtype is None else dtype
     if dtype not in checks.FLOATING:
-        raise checks.bad_type(OP, "dtype", ", ".join(dtype_name(known) for known in checks.FLOATING), dtype)
+        raise checks.bad_type(NAME, "dtype", ", ".join(dtype_name(known) for known in checks.FLOATING), dtype)
     if (dtype == torch.float64) != (x.dtype == torch.float64):
-        raise checks.bad_type(OP, "dtype", "float64 if, and only if, x is", dtype_name(dtype))
-    TABLE.check_name(backend)
-    arguments = (x, dtype, requested(backend))
-    total: Tensor = _ColumnSum.apply(*arguments) if needs_gradient(x) else column_sum_op(*arguments)
-    return total
-
-
-class _ColumnSum(OpFunction):
-    op = OP
-    instead = None
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, backend: str | None) -> Tensor:
-        ctx.shape, ctx.dtype = x.shape, x.dtype
-        total: Tensor = column_sum_op(x, dtype, backend)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, dsum: Tensor) -> tuple[Tensor, None, None]:
-        return reference.column_sum_backward(dsum, ctx.shape, ctx.dtype), None, None
-
-
-# ---- torch.library ---------------------------------------------------------------------------------------------------
-
-
-def _forward(x: Tensor, dtype: torch.dtype, backend: str | None) -> Tensor:
-    total: Tensor = TABLE.select(backend, x, dtype).forward(x, dtype)
-    return total
-
-
-def _forward_fake(x: Tensor, dtype: torch.dtype, backend: str | None) -> Tensor:
-    return x.new_empty(x.shape[-1], dtype=dtype)
-
-
-# Other ops call this inside their backward, without autograd.
-column_sum_op = register("column_sum(Tensor x, ScalarType dtype, str? backend) -> Tensor", _forward, _forward_fake)
+        raise checks.bad_type(NAME, "dtype", "float64 if, and only if, x is", dtype_name(dtype))
+    return OP(x, dtype, backend=backend)
 
 
 # ---- the native core: CPU and CUDA -----------------------------------------------------------------------------------
@@ -143,12 +107,18 @@ def _refuse_cuda(x: Tensor, *_: Any) -> str | None:
 # The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
 # The gradient is a view, which no backend could do better.
 _backward = reference.column_sum_backward
-TABLE = BackendTable(
-    OP,
-    (
-        Backend("cpu", _native.missing, lambda x, *_: refuse_native_cpu(x), _forward_native, _backward),
+OP = LinearOp(
+    NAME,
+    inputs=(checked("x"),),
+    options=(converted("dtype", "ScalarType"),),
+    output=lambda x, dtype, *_: x.new_empty(x.shape[-1], dtype=dtype),
+    adjoint=lambda dsum, shape, dtype, *_: _backward(dsum, shape, dtype),
+    chosen_by=("dtype",),
+    backends=(
+        Backend("cpu", _native.missing, refuse_native_cpu, _forward_native, _backward),
         Backend("cuda", _native.missing_cuda, _refuse_cuda, _forward_native, _backward),
-        Backend("triton", triton_absent, lambda x, *_: refuse_triton(x), _forward_triton, _backward),
-        Backend("reference", always, lambda *_: None, reference.column_sum, _backward),
+        Backend("triton", triton_absent, refuse_triton, _forward_triton, _backward),
+        torch_reference(reference.column_sum, _backward),
     ),
 )
+column_sum_op = OP.forward  # other ops call it inside their backward, without autograd

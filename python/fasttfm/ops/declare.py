@@ -32,6 +32,7 @@ dispatcher if a tracer, a mode or a tensor subclass has to see them.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,10 +42,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fasttfm import _native
+from fasttfm.kernels.common.linear import accumulation_type
 from fasttfm.kernels.common.rows import contiguous_like, empty_output, gradient_like
 from fasttfm.ops import checks
 from fasttfm.ops.backends import Backend, BackendTable, requested
-from fasttfm.ops.library import OpFunction, any_requires_grad, is_compiling, needs_gradient, register
+from fasttfm.ops.library import OpFunction, any_requires_grad, is_compiling, needs_gradient, register, unshared
 
 # ---- what an op takes ------------------------------------------------------------------------------------------------
 
@@ -52,12 +54,15 @@ from fasttfm.ops.library import OpFunction, any_requires_grad, is_compiling, nee
 @dataclass(frozen=True)
 class Input:
     """A tensor. ``kind`` is its letter in ``_C.signature`` (csrc/calls.cpp); ``check(op, tensor, first)`` raises if it
-    is invalid, by itself or in combination with the first input."""
+    is invalid, by itself or in combination with the first input. ``flagged``: the backward is told whether its gradient
+    is needed. ``indices``: the backward gets a copy if NumPy may share the memory (``unshared``)."""
 
     name: str
     kind: str
     check: Callable[[str, Any, Any], None]
     optional: bool = False
+    flagged: bool = False
+    indices: bool = False
 
     @property
     def schema(self) -> str:
@@ -107,7 +112,17 @@ def parameter(name: str) -> Input:
             checks.check_shape(op, name, tensor, (first.shape[-1],))
             checks.check_device(op, name, tensor, like=first)
 
-    return Input(name, "p", check, optional=True)
+    return Input(name, "p", check, optional=True, flagged=True)
+
+
+def checked(name: str, *, optional: bool = False, flagged: bool = False) -> Input:
+    """A tensor that the public function checks. An op with such an input is called by ``apply``."""
+    return Input(name, "", lambda *_: None, optional, flagged)
+
+
+def indices(name: str, *, optional: bool = False) -> Input:
+    """Integers or truth values that the public function checks; ``check_values`` looks at their values."""
+    return Input(name, "", lambda *_: None, optional, indices=True)
 
 
 def check_inputs(op: str, inputs: Sequence[Input], tensors: Sequence[Any]) -> None:
@@ -157,15 +172,20 @@ def flag(name: str) -> Option:
     return Option(name, f"bool {name}", convert)
 
 
+def converted(name: str, schema: str) -> Option:
+    """An argument that the public function checks and converts; ``schema`` is its type in torch's schema text."""
+    return Option(name, f"{schema} {name}", lambda _, value: value)
+
+
 # ---- what an op returns ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Output:
-    """An output; ``make(first input)`` allocates it, for kernels and for tracers."""
+    """An output; ``make(inputs and options)`` allocates it, for kernels and for tracers."""
 
     name: str
-    make: Callable[[Tensor], Tensor]
+    make: Callable[..., Tensor]
 
     @property
     def schema(self) -> str:
@@ -174,13 +194,18 @@ class Output:
 
 def like_first(name: str) -> Output:
     """Contiguous, of the first input's shape and type."""
-    return Output(name, contiguous_like)
+    return Output(name, lambda x, *_: contiguous_like(x))
+
+
+def wide_like_first(name: str) -> Output:
+    """Contiguous, of the first input's shape, in the accumulation type."""
+    return Output(name, lambda x, *_: x.new_empty(x.shape, dtype=accumulation_type(x)))
 
 
 def half_of_first(name: str) -> Output:
     """Contiguous [..., C] of the first input's type, for rows [..., 2 C]."""
 
-    def make(x: Tensor) -> Tensor:
+    def make(x: Tensor, *_: Any) -> Tensor:
         return torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
 
     return Output(name, make)
@@ -190,9 +215,8 @@ def row_statistics(name: str, count: int | None = None) -> Output:
     """[N] or [count, N] numbers of the accumulation type, for N rows."""
     leading = () if count is None else (count,)
 
-    def make(x: Tensor) -> Tensor:
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return torch.empty((*leading, x.numel() // x.shape[-1]), dtype=dtype, device=x.device)
+    def make(x: Tensor, *_: Any) -> Tensor:
+        return torch.empty((*leading, x.numel() // x.shape[-1]), dtype=accumulation_type(x), device=x.device)
 
     return Output(name, make)
 
@@ -243,7 +267,9 @@ class KnownCalls:
 class Op:
     """See the module's text. ``saves`` names the inputs and outputs that the backward gets, ``backward_options`` the
     options; ``gradients`` names the inputs that it returns gradients of: parameters' only where they are wanted;
-    ``recomputes`` names outputs that it can return once more, for ops that are made of this one."""
+    ``recomputes`` names outputs that it can return once more, for ops that are made of this one. ``chosen_by`` names
+    what the backends' ``refuse`` gets: by default the inputs. ``check_values`` gets inputs and options, and raises for
+    indices on the CPU that kernels must not see."""
 
     def __init__(
         self,
@@ -258,8 +284,11 @@ class Op:
         backends: Sequence[Backend],
         backward_options: Sequence[str] = (),
         recomputes: Sequence[str] = (),
+        chosen_by: Sequence[str] | None = None,
+        check_values: Callable[..., None] | None = None,
     ) -> None:
         self.name, self.inputs, self.options, self.outputs = name, inputs, options, outputs
+        self._check_values = check_values
         self.table = BackendTable(name, tuple(backends))
         self.kinds = "".join(given.kind for given in inputs)
         self._count = len(inputs)
@@ -272,12 +301,17 @@ class Op:
         self.saved_places = [places[name] for name in saves]
         self.kept_places = [places[name] for name in backward_options]
         self.gradient_places = [places[name] for name in gradients]
-        self.wanted_places = [place for place in self.gradient_places if inputs[place].optional]
+        self.wanted_places = [place for place in self.gradient_places if inputs[place].flagged]
+        self.copied_saves = [saves.index(given.name) for given in inputs if given.indices]
         # Where the backward finds the tensors that its gradients are like, and those that its backend is chosen by.
         self._sources = [1 + saves.index(given.name) for given in self.differentiable]
-        self._choosers = [1 + saves.index(given.name) for given in inputs]
+        chosen_by = [given.name for given in inputs] if chosen_by is None else chosen_by
+        self._choosers = _picker([places[name] for name in chosen_by])
+        self._backward_choosers = _picker([1 + [*saves, *backward_options].index(name) for name in chosen_by])
         self.recomputed = [everything[places[name]] for name in recomputes]
-        self.forward = register(self._forward_schema(), self._forward, self.make_outputs)
+        self.forward = register(
+            _schema(f"{name}_forward", (*inputs, *options), outputs), self._forward, self.make_outputs
+        )
         self.backward = register(self._backward_schema(), self._backward, self._make_gradients)
         self._function = _autograd_function(self, instead)
 
@@ -299,6 +333,14 @@ class Op:
         call = self._function.apply if needs_gradient(*tensors) else self.forward
         return first_of(call(*tensors, *options, asked))
 
+    def apply(self, *arguments: Any, backend: str | None = None) -> Any:
+        """As a call, of arguments that the public function has checked and converted."""
+        if backend is not None:
+            self.table.check_name(backend)
+        differentiable = [arguments[place] for place in self.gradient_places]
+        call = self._function.apply if needs_gradient(*differentiable) else self.forward
+        return first_of(call(*arguments, requested(backend)))
+
     def _call_plain(self, served: Served, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         """A call that bypasses torch's dispatcher."""
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
@@ -310,50 +352,56 @@ class Op:
         return [option.convert(name, arguments[count + place]) for place, option in enumerate(self.options)]
 
     def _choose(self, asked: str | None, *tensors: Tensor | None) -> Backend:
-        served = self.known.find(self.known.key(self.kinds, *tensors), asked)
+        served = self.known.find(self.known.key(self.kinds, *tensors), asked) if self.kinds else None
         return self.table.select(asked, *tensors) if served is None else served.backend
 
     # ---- torch.library: the last argument is the backend's name ----
 
-    def _forward_schema(self) -> str:
-        arguments = [*(given.schema for given in self.inputs), *(option.schema for option in self.options)]
-        results = [output.schema for output in self.outputs]
-        returned = "Tensor" if len(results) == 1 else f"({', '.join(results)})"
-        return f"{self.name}_forward({', '.join(arguments)}, str? backend) -> {returned}"
-
     def _backward_schema(self) -> str:
-        kept = [item.schema for item in (*self.saved, *self.kept)]
-        wanted = [f"bool want_d{self.inputs[place].name}" for place in self.wanted_places]
-        wanted += [f"bool want_{output.name}" for output in self.recomputed]
-        arguments = [f"Tensor d{self.outputs[0].name}", *kept, *wanted]
-        results = [
-            *(f"Tensor d{given.name}" for given in self.differentiable),
-            *(out.schema for out in self.recomputed),
-        ]
-        return f"{self.name}_backward({', '.join(arguments)}, str? backend) -> ({', '.join(results)})"
+        wanted = [f"d{self.inputs[place].name}" for place in self.wanted_places]
+        wanted += [output.name for output in self.recomputed]
+        flags = [flag(f"want_{name}") for name in wanted]
+        results = [*(checked(f"d{given.name}") for given in self.differentiable), *self.recomputed]
+        first = checked(f"d{self.outputs[0].name}")
+        return _schema(f"{self.name}_backward", (first, *self.saved, *self.kept, *flags), results)
 
     def _forward(self, *arguments: Any) -> Any:
-        *given, asked = arguments
-        return self._choose(asked, *given[: self._count]).forward(*given)
+        given = arguments[:-1]
+        if self._check_values is not None:
+            self._check_values(*given)
+        return self._choose(arguments[-1], *self._choosers(given)).forward(*given)
 
     def _backward(self, *arguments: Any) -> Any:
-        *given, asked = arguments
-        return self._choose(asked, *(given[place] for place in self._choosers)).backward(*given)
+        given = arguments[:-1]
+        return self._choose(arguments[-1], *self._backward_choosers(given)).backward(*given)
 
-    def make_outputs(self, x: Tensor, *_: Any) -> Any:
+    def make_outputs(self, *arguments: Any) -> Any:
         """Allocates the outputs; the fake implementation of the forward."""
-        return _returned([output.make(x) for output in self.outputs])
+        return _returned([output.make(*arguments) for output in self.outputs])
 
     def _make_gradients(self, *arguments: Any) -> Any:
         flags = len(self.wanted_places) + len(self.recomputed)
         wanted = iter(arguments[-1 - flags : -1])
         first = arguments[self._sources[0]]
         gradients = [
-            gradient_like(arguments[source], not given.optional or next(wanted), first)
+            gradient_like(arguments[source], not given.flagged or next(wanted), first)
             for source, given in zip(self._sources, self.differentiable, strict=True)
         ]
         gradients += [output.make(first) if next(wanted) else empty_output(first) for output in self.recomputed]
         return _returned(gradients)
+
+
+def _schema(name: str, arguments: Sequence[Any], results: Sequence[Any]) -> str:
+    """Of inputs, options and outputs."""
+    returned = "Tensor" if len(results) == 1 else f"({', '.join(result.schema for result in results)})"
+    return f"{name}({', '.join(argument.schema for argument in arguments)}, str? backend) -> {returned}"
+
+
+def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that returns the arguments at these places. torch.compile cannot trace it."""
+    if list(places) == list(range(len(places))):
+        return operator.itemgetter(slice(len(places)))
+    return operator.itemgetter(*places) if len(places) > 1 else operator.itemgetter(slice(places[0], places[0] + 1))
 
 
 def _returned(tensors: list[Tensor]) -> Any:
@@ -377,7 +425,10 @@ def _autograd_function(op: Op, alternative: str) -> type[OpFunction]:
             else:
                 outputs = op.forward(*arguments)
             values = (*given, *outputs) if isinstance(outputs, tuple) else (*given, outputs)
-            ctx.save_for_backward(*[values[place] for place in op.saved_places])
+            saved = [values[place] for place in op.saved_places]
+            for place in op.copied_saves:
+                saved[place] = unshared(saved[place])[0]
+            ctx.save_for_backward(*saved)
             ctx.kept, ctx.requested = [given[place] for place in op.kept_places], asked
             return first_of(outputs)
 
@@ -394,6 +445,82 @@ def _autograd_function(op: Op, alternative: str) -> type[OpFunction]:
                     gradients[place] = gradient
             return tuple(gradients)
 
-    Function.op = op.name
-    Function.__name__ = Function.__qualname__ = "".join(word.capitalize() for word in op.name.split("_"))
-    return Function
+    return _named(Function, op.name)
+
+
+def _named(function: type[OpFunction], name: str) -> type[OpFunction]:
+    function.op = name
+    function.__name__ = function.__qualname__ = "".join(word.capitalize() for word in name.split("_"))
+    return function
+
+
+# ---- linear ops ------------------------------------------------------------------------------------------------------
+
+
+class LinearOp:
+    """An op that is linear in its first input, the only one with a gradient. It is registered as
+    ``fasttfm::<name>(inputs, options, str? backend) -> Tensor``. Its gradient is ``adjoint(dy, shape and type of the
+    first input, other inputs, options, backend)``: a call of a linear op, so that there are derivatives of any order.
+    The other arguments are ``Op``'s."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        inputs: Sequence[Input],
+        options: Sequence[Option],
+        output: Callable[..., Tensor],
+        adjoint: Callable[..., Tensor],
+        backends: Sequence[Backend],
+        chosen_by: Sequence[str] = (),
+        check_values: Callable[..., None] | None = None,
+    ) -> None:
+        self.table = BackendTable(name, tuple(backends))
+        self.inputs, self.adjoint = inputs, adjoint
+        arguments: list[Any] = [*inputs, *options]
+        names = [argument.name for argument in arguments]
+        choosers, select = _picker([0, *(names.index(chosen) for chosen in chosen_by)]), self.table.select
+
+        def forward(*arguments: Any) -> Any:
+            given = arguments[:-1]
+            if check_values is not None:
+                check_values(*given)
+            return select(arguments[-1], *choosers(given)).forward(*given)
+
+        self.forward = register(_schema(name, arguments, (Output("", output),)), forward, output)
+        self._function = _linear_function(self)
+
+    def __call__(self, *arguments: Any, backend: str | None = None) -> Tensor:
+        """A differentiable call of arguments that the public function has checked."""
+        if backend is not None:
+            self.table.check_name(backend)
+        call = self._function.apply if needs_gradient(arguments[0]) else self.forward
+        y: Tensor = call(*arguments, requested(backend))
+        return y
+
+    def apply(self, *arguments: Any) -> Tensor:
+        """The same, whose last argument is the backend that is requested."""
+        y: Tensor = (self._function.apply if needs_gradient(arguments[0]) else self.forward)(*arguments)
+        return y
+
+
+def _linear_function(op: LinearOp) -> type[OpFunction]:
+    copied = [given.indices for given in op.inputs[1:]]
+
+    class Function(OpFunction):
+        instead = None
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *others: Any) -> Tensor:
+            tensors = zip(copied, others, strict=False)  # options follow
+            ctx.save_for_backward(*[unshared(given)[0] if copy else given for copy, given in tensors])
+            ctx.options, ctx.shape, ctx.dtype = others[len(copied) :], x.shape, x.dtype
+            y: Tensor = op.forward(x, *others)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+            dx = op.adjoint(dy, ctx.shape, ctx.dtype, *ctx.saved_tensors, *ctx.options)
+            return dx, *[None] * (len(ctx.needs_input_grad) - 1)
+
+    return _named(Function, op.table.op)

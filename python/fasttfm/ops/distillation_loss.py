@@ -11,20 +11,22 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.index_errors import IndexErrors
+from fasttfm.kernels.common.linear import accumulation_type
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.distillation_loss import reference
+from fasttfm.kernels.distillation_loss.reference import DistillationRows
 from fasttfm.kernels.vocabulary import cross_entropy, pick_rows
 from fasttfm.ops import checks, linear, vocabulary
 from fasttfm.ops.backends import (
     Backend,
     BackendTable,
-    always,
     refuse_native_cpu,
     refuse_triton,
     requested,
+    torch_reference,
     triton_absent,
 )
-from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
+from fasttfm.ops.library import OpFunction, needs_gradient, register, schema_of, unshared
 from fasttfm.ops.linear_cross_entropy import scaled_gradients
 
 OP = "distillation_loss"
@@ -92,11 +94,11 @@ def distillation_loss(
     places = None if positions is None else positions.flatten()
     student = (student_hidden, student_weight, student_bias)
     others = (teacher.detach(), *(None if x is None else x.detach() for x in (teacher_weight, teacher_bias)))
-    arguments = (*student, *others, counted, places, divisor, float(temperature), reduction, requested(backend))
+    rows = DistillationRows(*student, *others, counted, places, None, float(temperature))
     if needs_gradient(*student):
-        found: Tensor = _Distillation.apply(*arguments)
+        found: Tensor = _Distillation.apply(*rows, divisor, reduction, requested(backend))
     else:
-        losses, *_ = forward_op(*student, *others, counted, places, None, temperature, [False] * 3, arguments[-1])
+        losses, *_ = forward_op(*rows, [False] * 3, requested(backend))
         found = cross_entropy.reduced(losses, reduction, divisor)
     return found.reshape(shape) if reduction == "none" else found
 
@@ -153,14 +155,15 @@ class _Distillation(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, counted, positions, divisor, temperature, reduction, backend = arguments
+        *given, divisor, reduction, backend = arguments
+        rows = DistillationRows(*given)
         ctx.wanted = list(ctx.needs_input_grad[:3])
-        ctx.options = (temperature, reduction, backend)
-        ctx.shape, ctx.dtype = tensors[0].shape, tensors[0].dtype
+        ctx.options = (rows.temperature, reduction, backend)
+        ctx.shape, ctx.dtype = rows.student_hidden.shape, rows.student_hidden.dtype
         now = ctx.wanted if reduction != "none" else [False] * 3
-        losses, *gradients = forward_op(*tensors, counted, positions, None, temperature, now, backend)
-        kept = tensors if reduction == "none" else (divisor, *gradients)
-        ctx.save_for_backward(counted, *unshared(positions), *kept)
+        losses, *gradients = forward_op(*rows, now, backend)
+        kept = rows[:6] if reduction == "none" else (divisor, *gradients)
+        ctx.save_for_backward(rows.counted, *unshared(rows.positions), *kept)
         return cross_entropy.reduced(losses, reduction, divisor)
 
     @staticmethod
@@ -168,54 +171,32 @@ class _Distillation(OpFunction):
         temperature, reduction, backend = ctx.options
         counted, positions, *kept = ctx.saved_tensors
         if reduction == "none":
-            coefficients = dloss.contiguous()
-            _, *totals = forward_op(*kept, counted, positions, coefficients, temperature, ctx.wanted, backend)
+            rows = DistillationRows(*kept, counted, positions, dloss.contiguous(), temperature)
+            _, *totals = forward_op(*rows, ctx.wanted, backend)
             scale = torch.ones((), dtype=dloss.dtype, device=dloss.device)
         else:
             divisor, *totals = kept
             scale = dloss if divisor is None else dloss / divisor.to(dloss.dtype)
         place = (counted, positions, ctx.shape, ctx.dtype, 0)  # a row that does not count is marked with 0
-        return *scaled_gradients(totals, scale, place, ctx.wanted, OP, backend), *([None] * 9)
+        return *scaled_gradients(totals, scale, place, ctx.wanted, OP, backend), *([None] * 10)
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def _forward(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    student_bias: Tensor | None,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    teacher_bias: Tensor | None,
-    counted: Tensor,
-    positions: Tensor | None,
-    coefficients: Tensor | None,
-    temperature: float,
-    wanted: Sequence[bool],
-    backend: str | None,
-) -> tuple[Tensor, ...]:
-    if positions is not None:
-        vocabulary.check_values(OP, "positions", positions, student_hidden.shape[:-1].numel())
-    results: tuple[Tensor, ...] = TABLE.select(backend, student_hidden, teacher).forward(
-        student_hidden,
-        student_weight,
-        student_bias,
-        teacher,
-        teacher_weight,
-        teacher_bias,
-        counted,
-        positions,
-        coefficients,
-        temperature,
-        wanted,
-    )
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    *given, wanted, backend = arguments
+    rows = DistillationRows(*given)
+    if rows.positions is not None:
+        vocabulary.check_values(OP, "positions", rows.positions, rows.student_hidden.shape[:-1].numel())
+    results: tuple[Tensor, ...] = TABLE.select(backend, rows.student_hidden, rows.teacher).forward(rows, wanted)
     return results
 
 
-def _forward_fake(student_hidden: Tensor, student_weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _, _, _, _, counted, _, _, _, wanted, _ = rest
-    wide = torch.float64 if student_hidden.dtype == torch.float64 else torch.float32
+def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    *given, wanted, _ = arguments
+    student_hidden, student_weight, *_, counted, _, _, _ = given
+    wide = accumulation_type(student_hidden)
     count, (want_dh, want_dweight, want_dbias) = counted.shape[0], wanted
     return (
         student_hidden.new_empty(count, dtype=wide),
@@ -226,9 +207,8 @@ def _forward_fake(student_hidden: Tensor, student_weight: Tensor, *rest: Any) ->
 
 
 forward_op = register(
-    "distillation_loss_forward(Tensor student_hidden, Tensor student_weight, Tensor? student_bias, Tensor teacher,"
-    " Tensor? teacher_weight, Tensor? teacher_bias, Tensor counted, Tensor? positions, Tensor? coefficients,"
-    " float temperature, bool[] wanted, str? backend) -> (Tensor losses, Tensor dh, Tensor dweight, Tensor dbias)",
+    f"distillation_loss_forward({schema_of(DistillationRows)}, bool[] wanted, str? backend)"
+    " -> (Tensor losses, Tensor dh, Tensor dweight, Tensor dbias)",
     _forward,
     _forward_fake,
 )
@@ -279,19 +259,9 @@ class _TeacherLogits:
         return picked
 
 
-def _forward_native(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    student_bias: Tensor | None,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    teacher_bias: Tensor | None,
-    counted: Tensor,
-    positions: Tensor | None,
-    coefficients: Tensor | None,
-    temperature: float,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
+def _forward_native(given: DistillationRows, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    student_hidden, student_weight, student_bias, teacher, teacher_weight, teacher_bias = given[:6]
+    counted, positions, coefficients, temperature = given[6:]
     losses = torch.empty(len(counted), dtype=torch.float32)
     biases = [_native.as_parameter(bias, torch.float32) for bias in (student_bias, teacher_bias)]
     teacher_logits = _TeacherLogits(teacher, teacher_weight, positions, len(student_weight))
@@ -319,21 +289,11 @@ def _forward_native(
     return losses, *vocabulary.stream(rows, student_weight, turn, wanted, columns=columns, into_rows=own)
 
 
-def _forward_triton(
-    student_hidden: Tensor,
-    student_weight: Tensor,
-    student_bias: Tensor | None,
-    teacher: Tensor,
-    teacher_weight: Tensor | None,
-    teacher_bias: Tensor | None,
-    counted: Tensor,
-    positions: Tensor | None,
-    coefficients: Tensor | None,
-    temperature: float,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
+def _forward_triton(given: DistillationRows, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
     from fasttfm.kernels.distillation_loss import triton
 
+    student_hidden, student_weight, student_bias, teacher, teacher_weight, teacher_bias = given[:6]
+    counted, positions, coefficients, temperature = given[6:]
     device = student_hidden.device
     _errors.raise_if_seen(device)
     errors = _errors.words(device)
@@ -367,16 +327,8 @@ def _forward_triton(
 TABLE = BackendTable(
     OP,
     (
-        Backend(
-            "cpu", _native.missing, lambda hidden, *_: refuse_native_cpu(hidden), _forward_native, pick_rows.scatter
-        ),
-        Backend(
-            "triton",
-            triton_absent,
-            lambda hidden, *_: refuse_triton(hidden),
-            _forward_triton,
-            vocabulary.scatter_triton,
-        ),
-        Backend("reference", always, lambda *_: None, reference.distillation_loss_forward, pick_rows.scatter),
+        Backend("cpu", _native.missing, refuse_native_cpu, _forward_native, pick_rows.scatter),
+        Backend("triton", triton_absent, refuse_triton, _forward_triton, vocabulary.scatter_triton),
+        torch_reference(reference.distillation_loss_forward, pick_rows.scatter),
     ),
 )

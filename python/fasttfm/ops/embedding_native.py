@@ -14,10 +14,9 @@ from fasttfm.kernels.common.rows import aligned, contiguous_rows, gradient_like
 from fasttfm.kernels.embedding import reference
 from fasttfm.ops.backends import dtype_name, refuse_cuda, refuse_cuda_rows
 
-OP = "embedding"
-TABLE_NAMES = ("word", "position", "segment")
+NAME = "embedding"
 INDEX_ARGUMENTS = ("ids", "position_ids", "segment_ids")
-errors = IndexErrors(OP, INDEX_ARGUMENTS)
+errors = IndexErrors(NAME, INDEX_ARGUMENTS)
 
 
 # ---- CPU -------------------------------------------------------------------------------------------------------------
@@ -36,8 +35,12 @@ def _row_fields(
     ids = indices[0]
     threshold = philox.threshold(p)
     return {
-        **{f"{name}_table": _native.address(table) for name, table in zip(TABLE_NAMES, tables, strict=True)},
-        **{name: _native.address(given) for name, given in zip(INDEX_ARGUMENTS, indices, strict=True)},
+        "word_table": _native.address(tables[0]),
+        "position_table": _native.address(tables[1]),
+        "segment_table": _native.address(tables[2]),
+        "ids": _native.address(ids),
+        "position_ids": _native.address(indices[1]),
+        "segment_ids": _native.address(indices[2]),
         "cu_seqlens": _native.address(cu_seqlens),
         "weight": _native.address(weight),
         "seed": _native.address(seed),

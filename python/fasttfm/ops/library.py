@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -70,23 +70,16 @@ def is_plain(args: Sequence[Any]) -> bool:
     """Whether a call with these tensors and Nones, a tensor first, is a plain eager call: it is not traced or
     transformed, and there is no dispatch mode or tensor subclass. All tensors of a call are on one device, so the first
     one shows whether they are meta tensors."""
-    return (
-        not is_compiling()
-        and _dispatch_modes() == 0
-        and not _transformed()
-        and _PLAIN_ARGUMENTS.issuperset(map(type, args))
-        and not args[0].is_meta
-        and not _any_negative(args)
-    )
-
-
-def _any_negative(args: Sequence[Any]) -> bool:
-    """Whether a tensor has torch's negative bit (``z.conj().imag``), which kernels would ignore and torch's dispatcher
-    resolves. Only views of complex tensors have it."""
-    for each in args:  # noqa: SIM110  # this is part of every call, and a generator takes twice as long
+    if is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0 or _functions_transform() or _jit_traces():
+        return False
+    if not _PLAIN_ARGUMENTS.issuperset(map(type, args)) or args[0].is_meta:
+        return False
+    for each in args:  # noqa: SIM110  # a generator takes twice as long
+        # torch's negative bit (``z.conj().imag``), which kernels would ignore and torch's dispatcher resolves. Only
+        # views of complex tensors have it.
         if type(each) is Tensor and each.is_neg():
-            return True
-    return False
+            return False
+    return True
 
 
 def _transformed() -> bool:
@@ -107,6 +100,21 @@ def register(schema: str, implementation: Callable[..., Any], fake: Callable[...
     op = RegisteredOp(getattr(getattr(torch.ops, NAMESPACE), name).default, implementation)
     _library.impl(name, op.without_derivatives, "Autograd", with_keyset=True)
     return op
+
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+}
+
+
+def schema_of(arguments: type, **types: str) -> str:
+    """A NamedTuple's fields as torch's schema text writes arguments. ``types`` are those that differ from the usual."""
+    hints = get_type_hints(arguments)
+    return ", ".join(f"{types.get(name) or _SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items())
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------

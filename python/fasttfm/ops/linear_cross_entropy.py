@@ -12,21 +12,22 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.index_errors import IndexErrors
+from fasttfm.kernels.common.linear import accumulation_type
 from fasttfm.kernels.linear_cross_entropy import reference
 from fasttfm.kernels.vocabulary import cross_entropy, pick_rows
-from fasttfm.kernels.vocabulary.cross_entropy import Loss
+from fasttfm.kernels.vocabulary.cross_entropy import Loss, LossRows
 from fasttfm.ops import checks, linear, vocabulary
 from fasttfm.ops.backends import (
     Backend,
     BackendTable,
-    always,
     refuse_native_cpu,
     refuse_triton,
     requested,
     tables,
+    torch_reference,
     triton_absent,
 )
-from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, register, unshared
+from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, register, schema_of, unshared
 
 OP = "linear_cross_entropy"
 _errors = IndexErrors(OP, ("labels", "positions"))
@@ -153,16 +154,13 @@ def vocabulary_loss(
     total: Tensor | float | None = None,
 ) -> CountedLoss:
     """The loss of the rows of hidden [..., C] at ``positions`` [N], or of all, against ``labels`` [N]."""
-    divisor = None
+    rows, divisor = LossRows(hidden, weight, bias, labels, positions, seed=seed), None
     if call.reduction == "mean":
         divisor = cross_entropy.divisor(labels, total, call.loss.ignore_index).to(torch.float32)
     if needs_gradient(hidden, weight, bias):
-        found, correct, samples = _VocabularyLoss.apply(hidden, weight, bias, labels, positions, seed, divisor, call)
+        found, correct, samples = _VocabularyLoss.apply(*rows, divisor, call)
     else:
-        losses, correct, samples, *_ = forward_op(
-            hidden, weight, bias, labels, positions, None, seed, *call.loss, call.counted_first, [False] * 3, call.op,
-            call.backend,
-        )  # fmt: skip
+        losses, correct, samples, *_ = _run(rows, call.loss, call, _NOTHING)
         found = cross_entropy.reduced(losses, call.reduction, divisor)
     predictions = (labels != call.loss.ignore_index).sum() if call.loss.count_correct else None
     return CountedLoss(
@@ -171,6 +169,14 @@ def vocabulary_loss(
         correct.sum() if call.loss.count_correct else None,
         None if seed is None else samples,
     )
+
+
+_NOTHING = [False] * 3  # no gradient is needed
+
+
+def _run(rows: LossRows, loss: Loss, call: Call, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = forward_op(*rows, *loss, call.counted_first, wanted, call.op, call.backend)
+    return results
 
 
 class _VocabularyLoss(OpFunction):
@@ -182,33 +188,23 @@ class _VocabularyLoss(OpFunction):
     instead = "torch.nn.functional.linear and cross_entropy"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        positions: Tensor | None,
-        seed: Tensor | None,
-        divisor: Tensor | None,
-        call: Call,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, divisor, call = arguments
+        rows = LossRows(*tensors)
         ctx.wanted = list(ctx.needs_input_grad[:3])
-        ctx.call, ctx.shape, ctx.dtype = call, hidden.shape, hidden.dtype
-        now = ctx.wanted if call.reduction != "none" else [False] * 3
+        ctx.call, ctx.shape, ctx.dtype = call, rows.hidden.shape, rows.hidden.dtype
+        now = ctx.wanted if call.reduction != "none" else _NOTHING
         # On a CPU rows have their share of a mean from the start: where the mean's gradient is 1, nothing is scaled.
         shares = None
         if divisor is not None and divisor.is_cpu:
-            shares = (call.loss.scale / divisor).expand(labels.shape).contiguous()
+            shares = (call.loss.scale / divisor).expand(rows.labels.shape).contiguous()
         ctx.scale = call.loss.scale if shares is None else 1.0  # what gradients still lack
-        losses, correct, samples, *gradients = forward_op(
-            hidden, weight, bias, labels, positions, shares, seed, *call.loss, call.counted_first, now, call.op,
-            call.backend,
-        )  # fmt: skip
+        losses, correct, samples, *gradients = _run(rows._replace(coefficients=shares), call.loss, call, now)
+        indices = unshared(rows.labels, rows.positions)
         if call.reduction == "none":
-            ctx.save_for_backward(*unshared(labels, positions), hidden, weight, bias)
+            ctx.save_for_backward(*indices, rows.hidden, rows.weight, rows.bias)
         else:
-            ctx.save_for_backward(*unshared(labels, positions), divisor if shares is None else None, *gradients)
+            ctx.save_for_backward(*indices, divisor if shares is None else None, *gradients)
         ctx.mark_non_differentiable(correct, samples)
         return cross_entropy.reduced(losses, call.reduction, divisor), correct, samples
 
@@ -217,11 +213,8 @@ class _VocabularyLoss(OpFunction):
         call: Call = ctx.call
         if call.reduction == "none":
             labels, positions, hidden, weight, bias = ctx.saved_tensors
-            plain = call.loss._replace(count_correct=False)
-            *_, dh, dweight, dbias = forward_op(
-                hidden, weight, bias, labels, positions, dloss.contiguous(), None, *plain, call.counted_first,
-                ctx.wanted, call.op, call.backend,
-            )  # fmt: skip
+            rows = LossRows(hidden, weight, bias, labels, positions, dloss.contiguous())
+            dh, dweight, dbias = _run(rows, call.loss._replace(count_correct=False), call, ctx.wanted)[3:]
             scale = torch.ones((), dtype=dloss.dtype, device=dloss.device)
         else:
             labels, positions, divisor, dh, dweight, dbias = ctx.saved_tensors
@@ -230,7 +223,7 @@ class _VocabularyLoss(OpFunction):
             scale = scale * ctx.scale
         place = (labels, positions, ctx.shape, ctx.dtype, call.loss.ignore_index)
         gradients = scaled_gradients((dh, dweight, dbias), scale, place, ctx.wanted, call.op, call.backend)
-        return *gradients, *([None] * 5)
+        return *gradients, *([None] * 6)
 
 
 def scaled_gradients(
@@ -269,40 +262,28 @@ def scaled_gradients(
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    positions: Tensor | None,
-    coefficients: Tensor | None,
-    seed: Tensor | None,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    temperature: float,
-    count_correct: bool,
-    scale: float,
-    block_bytes: int,
-    counted_first: bool,
-    wanted: Sequence[bool],
-    op: str,
-    backend: str | None,
-) -> tuple[Tensor, ...]:
-    vocabulary.check_values(op, "labels", labels, len(weight), ignore_index)
+def _grouped(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of the registered forward, with the first two groups of them as tuples."""
+    rows, both = len(LossRows._fields), len(LossRows._fields) + len(Loss._fields)
+    return LossRows(*arguments[:rows]), Loss(*arguments[rows:both]), *arguments[both:]
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, ...]:
+    rows, loss, counted_first, wanted, op, backend = _grouped(arguments)
+    labels, positions = rows.labels, rows.positions
+    vocabulary.check_values(op, "labels", labels, len(rows.weight), loss.ignore_index)
     if positions is not None:
-        vocabulary.check_values(op, "positions", positions, hidden.shape[:-1].numel())
-    loss = Loss(ignore_index, label_smoothing, z_loss, temperature, count_correct, scale, block_bytes)
-    chosen = tables()[op].select(backend, hidden, weight)
-    used = _used(labels, ignore_index) if counted_first else len(labels)
+        vocabulary.check_values(op, "positions", positions, rows.hidden.shape[:-1].numel())
+    chosen = tables()[op].select(backend, rows.hidden, rows.weight)
+    used = _used(labels, loss.ignore_index) if counted_first else len(labels)
     if used == len(labels):
-        results = chosen.forward(hidden, weight, bias, labels, positions, coefficients, seed, loss, wanted)
-        return tuple(results)
+        return tuple(chosen.forward(rows, loss, wanted))
     assert positions is not None
-    head = None if coefficients is None else coefficients[:used]
-    results = chosen.forward(hidden, weight, bias, labels[:used], positions[:used], head, seed, loss, wanted)
+    head = None if rows.coefficients is None else rows.coefficients[:used]
+    some = rows._replace(labels=labels[:used], positions=positions[:used], coefficients=head)
+    results = chosen.forward(some, loss, wanted)
     # The rows that were not computed: no loss, nothing correct, no sample, no gradient.
-    asked, fills = (True, count_correct, seed is not None, wanted[0]), (0, 0, ignore_index, 0)
+    asked, fills = (True, loss.count_correct, rows.seed is not None, wanted[0]), (0, 0, loss.ignore_index, 0)
     longer = [
         _lengthened(found, len(labels), fill) if ask else found
         for found, ask, fill in zip(results[:4], asked, fills, strict=True)
@@ -324,15 +305,15 @@ def _lengthened(found: Tensor, count: int, fill: int) -> Tensor:
     return whole
 
 
-def _forward_fake(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *rest: Any) -> Any:
-    _, _, seed, _, _, _, _, count_correct, _, _, _, wanted, _, _ = rest
-    count = labels.shape[0]
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
+    rows, loss, _, wanted, _, _ = _grouped(arguments)
+    hidden, weight, count = rows.hidden, rows.weight, rows.labels.shape[0]
+    wide = accumulation_type(hidden)
     want_dh, want_dweight, want_dbias = wanted
     return (
         hidden.new_empty(count, dtype=wide),
-        hidden.new_empty(count if count_correct else 0, dtype=torch.bool),
-        hidden.new_empty(0 if seed is None else count, dtype=torch.int64),
+        hidden.new_empty(count if loss.count_correct else 0, dtype=torch.bool),
+        hidden.new_empty(0 if rows.seed is None else count, dtype=torch.int64),
         hidden.new_empty((count, hidden.shape[-1]) if want_dh else 0),
         hidden.new_empty(weight.shape if want_dweight else 0, dtype=wide),
         hidden.new_empty(weight.shape[0] if want_dbias else 0, dtype=wide),
@@ -381,9 +362,8 @@ def _backward_fake(dh: Tensor, dweight: Tensor, dbias: Tensor, *rest: Any) -> tu
 
 
 forward_op = register(
-    "linear_cross_entropy_forward(Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, Tensor? positions,"
-    " Tensor? coefficients, Tensor? seed, SymInt ignore_index, float label_smoothing, float z_loss, float temperature,"
-    " bool count_correct, float scale, int block_bytes, bool counted_first, bool[] wanted, str op, str? backend)"
+    f"linear_cross_entropy_forward({schema_of(LossRows)}, {schema_of(Loss, block_bytes='int')}, bool counted_first,"
+    " bool[] wanted, str op, str? backend)"
     " -> (Tensor losses, Tensor correct, Tensor samples, Tensor dh, Tensor dweight, Tensor dbias)",
     _forward,
     _forward_fake,
@@ -400,17 +380,8 @@ backward_op = register(
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
-def _forward_native(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    positions: Tensor | None,
-    coefficients: Tensor | None,
-    seed: Tensor | None,
-    loss: Loss,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
+def _forward_native(given: LossRows, loss: Loss, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+    hidden, weight, bias, labels, positions, coefficients, seed = given
     losses, correct, samples = _outputs(labels, seed, loss)
     labels, bias = labels.long().contiguous(), _native.as_parameter(bias, torch.float32)
     core = _native.core()
@@ -443,19 +414,10 @@ def _forward_native(
     return losses, correct, samples, *gradients
 
 
-def _forward_triton(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    positions: Tensor | None,
-    coefficients: Tensor | None,
-    seed: Tensor | None,
-    loss: Loss,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
+def _forward_triton(given: LossRows, loss: Loss, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
     from fasttfm.kernels.linear_cross_entropy import triton
 
+    hidden, weight, bias, labels, positions, coefficients, seed = given
     _errors.raise_if_seen(hidden.device)
     errors = _errors.words(hidden.device)
     outputs = _outputs(labels, seed, loss)
@@ -487,16 +449,8 @@ def _outputs(labels: Tensor, seed: Tensor | None, loss: Loss) -> tuple[Tensor, T
 
 # The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
 BACKENDS = (
-    Backend("cpu", _native.missing, lambda hidden, *_: refuse_native_cpu(hidden), _forward_native, pick_rows.scatter),
-    Backend(
-        "triton", triton_absent, lambda hidden, *_: refuse_triton(hidden), _forward_triton, vocabulary.scatter_triton
-    ),
-    Backend(
-        "reference",
-        always,
-        lambda *_: None,
-        reference.linear_cross_entropy_forward,
-        pick_rows.scatter,
-    ),
+    Backend("cpu", _native.missing, refuse_native_cpu, _forward_native, pick_rows.scatter),
+    Backend("triton", triton_absent, refuse_triton, _forward_triton, vocabulary.scatter_triton),
+    torch_reference(reference.linear_cross_entropy_forward, pick_rows.scatter),
 )
 TABLE = BackendTable(OP, BACKENDS)

@@ -8,23 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fasttfm.kernels.common.linear import accumulate
+from fasttfm.kernels.common.linear import accumulate, accumulation_type
 from fasttfm.kernels.common.rows import empty_output
 from fasttfm.kernels.maxsim import reference
 from fasttfm.ops import checks, linear
 from fasttfm.ops.backends import (
     Backend,
-    BackendTable,
     always,
     dtype_name,
     refuse_native_cpu,
-    requested,
     torch_reference,
     triton_kernels,
 )
-from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, register, unshared
+from fasttfm.ops.declare import Op, Output, checked, flag
+from fasttfm.ops.library import is_plain, needs_gradient
 
-OP = "maxsim"
+NAME = "maxsim"
 _BLOCK_BYTES = 4 * 2**20  # a block of similarities on the CPU, which stays in its caches
 
 
@@ -69,9 +68,8 @@ def maxsim(
     query = side("query", queries, query_lengths, query_cu_seqlens, query_mask)
     document = side("document", documents, document_lengths, document_cu_seqlens, document_mask)
     _check_pairs(pairs, len(query.starts), len(document.starts))
-    TABLE.check_name(backend)
-    call = _Scores.apply if needs_gradient(queries, documents) else _scores
-    scores: Tensor = call(*arguments(query, document), pairs, requested(backend))
+    keep = needs_gradient(queries, documents)
+    scores: Tensor = OP.apply(*arguments(query, document), pairs, keep, backend=backend)
     return scores
 
 
@@ -97,10 +95,10 @@ def side(name: str, tokens: Tensor, lengths: Any, cu_seqlens: Any, mask: Any) ->
     counted = None if mask is None else (mask if mask.dtype == torch.bool else mask != 0).flatten()
     if cu_seqlens is not None:
         if lengths is not None:
-            raise checks.bad_value(OP, f"{name}_lengths", f"None next to {name}_cu_seqlens", "a tensor")
+            raise checks.bad_value(NAME, f"{name}_lengths", f"None next to {name}_cu_seqlens", "a tensor")
         if is_plain((cu_seqlens,)):
             argument = f"{name}_cu_seqlens"
-            checks.check_cu_seqlens_values(OP, cu_seqlens, len(tokens), exact=False, argument=argument)
+            checks.check_cu_seqlens_values(NAME, cu_seqlens, len(tokens), exact=False, argument=argument)
         cu_seqlens = cu_seqlens.contiguous()
         return Side(tokens, cu_seqlens[:-1], cu_seqlens[1:], counted, None)
     count, longest = tokens.shape[:2]
@@ -125,31 +123,6 @@ def _owners(query: Side) -> Tensor:
     return owners if query.mask is None else torch.where(query.mask, owners, -1)
 
 
-class _Scores(OpFunction):
-    op = OP
-    instead = "torch.einsum and amax"
-
-    @staticmethod
-    def forward(ctx: Any, queries: Tensor, documents: Tensor, owners: Tensor, *rest: Any) -> Tensor:
-        scores, index = forward_op(queries, documents, owners, *rest[:-1], True, rest[-1])
-        ctx.save_for_backward(queries, documents, *unshared(owners), index)
-        ctx.backend = rest[-1]
-        result: Tensor = scores
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[:2]
-        gradients = backward_op(dscores, *ctx.saved_tensors, *wanted, ctx.backend)
-        found = (gradient if want else None for gradient, want in zip(gradients, wanted, strict=True))
-        return *found, *[None] * 8
-
-
-def _scores(*args: Any) -> Tensor:
-    scores: Tensor = forward_op(*args[:-1], False, args[-1])[0]
-    return scores
-
-
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
@@ -158,113 +131,51 @@ def _check_tensors(queries: Any, documents: Any, query_cu_seqlens: Any, document
         ("queries", queries, query_cu_seqlens),
         ("documents", documents, document_cu_seqlens),
     ):
-        checks.check_floating(OP, name, tensor)
+        checks.check_floating(NAME, name, tensor)
         singular = "query" if name == "queries" else "document"
         if tensor.dim() != (3 if cu_seqlens is None else 2) or tensor.shape[-1] == 0:
             layout = "sequences, S, D" if cu_seqlens is None else "T, D"
             expected = f"[{layout}] {'without' if cu_seqlens is None else 'next to'} {singular}_cu_seqlens"
-            raise checks.bad_value(OP, name, expected, f"shape {tuple(tensor.shape)}")
-        checks.check_device(OP, name, tensor, like=queries)
+            raise checks.bad_value(NAME, name, expected, f"shape {tuple(tensor.shape)}")
+        checks.check_device(NAME, name, tensor, like=queries)
         if cu_seqlens is not None:
-            checks.check_cu_seqlens(OP, cu_seqlens, like=tensor, argument=f"{singular}_cu_seqlens")
+            checks.check_cu_seqlens(NAME, cu_seqlens, like=tensor, argument=f"{singular}_cu_seqlens")
     if documents.shape[-1] != queries.shape[-1]:
-        raise checks.bad_value(OP, "documents", f"the queries' {queries.shape[-1]} columns", documents.shape[-1])
+        raise checks.bad_value(NAME, "documents", f"the queries' {queries.shape[-1]} columns", documents.shape[-1])
     if documents.dtype != queries.dtype:
-        raise checks.bad_type(OP, "documents", f"the queries' {dtype_name(queries.dtype)}", dtype_name(documents.dtype))
+        raise checks.bad_type(
+            NAME, "documents", f"the queries' {dtype_name(queries.dtype)}", dtype_name(documents.dtype)
+        )
 
 
 def _check_mask(argument: str, mask: Any, tokens: Tensor) -> None:
     if mask is None:
         return
     if not isinstance(mask, Tensor):
-        raise checks.bad_type(OP, argument, "a tensor or None", type(mask).__name__)
+        raise checks.bad_type(NAME, argument, "a tensor or None", type(mask).__name__)
     if mask.is_floating_point() or mask.is_complex():
-        raise checks.bad_type(OP, argument, "a tensor of bool or integers", dtype_name(mask.dtype))
-    checks.check_shape(OP, argument, mask, tokens.shape[:-1])
-    checks.check_device(OP, argument, mask, like=tokens)
+        raise checks.bad_type(NAME, argument, "a tensor of bool or integers", dtype_name(mask.dtype))
+    checks.check_shape(NAME, argument, mask, tokens.shape[:-1])
+    checks.check_device(NAME, argument, mask, like=tokens)
 
 
 def _check_lengths(argument: str, lengths: Any, tokens: Tensor) -> None:
-    checks.check_index(OP, argument, lengths)
-    checks.check_shape(OP, argument, lengths, tokens.shape[:1])
-    checks.check_device(OP, argument, lengths, like=tokens)
+    checks.check_index(NAME, argument, lengths)
+    checks.check_shape(NAME, argument, lengths, tokens.shape[:1])
+    checks.check_device(NAME, argument, lengths, like=tokens)
     if lengths.is_cpu and is_plain((lengths,)):
         for sequence, length in enumerate(lengths.tolist()):
             if not 0 <= length <= tokens.shape[1]:
                 got = f"{length} of sequence {sequence}"
-                raise checks.bad_value(OP, argument, f"lengths in [0, {tokens.shape[1]}]", got)
+                raise checks.bad_value(NAME, argument, f"lengths in [0, {tokens.shape[1]}]", got)
 
 
 def _check_pairs(pairs: Any, queries: int, documents: int) -> None:
     if not isinstance(pairs, bool):
-        raise checks.bad_type(OP, "pairs", "True or False", type(pairs).__name__)
+        raise checks.bad_type(NAME, "pairs", "True or False", type(pairs).__name__)
     if pairs and (documents % queries if queries else documents):
         got = f"{documents} for {queries} queries"
-        raise checks.bad_value(OP, "documents", "the same number for each query, with pairs", got)
-
-
-# ---- torch.library ---------------------------------------------------------------------------------------------------
-
-
-def _forward(queries: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    scores, index = TABLE.select(rest[-1], queries).forward(queries, *rest[:-1])
-    return scores, index
-
-
-def _forward_fake(
-    queries: Tensor,
-    documents: Tensor,
-    owners: Tensor,
-    query_starts: Tensor,
-    query_ends: Tensor,
-    document_starts: Tensor,
-    document_ends: Tensor,
-    document_mask: Tensor | None,
-    pairs: bool,
-    keep: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    count, columns = query_starts.shape[0], document_starts.shape[0]
-    columns = columns // max(1, count) if pairs else columns
-    dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
-    index = (columns, queries.shape[0]) if keep else (0,)
-    return queries.new_empty((count, columns), dtype=dtype), owners.new_empty(index)
-
-
-def _backward(dscores: Tensor, queries: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    dqueries, ddocuments = TABLE.select(rest[-1], queries).backward(dscores, queries, *rest[:-1])
-    return dqueries, ddocuments
-
-
-def _backward_fake(
-    dscores: Tensor,
-    queries: Tensor,
-    documents: Tensor,
-    owners: Tensor,
-    index: Tensor,
-    want_dqueries: bool,
-    want_ddocuments: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    return (
-        queries.new_empty(queries.shape if want_dqueries else (0,)),
-        documents.new_empty(documents.shape if want_ddocuments else (0,)),
-    )
-
-
-forward_op = register(
-    "maxsim_forward(Tensor queries, Tensor documents, Tensor owners, Tensor query_starts, Tensor query_ends,"
-    " Tensor document_starts, Tensor document_ends, Tensor? document_mask, bool pairs, bool keep, str? backend)"
-    " -> (Tensor scores, Tensor index)",
-    _forward,
-    _forward_fake,
-)
-backward_op = register(
-    "maxsim_backward(Tensor dscores, Tensor queries, Tensor documents, Tensor owners, Tensor index,"
-    " bool want_dqueries, bool want_ddocuments, str? backend) -> (Tensor dqueries, Tensor ddocuments)",
-    _backward,
-    _backward_fake,
-)
+        raise checks.bad_value(NAME, "documents", "the same number for each query, with pairs", got)
 
 
 # ---- the CPU: blocks of torch's GEMMs --------------------------------------------------------------------------------
@@ -362,16 +273,44 @@ def _backward_cpu(
     )
 
 
-def _refuse_cpu(queries: Tensor, *_: Any) -> str | None:
-    return refuse_native_cpu(queries)
+# ---- the declaration -------------------------------------------------------------------------------------------------
+
+
+def _make_scores(queries: Tensor, *others: Any) -> Tensor:
+    _, _, starts, _, document_starts, _, _, pairs, *_ = others
+    count, columns = starts.shape[0], document_starts.shape[0]
+    shape = (count, columns // max(1, count) if pairs else columns)
+    return queries.new_empty(shape, dtype=accumulation_type(queries))
+
+
+def _make_index(queries: Tensor, documents: Tensor, owners: Tensor, *others: Any) -> Tensor:
+    keep = others[6]
+    shape = (_make_scores(queries, documents, owners, *others).shape[1], queries.shape[0]) if keep else (0,)
+    return owners.new_empty(shape)
 
 
 # The CPU's comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
-TABLE = BackendTable(
-    OP,
-    (
-        Backend("cpu", always, _refuse_cpu, _forward_cpu, _backward_cpu),
-        triton_kernels(OP),
+OP = Op(
+    NAME,
+    inputs=(
+        checked("queries", flagged=True),
+        checked("documents", flagged=True),
+        checked("owners"),
+        checked("query_starts"),
+        checked("query_ends"),
+        checked("document_starts"),
+        checked("document_ends"),
+        checked("document_mask", optional=True),
+    ),
+    options=(flag("pairs"), flag("keep")),
+    outputs=(Output("scores", _make_scores), Output("index", _make_index)),
+    saves=("queries", "documents", "owners", "index"),
+    gradients=("queries", "documents"),
+    chosen_by=("queries",),
+    instead="torch.einsum and amax",
+    backends=(
+        Backend("cpu", always, refuse_native_cpu, _forward_cpu, _backward_cpu),
+        triton_kernels(NAME),
         torch_reference(reference.maxsim_forward, reference.maxsim_backward),
     ),
 )

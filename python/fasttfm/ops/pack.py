@@ -16,17 +16,15 @@ from fasttfm.kernels.pack import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
     Backend,
-    BackendTable,
-    always,
     dtype_name,
-    requested,
+    torch_reference,
     triton_absent,
     triton_interpreted,
 )
-from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, register, unshared
+from fasttfm.ops.declare import LinearOp, checked, converted, indices
+from fasttfm.ops.library import is_plain
 
-OP = "pack"
-_UNPACK = "unpack"
+_PACK, _UNPACK = "pack", "unpack"
 _LARGEST = 2**31 - 1  # number in cu_seqlens
 
 
@@ -53,27 +51,26 @@ def pack(
         ``[total, ...]``, contiguous. Its gradient is ``unpack``'s.
     """
     if not isinstance(x, Tensor):
-        raise checks.bad_type(OP, "x", "a tensor", type(x).__name__)
+        raise checks.bad_type(_PACK, "x", "a tensor", type(x).__name__)
     if x.dim() < 2:
-        raise checks.bad_value(OP, "x", "at least two dimensions", f"shape {tuple(x.shape)}")
+        raise checks.bad_value(_PACK, "x", "at least two dimensions", f"shape {tuple(x.shape)}")
     if (cu_seqlens is None) == (lengths is None):
         raise checks.bad_value(
-            OP, "cu_seqlens", "either cu_seqlens or lengths", "both" if lengths is not None else "none"
+            _PACK, "cu_seqlens", "either cu_seqlens or lengths", "both" if lengths is not None else "none"
         )
     if lengths is not None:
         cu_seqlens = cu_seqlens_from_lengths(lengths, device=x.device)
         if total is None and not isinstance(lengths, Tensor):
             total = sum(lengths)
-    checks.check_cu_seqlens(OP, cu_seqlens, like=x)
+    checks.check_cu_seqlens(_PACK, cu_seqlens, like=x)
     assert cu_seqlens is not None
     if cu_seqlens.shape[0] != x.shape[0] + 1:
         got = f"boundaries of {cu_seqlens.shape[0] - 1}"
-        raise checks.bad_value(OP, "cu_seqlens", f"boundaries of {x.shape[0]} sequences", got)
+        raise checks.bad_value(_PACK, "cu_seqlens", f"boundaries of {x.shape[0]} sequences", got)
     if total is None:
         total = int(cu_seqlens[-1])
-    _check_count(OP, "total", total, most=x.shape[0] * x.shape[1])
-    TABLE.check_name(backend)
-    return _packed(x, cu_seqlens, total, requested(backend))
+    _check_count(_PACK, "total", total, most=x.shape[0] * x.shape[1])
+    return PACK(x, cu_seqlens, total, backend=backend)
 
 
 def unpack(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, backend: str | None = None) -> Tensor:
@@ -95,8 +92,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, backend: str 
         raise checks.bad_value(_UNPACK, "packed", "at least one dimension", "none")
     checks.check_cu_seqlens(_UNPACK, cu_seqlens, like=packed)
     _check_count(_UNPACK, "max_seqlen", max_seqlen, most=_LARGEST)
-    UNPACK_TABLE.check_name(backend)
-    return _unpacked(packed, cu_seqlens, max_seqlen, requested(backend))
+    return UNPACK(packed, cu_seqlens, max_seqlen, backend=backend)
 
 
 def _check_count(op: str, argument: str, value: Any, most: int) -> None:
@@ -175,82 +171,6 @@ def position_ids_from_cu_seqlens(cu_seqlens: Tensor, *, total: int | None = None
     return philox.packed_positions(torch.arange(total, device=cu_seqlens.device), cu_seqlens)[1]
 
 
-# ---- autograd --------------------------------------------------------------------------------------------------------
-
-
-class _Pack(OpFunction):
-    op = OP
-    instead = None
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor, total: int, backend: str | None) -> Tensor:
-        ctx.save_for_backward(*unshared(cu_seqlens))
-        ctx.max_seqlen, ctx.backend = x.shape[1], backend
-        packed: Tensor = _pack_op(x, cu_seqlens, total, backend)
-        return packed
-
-    @staticmethod
-    def backward(ctx: Any, dpacked: Tensor) -> tuple[Tensor, None, None, None]:
-        (cu_seqlens,) = ctx.saved_tensors
-        return _unpacked(dpacked, cu_seqlens, ctx.max_seqlen, ctx.backend), None, None, None
-
-
-class _Unpack(OpFunction):
-    op = _UNPACK
-    instead = None
-
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str | None) -> Tensor:
-        ctx.save_for_backward(*unshared(cu_seqlens))
-        ctx.total, ctx.backend = packed.shape[0], backend
-        x: Tensor = _unpack_op(packed, cu_seqlens, max_seqlen, backend)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
-        (cu_seqlens,) = ctx.saved_tensors
-        return _packed(dx, cu_seqlens, ctx.total, ctx.backend), None, None, None
-
-
-def _packed(x: Tensor, *options: Any) -> Tensor:
-    packed: Tensor = _Pack.apply(x, *options) if needs_gradient(x) else _pack_op(x, *options)
-    return packed
-
-
-def _unpacked(packed: Tensor, *options: Any) -> Tensor:
-    x: Tensor = _Unpack.apply(packed, *options) if needs_gradient(packed) else _unpack_op(packed, *options)
-    return x
-
-
-# ---- torch.library ---------------------------------------------------------------------------------------------------
-
-
-def _pack(x: Tensor, cu_seqlens: Tensor, total: int, backend: str | None) -> Tensor:
-    checks.check_cu_seqlens_values(OP, cu_seqlens, total, longest=x.shape[1], exact=False)
-    packed: Tensor = TABLE.select(backend, x).forward(x, cu_seqlens, total)
-    return packed
-
-
-def _pack_fake(x: Tensor, cu_seqlens: Tensor, total: int, backend: str | None) -> Tensor:
-    return x.new_empty((total, *x.shape[2:]))
-
-
-def _unpack(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str | None) -> Tensor:
-    checks.check_cu_seqlens_values(_UNPACK, cu_seqlens, packed.shape[0], longest=max_seqlen, exact=False)
-    x: Tensor = UNPACK_TABLE.select(backend, packed).forward(packed, cu_seqlens, max_seqlen)
-    return x
-
-
-def _unpack_fake(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, backend: str | None) -> Tensor:
-    return packed.new_empty((cu_seqlens.shape[0] - 1, max_seqlen, *packed.shape[1:]))
-
-
-_pack_op = register("pack(Tensor x, Tensor cu_seqlens, SymInt total, str? backend) -> Tensor", _pack, _pack_fake)
-_unpack_op = register(
-    "unpack(Tensor packed, Tensor cu_seqlens, SymInt max_seqlen, str? backend) -> Tensor", _unpack, _unpack_fake
-)
-
-
 # ---- the native core -------------------------------------------------------------------------------------------------
 
 
@@ -315,15 +235,40 @@ def _refuse_triton(tensor: Tensor, *_: Any) -> str | None:
 
 
 # The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
-TABLE = BackendTable(
-    OP,
-    (
-        Backend("cpu", _native.missing, _refuse_native, _pack_native, _unpack_native),
-        Backend("cuda", _native.missing_cuda, _refuse_cuda, _pack_native, _unpack_native),
-        Backend("triton", triton_absent, _refuse_triton, _pack_triton, _unpack_triton),
-        Backend("reference", always, lambda *_: None, reference.pack, reference.unpack),
-    ),
+_BACKENDS = (
+    Backend("cpu", _native.missing, _refuse_native, _pack_native, _unpack_native),
+    Backend("cuda", _native.missing_cuda, _refuse_cuda, _pack_native, _unpack_native),
+    Backend("triton", triton_absent, _refuse_triton, _pack_triton, _unpack_triton),
+    torch_reference(reference.pack, reference.unpack),
 )
-UNPACK_TABLE = BackendTable(
-    _UNPACK, tuple(replace(b, forward=b.backward, backward=b.forward) for b in TABLE.backends if b.backward is not None)
+
+
+# ---- the declarations ------------------------------------------------------------------------------------------------
+
+
+def _check_packed(x: Tensor, cu_seqlens: Tensor, total: int) -> None:
+    checks.check_cu_seqlens_values(_PACK, cu_seqlens, total, longest=x.shape[1], exact=False)
+
+
+def _check_unpacked(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> None:
+    checks.check_cu_seqlens_values(_UNPACK, cu_seqlens, packed.shape[0], longest=max_seqlen, exact=False)
+
+
+PACK: LinearOp = LinearOp(
+    _PACK,
+    inputs=(checked("x"), indices("cu_seqlens")),
+    options=(converted("total", "SymInt"),),
+    output=lambda x, cu_seqlens, total, *_: x.new_empty((total, *x.shape[2:])),
+    adjoint=lambda dy, shape, _, cu_seqlens, total, backend: UNPACK.apply(dy, cu_seqlens, shape[1], backend),
+    check_values=_check_packed,
+    backends=_BACKENDS,
+)
+UNPACK: LinearOp = LinearOp(
+    _UNPACK,
+    inputs=(checked("packed"), indices("cu_seqlens")),
+    options=(converted("max_seqlen", "SymInt"),),
+    output=lambda x, bounds, max_seqlen, *_: x.new_empty((bounds.shape[0] - 1, max_seqlen, *x.shape[1:])),
+    adjoint=lambda dy, shape, _, cu_seqlens, max_seqlen, backend: PACK.apply(dy, cu_seqlens, shape[0], backend),
+    check_values=_check_unpacked,
+    backends=[replace(backend, forward=backend.backward, backward=backend.forward) for backend in _BACKENDS],
 )

@@ -10,10 +10,10 @@ from torch import Tensor
 from fasttfm.kernels.replaced_token_loss import reference
 from fasttfm.kernels.vocabulary import cross_entropy
 from fasttfm.ops import checks, vocabulary
-from fasttfm.ops.backends import Backend, BackendTable, always, dtype_name, requested
-from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
+from fasttfm.ops.backends import dtype_name, torch_reference
+from fasttfm.ops.declare import Op, checked, indices, wide_like_first
 
-OP = "replaced_token_loss"
+NAME = "replaced_token_loss"
 
 
 def replaced_token_loss(
@@ -47,98 +47,44 @@ def replaced_token_loss(
             loss is NaN: a call never synchronizes with the GPU.
     """
     _check(logits, labels, mask, lengths)
-    vocabulary.check_reduction(OP, reduction, total, like=logits)
-    TABLE.check_name(backend)
+    vocabulary.check_reduction(NAME, reduction, total, like=logits)
     counted = reference.counted_tokens(logits, mask, lengths)
-    asked = requested(backend)
-    apply = needs_gradient(logits)
-    losses: Tensor = (
-        _Losses.apply(logits, labels, counted, asked) if apply else forward_op(logits, labels, counted, asked)
-    )
+    losses: Tensor = OP.apply(logits, labels, counted, backend=backend)
     divisor = cross_entropy.divisor(counted, total, ignore_index=0) if reduction == "mean" else None
     return cross_entropy.reduced(losses, reduction, divisor)
 
 
 def _check(logits: Any, labels: Any, mask: Any, lengths: Any) -> None:
-    checks.check_floating(OP, "logits", logits)
+    checks.check_floating(NAME, "logits", logits)
     if logits.dim() == 0:
-        raise checks.bad_value(OP, "logits", "at least one dimension", "none")
+        raise checks.bad_value(NAME, "logits", "at least one dimension", "none")
     for name, given in (("labels", labels), ("mask", mask)):
         if given is None and name == "mask":
             continue
         if not isinstance(given, Tensor):
-            raise checks.bad_type(OP, name, "a tensor", type(given).__name__)
-        checks.check_shape(OP, name, given, logits.shape)
-        checks.check_device(OP, name, given, like=logits)
+            raise checks.bad_type(NAME, name, "a tensor", type(given).__name__)
+        checks.check_shape(NAME, name, given, logits.shape)
+        checks.check_device(NAME, name, given, like=logits)
     if labels.is_floating_point() or labels.is_complex():
-        raise checks.bad_type(OP, "labels", "a tensor of bool or integers", dtype_name(labels.dtype))
+        raise checks.bad_type(NAME, "labels", "a tensor of bool or integers", dtype_name(labels.dtype))
     if lengths is not None:
-        checks.check_index(OP, "lengths", lengths)
-        checks.check_shape(OP, "lengths", lengths, logits.shape[:-1])
-        checks.check_device(OP, "lengths", lengths, like=logits)
+        checks.check_index(NAME, "lengths", lengths)
+        checks.check_shape(NAME, "lengths", lengths, logits.shape[:-1])
+        checks.check_device(NAME, "lengths", lengths, like=logits)
 
 
-class _Losses(OpFunction):
-    op = OP
-    instead = "torch.nn.functional.binary_cross_entropy_with_logits"
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, counted: Tensor, backend: str | None) -> Tensor:
-        ctx.save_for_backward(logits, *unshared(labels), counted)
-        ctx.backend = backend
-        losses: Tensor = forward_op(logits, labels, counted, backend)
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor, None, None, None]:
-        return backward_op(dlosses, *ctx.saved_tensors, ctx.backend), None, None, None
-
-
-# ---- torch.library ---------------------------------------------------------------------------------------------------
-
-
-def _forward(logits: Tensor, labels: Tensor, counted: Tensor, backend: str | None) -> Tensor:
+def _check_values(logits: Tensor, labels: Tensor, counted: Tensor) -> None:
     if labels.dtype != torch.bool:
-        vocabulary.check_values(OP, "labels", torch.where(counted, labels, 0), 2)
-    losses: Tensor = TABLE.select(backend, logits).forward(logits, labels, counted)
-    return losses
+        vocabulary.check_values(NAME, "labels", torch.where(counted, labels, 0), 2)
 
 
-def _forward_fake(logits: Tensor, labels: Tensor, counted: Tensor, backend: str | None) -> Tensor:
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return torch.empty_like(logits, dtype=dtype)
-
-
-def _backward(dlosses: Tensor, logits: Tensor, labels: Tensor, counted: Tensor, backend: str | None) -> Tensor:
-    dlogits: Tensor = TABLE.select(backend, logits).backward(dlosses, logits, labels, counted)
-    return dlogits
-
-
-def _backward_fake(dlosses: Tensor, logits: Tensor, labels: Tensor, counted: Tensor, backend: str | None) -> Tensor:
-    return torch.empty_like(logits)
-
-
-forward_op = register(
-    "replaced_token_loss_forward(Tensor logits, Tensor labels, Tensor counted, str? backend) -> Tensor",
-    _forward,
-    _forward_fake,
-)
-backward_op = register(
-    "replaced_token_loss_backward(Tensor dlosses, Tensor logits, Tensor labels, Tensor counted, str? backend)"
-    " -> Tensor",
-    _backward,
-    _backward_fake,
-)
-
-TABLE = BackendTable(
-    OP,
-    (
-        Backend(
-            "reference",
-            always,
-            lambda *_: None,
-            reference.replaced_token_loss_forward,
-            reference.replaced_token_loss_backward,
-        ),
-    ),
+OP = Op(
+    NAME,
+    inputs=(checked("logits"), indices("labels"), checked("counted")),
+    outputs=(wide_like_first("losses"),),
+    saves=("logits", "labels", "counted"),
+    gradients=("logits",),
+    instead="torch.nn.functional.binary_cross_entropy_with_logits",
+    check_values=_check_values,
+    backends=(torch_reference(reference.replaced_token_loss_forward, reference.replaced_token_loss_backward),),
 )

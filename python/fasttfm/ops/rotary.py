@@ -12,18 +12,10 @@ from fasttfm import _native
 from fasttfm.kernels.common.rows import contiguous_like
 from fasttfm.kernels.rotary import reference
 from fasttfm.ops import checks
-from fasttfm.ops.backends import (
-    Backend,
-    BackendTable,
-    refuse_native_cpu,
-    refuse_triton,
-    requested,
-    torch_reference,
-    triton_absent,
-)
-from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
+from fasttfm.ops.backends import Backend, refuse_native_cpu, refuse_triton, torch_reference, triton_absent
+from fasttfm.ops.declare import LinearOp, checked, converted, flag, indices
 
-OP = "rotary"
+NAME = "rotary"
 
 
 def rotary(
@@ -58,21 +50,20 @@ def rotary(
         ``x``'s shape and type, contiguous. Arithmetic is fp32, rounded once.
     """
     _check(x, cos, sin, positions, interleaved, turned_heads)
-    TABLE.check_name(backend)
     turned = x.shape[-2] if turned_heads is None else turned_heads
-    return _turned(x, cos, sin, positions, interleaved, turned, False, requested(backend))
+    return OP(x, cos, sin, positions, interleaved, turned, False, backend=backend)
 
 
 def _check(x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, turned_heads: Any) -> None:
-    checks.check_floating(OP, "x", x)
+    checks.check_floating(NAME, "x", x)
     if x.dim() < 3 or 0 in x.shape[-2:]:
-        raise checks.bad_value(OP, "x", "shape [..., S, H, D] or [T, H, D]", f"shape {tuple(x.shape)}")
-    check_tables(OP, x, x.shape, cos, sin, positions, interleaved)
+        raise checks.bad_value(NAME, "x", "shape [..., S, H, D] or [T, H, D]", f"shape {tuple(x.shape)}")
+    check_tables(NAME, x, x.shape, cos, sin, positions, interleaved)
     if turned_heads is not None:
         if isinstance(turned_heads, bool) or not isinstance(turned_heads, (int, torch.SymInt)):
-            raise checks.bad_type(OP, "turned_heads", "an integer", type(turned_heads).__name__)
+            raise checks.bad_type(NAME, "turned_heads", "an integer", type(turned_heads).__name__)
         if not 0 <= turned_heads <= x.shape[-2]:
-            raise checks.bad_value(OP, "turned_heads", f"0 to x's {x.shape[-2]} heads", turned_heads)
+            raise checks.bad_value(NAME, "turned_heads", f"0 to x's {x.shape[-2]} heads", turned_heads)
 
 
 def check_tables(
@@ -107,60 +98,6 @@ def check_positions(op: str, positions: Tensor | None, cos: Tensor) -> None:
         if least < 0 or most >= cos.shape[0]:
             expected = f"numbers in [0, {cos.shape[0]}), the rows of cos"
             raise checks.bad_value(op, "positions", expected, least if least < 0 else most)
-
-
-def _turned(x: Tensor, *options: Any) -> Tensor:
-    y: Tensor = _Rotary.apply(x, *options) if needs_gradient(x) else rotary_op(x, *options)
-    return y
-
-
-class _Rotary(OpFunction):
-    op = OP
-    instead = None
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        interleaved: bool,
-        turned_heads: int,
-        inverse: bool,
-        backend: str | None,
-    ) -> Tensor:
-        ctx.save_for_backward(cos, sin, *unshared(positions))
-        ctx.options = (interleaved, turned_heads, not inverse, backend)
-        y: Tensor = rotary_op(x, cos, sin, positions, interleaved, turned_heads, inverse, backend)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _turned(dy, *ctx.saved_tensors, *ctx.options), None, None, None, None, None, None, None
-
-
-# ---- torch.library ---------------------------------------------------------------------------------------------------
-
-
-def _forward(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, *options: Any) -> Tensor:
-    interleaved, turned_heads, inverse, asked = options
-    check_positions(OP, positions, cos)
-    chosen = TABLE.select(asked, x, interleaved)
-    y: Tensor = chosen.forward(x, cos, sin, positions, interleaved, turned_heads, inverse)
-    return y
-
-
-def _forward_fake(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-rotary_op = register(
-    "rotary(Tensor x, Tensor cos, Tensor sin, Tensor? positions, bool interleaved, SymInt turned_heads, bool inverse,"
-    " str? backend) -> Tensor",
-    _forward,
-    _forward_fake,
-)
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------
@@ -205,12 +142,27 @@ def _refuse_triton(x: Tensor, interleaved: bool = False) -> str | None:
     return refuse_triton(x)
 
 
-# The gradient is the inverse rotation: the forward with negated angles.
-TABLE = BackendTable(
-    OP,
-    (
+# ---- the declaration -------------------------------------------------------------------------------------------------
+
+
+def _rotate_back(dy: Tensor, shape: Any, dtype: Any, *others: Any) -> Tensor:
+    """The gradient is the inverse rotation: the forward with negated angles."""
+    *given, inverse, backend = others
+    return OP.apply(dy, *given, not inverse, backend)
+
+
+OP = LinearOp(
+    NAME,
+    inputs=(checked("x"), checked("cos"), checked("sin"), indices("positions", optional=True)),
+    options=(flag("interleaved"), converted("turned_heads", "SymInt"), flag("inverse")),
+    output=lambda x, *_: x.new_empty(x.shape),
+    adjoint=_rotate_back,
+    chosen_by=("interleaved",),
+    check_values=lambda x, cos, sin, positions, *_: check_positions(NAME, positions, cos),
+    backends=(
         Backend("cpu", _native.missing, _refuse_cpu, _native_rotary, _native_rotary),
         Backend("triton", triton_absent, _refuse_triton, _triton_rotary, _triton_rotary),
         torch_reference(reference.rotary, reference.rotary),
     ),
 )
+rotary_op = OP.forward  # for ops that are made of others

@@ -172,8 +172,8 @@ def _forward_cpu(
 TABLE = BackendTable(
     OP,
     (
-        Backend("cpu", always, lambda logits, *_: refuse_native_cpu(logits), _then_advance(_forward_cpu)),
-        Backend("triton", triton_absent, lambda logits, *_: refuse_triton(logits), _forward_triton),
+        Backend("cpu", always, refuse_native_cpu, _then_advance(_forward_cpu)),
+        Backend("triton", triton_absent, refuse_triton, _forward_triton),
         Backend("reference", always, lambda *_: None, _then_advance(reference.sample_tokens)),
     ),
 )

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.ops import gelu_product, linear
+from fasttfm.ops.attention import AttentionProblem
 from fasttfm.ops.attention import backward_op as attention_backward_op
 from fasttfm.ops.attention import forward_op as attention_forward_op
 from fasttfm.ops.attention import qkv_backward_op as attention_qkv_backward_op
@@ -368,10 +369,17 @@ def attention_options(
 ) -> tuple[Any, ...]:
     """The arguments of attention's registered ops after q, k and v. ``head_dim`` is smaller than qkv's if heads are
     padded with zeros."""
-    window = (options.window_left, options.window_right)
-    scale, p = (head_dim or qkv.shape[-1]) ** -0.5, 0.0 if seed is None else options.attention_p
-    bounds = (options.max_seqlen, options.max_seqlen)
-    return cu_seqlens, None, None, None, None, None, seed, *bounds, *window, scale, p, options.backend
+    problem = AttentionProblem(
+        cu_seqlens=cu_seqlens,
+        seed=seed,
+        max_seqlen=options.max_seqlen,
+        max_seqlen_k=options.max_seqlen,
+        window_left=options.window_left,
+        window_right=options.window_right,
+        scale=(head_dim or qkv.shape[-1]) ** -0.5,
+        p=0.0 if seed is None else options.attention_p,
+    )
+    return *problem, options.backend
 
 
 def _in_type(given: BlockParameters, dtype: torch.dtype, *, copies: bool = False) -> BlockParameters:

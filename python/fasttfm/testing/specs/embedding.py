@@ -332,12 +332,12 @@ def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, t
     dtype = inputs.get("dtype", inputs["word_table"].dtype)
     y, statistics = reference.embedding_forward(tables, indices, *tensors[6:], layer_norm, 1e-5, p, dtype)
     wanted = [tensor is not None for tensor in (*tables, *tensors[7:9])]
+    *others, seed = tensors
+    padding_idx = options.get("padding_idx")
+    numbers = (layer_norm, p, padding_idx, dtype, *wanted, None)
     return [
-        (torch.ops.fasttfm.embedding_forward.default, (*tensors, layer_norm, 1e-5, p, dtype, None)),
-        (
-            torch.ops.fasttfm.embedding_backward.default,
-            (torch.ones_like(y), *tensors, statistics, layer_norm, p, options.get("padding_idx"), wanted, None),
-        ),
+        (torch.ops.fasttfm.embedding_forward.default, (*tensors, layer_norm, 1e-5, p, dtype, padding_idx, None)),
+        (torch.ops.fasttfm.embedding_backward.default, (torch.ones_like(y), *others, statistics, seed, *numbers)),
     ]
 
 
