@@ -509,7 +509,12 @@ class Session:
                 print(
                     f"spread     learning rate {rate}: {spread['score']} {middle} ({each['min']:.3f}-{each['max']:.3f})"
                 )
-        files = sorted(path.name for path in output.iterdir() if path.suffix in (".tsv", ".csv", ".conll", ".png"))
+        kinds = (".tsv", ".csv", ".conll", ".png")
+        files = sorted(
+            path.name
+            for path in output.iterdir()
+            if path.suffix in kinds or path.name.endswith(("predictions.json", "predictions.jsonl"))
+        )
         print(f"output     {output} ({', '.join([*files, METRICS])} and the model)")
 
 

@@ -53,25 +53,31 @@ def draw_explanation(graph: ConceptGraph, example: Any, found: ChosenAnswer, pat
     panel.set_ylim(-0.08, 1.08)
     if not best:
         panel.text(0.5, 0.5, "no path connects the question with this answer", ha="center")
-    for (head, relation, tail), weight in _edges(graph, best).items():
-        _draw_edge(panel, places[head], places[tail], relation, weight)
     ends = {each.path.concepts[0]: "question" for each in best} | {each.path.concepts[-1]: "answer" for each in best}
+    boxes = {}
     for concept, (x, y) in places.items():
         colour = _COLOURS[ends.get(concept, "")]
         box = {"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#666666"}
-        panel.text(x, y, graph.concepts[concept].replace("_", " "), ha="center", va="center", bbox=box, zorder=3)
+        name = graph.concepts[concept].replace("_", " ")
+        boxes[concept] = panel.text(x, y, name, ha="center", va="center", bbox=box, zorder=1).get_bbox_patch()
+    for (head, relation, tail), weight in _edges(graph, best).items():
+        _draw_edge(panel, (places[head], boxes[head]), (places[tail], boxes[tail]), f"{relation} {weight:.2f}", weight)
     with atomic_write(path) as partial:
         figure.savefig(partial, dpi=110, format="png", bbox_inches="tight")
     pyplot.close(figure)
 
 
-def _draw_edge(panel: Any, head: tuple[float, float], tail: tuple[float, float], name: str, weight: float) -> None:
-    """Draws a relation of the graph as an arrow from head to tail, with its name and weight."""
-    line = {"arrowstyle": "-|>", "color": "#30506f", "linewidth": 0.8 + 5 * weight, "alpha": 0.35 + 0.6 * weight}
-    panel.annotate("", xy=tail, xytext=head, arrowprops={**line, "shrinkA": 26, "shrinkB": 26}, zorder=1)
-    x, y = (head[0] + tail[0]) / 2, (head[1] + tail[1]) / 2
+def _draw_edge(panel: Any, head: tuple[Any, Any], tail: tuple[Any, Any], name: str, weight: float) -> None:
+    """Draws a relation of the graph as an arrow between the boxes of two concepts, each given by its position and its
+    box, with a label above. Boxes are drawn first (``zorder``): only then their edges are known, where arrows end."""
+    style = {"arrowstyle": "-|>", "color": "#30506f", "linewidth": 0.8 + 4 * weight, "alpha": 0.35 + 0.6 * weight}
+    (begin, first), (end, last) = head, tail
+    arrow = {**style, "patchA": first, "patchB": last, "shrinkA": 2, "shrinkB": 2, "mutation_scale": 10 + 12 * weight}
+    panel.annotate("", xy=end, xytext=begin, arrowprops=arrow, zorder=2)
+    middle = ((begin[0] + end[0]) / 2, (begin[1] + end[1]) / 2)
+    text = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "#30506f", "zorder": 3}
     background = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
-    panel.text(x, y, f"{name} {weight:.2f}", ha="center", va="center", fontsize=8, color="#30506f", bbox=background)
+    panel.annotate(name, middle, xytext=(0, 4), textcoords="offset points", bbox=background, **text)
 
 
 def _edges(graph: ConceptGraph, paths: Sequence[WeightedPath]) -> dict[tuple[int, str, int], float]:
