@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -184,7 +185,7 @@ def _cell(value: Any) -> str:
 
 
 def draw(experiment: Experiment, rows: Sequence[Row], path: Path) -> None:
-    """A panel for each plotted column: bars, or curves over ``x``."""
+    """A panel for each plotted column: bars or points with their numbers, or curves over ``x``."""
     try:
         import matplotlib
     except ImportError:
@@ -192,26 +193,51 @@ def draw(experiment: Experiment, rows: Sequence[Row], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(
-        1, len(experiment.plotted), figsize=(5 * len(experiment.plotted), 4), squeeze=False
-    )
+    count = len(experiment.plotted)
+    figure, panels = pyplot.subplots(1, count, figsize=(4 * count + 1.5, 4), squeeze=False, sharey=experiment.x is None)
     for panel, column in zip(panels[0], experiment.plotted, strict=True):
         panel.set_title(column.replace("_", " "))
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y" if experiment.x else "x", alpha=0.25)
         if experiment.x is None:
-            values = [row[column] for row in rows]
-            panel.barh([str(row[experiment.label]) for row in rows], values, color="tab:blue")
-            panel.invert_yaxis()
-            spread = max(values) - min(values)
-            panel.set_xlim(left=max(0, min(values) - spread) if spread else None)
+            _draw_values(panel, [str(row[experiment.label]) for row in rows], [row[column] for row in rows])
         else:
             _draw_curves(panel, experiment, rows, column)
+    if experiment.x is None:
+        panels[0][0].invert_yaxis()
     figure.suptitle(experiment.title)
     figure.tight_layout()
     with atomic_write(path) as partial:
         figure.savefig(partial, dpi=110, format="png")
     pyplot.close(figure)
+
+
+def _draw_values(panel: Any, names: Sequence[str], values: Sequence[float]) -> None:
+    """Bars from 0, or points where the values are so near to each other that bars would look alike."""
+    known = [value for value in values if math.isfinite(value)]
+    smallest, largest = min(known), max(known)
+    spread = largest - smallest
+    if smallest > 2 * spread > 0:
+        panel.plot(values, names, "o", color="tab:blue")
+        panel.set_xlim(smallest - spread / 2, largest + spread)
+    else:
+        panel.barh(names, [value if math.isfinite(value) else 0 for value in values], color="tab:blue")
+        panel.set_xlim(0, 1.3 * largest or 1)
+    for name, value in zip(names, values, strict=True):
+        text = "none" if not math.isfinite(value) else _short(value)
+        place = value if math.isfinite(value) else panel.get_xlim()[0]
+        panel.annotate(text, (place, name), xytext=(6, 0), textcoords="offset points", va="center", fontsize=9)
+    panel.set_ylim(-0.6, len(names) - 0.4)
+    panel.locator_params(axis="x", nbins=4)
+    panel.xaxis.set_major_formatter(lambda value, _: _short(value))
+
+
+def _short(value: float) -> str:
+    """A number in few characters: 1.2M, 48.8k, 0.583."""
+    for unit, letter in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.4g}"
 
 
 def _draw_curves(panel: Any, experiment: Experiment, rows: Sequence[Row], column: str) -> None:

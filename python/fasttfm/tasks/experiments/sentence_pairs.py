@@ -45,5 +45,5 @@ EXPERIMENT = Experiment(
     accuracies of a few points are within the noise of one seed.""",
     run,
     label="objective",
-    plotted=("masked_lm_loss", "pair_accuracy", "choice_accuracy"),
+    plotted=("masked_lm_loss", "sentence_loss", "pair_accuracy", "choice_accuracy"),
 )
