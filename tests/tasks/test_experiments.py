@@ -12,7 +12,7 @@ import torch
 from fasttfm import models
 from fasttfm.cli.main import main
 from fasttfm.tasks.experiments import shots
-from fasttfm.tasks.experiments.lab import Lab, _draw_values, table
+from fasttfm.tasks.experiments.lab import Lab, _draw_values, parameters, table
 from fasttfm.tasks.experiments.registry import EXPERIMENTS
 from fasttfm.tasks.experiments.replaced_tokens import AllTokensMLM, MaskedDetection, ReplaceMLM
 
