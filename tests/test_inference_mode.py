@@ -58,7 +58,9 @@ def test_copies_of_parameters_can_be_written_and_trained_with() -> None:
         copy = weight_copies.copy_of(parameter, torch.float16)
     assert copy is not None
     assert not copy.is_inference()
-    weight_copies.written([parameter], [entry])
+    step = weight_copies.StepCopies([parameter], own=True)
+    step.find(captured=False, moved=True)
+    step.written()
 
 
 SIZES = {

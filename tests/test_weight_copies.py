@@ -141,10 +141,74 @@ def test_a_captured_step_withdraws_what_it_does_not_write() -> None:
     assert to_write(stale) is None  # for good
 
 
+CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "counted": nn.init.ones_,
+    "forgotten": lambda p: weight_copies.forget([p]),
+    "refreshed": lambda p: weight_copies.refresh(HELD, everything=True),
+    "another type": lambda p: weight_copies.copy_of(p, torch.float16),
+    "enrolled": lambda p: HELD.extend(weight_copies.enroll([nn.Parameter(torch.ones(2))])),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_steps_look_copies_up_again_after_a_change(name: str) -> None:
+    parameter, found = with_copy()
+    other = nn.Parameter(torch.randn(3))
+    HELD.extend(weight_copies.enroll([other]))
+    step = weight_copies.StepCopies([other, parameter], own=True)
+    copies = step.find(captured=False, moved=True)
+    assert copies is not None
+    assert copies[0] is None
+    assert copies[1] is found
+    step.written()
+    assert weight_copies.copy_of(parameter, BF16) is found
+    assert step.find(captured=False, moved=False) is None
+    step.written()
+    assert weight_copies.copy_of(parameter, BF16) is found  # its version is noted
+    CHANGES[name](parameter)
+    copies = step.find(captured=False, moved=False)
+    assert copies is not None
+    assert copies[1] is not None
+    assert torch.equal(copies[1].float(), parameter.to(copies[1].dtype).float())
+    step.written()
+    assert weight_copies.copy_of(other, BF16) is None  # requested now
+    copies = step.find(captured=False, moved=False)
+    assert copies is not None
+    assert copies[0] is not None
+
+
+def test_a_parameter_that_has_moved_is_copied_again() -> None:
+    parameter, found = with_copy()
+    step = weight_copies.StepCopies([parameter], own=True)
+    step.find(captured=False, moved=True)
+    step.written()
+    parameter.data = torch.zeros(4, 6)
+    copies = step.find(captured=False, moved=True)
+    assert copies is not None
+    assert copies[0] is found
+    assert not found.any()
+
+
+def test_entries_of_others_are_not_held() -> None:
+    parameter, found = with_copy()
+    step = weight_copies.StepCopies([parameter], own=False)
+    for _ in range(2):
+        copies = step.find(captured=False, moved=False)
+        assert copies is not None
+        assert copies[0] is found
+        step.written()
+    gone = weakref.ref(found)
+    del found, copies
+    HELD.clear()
+    assert gone() is None
+
+
 def test_a_backward_notices_that_a_copy_has_changed() -> None:
     parameter, found = with_copy()
     y = (torch.ones(3, 6, dtype=BF16, requires_grad=True) @ found.t()).sum()
-    weight_copies.written([parameter], weight_copies.entries_of([parameter]))
+    step = weight_copies.StepCopies([parameter], own=True)
+    step.find(captured=False, moved=False)
+    step.written()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fasttfm import _native
 from fasttfm.ops import weight_copies
 from fasttfm.ops.library import PLAIN_TENSORS
-from fasttfm.ops.weight_copies import Entry
+from fasttfm.ops.weight_copies import Entry, StepCopies
 
 # kernels/adamw/op.h: AdamWTensor and AdamWGroup
 _ADDRESSES = ("parameter", "exp_avg", "exp_avg_sq", "step", "gradient", "copy")
@@ -146,20 +146,20 @@ class AdamW(torch.optim.AdamW):
         states = self._states(given)
         table.take_addresses(states)
         memory = table.take_gradients(given.gradients, norm=self.max_norm is not None)
-        entries = table.take_copies(captured=torch.cuda.is_current_stream_capturing())
+        table.take_copies(captured=torch.cuda.is_current_stream_capturing())
         table.take_groups(given.groups)
         scale, found_inf = (
             None if value is None else value.to(table.device, torch.float32, non_blocking=True)
             for value in (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         )
         _native.core().adamw_step_cuda(**table.fields(memory, self.max_norm, scale, found_inf))
-        weight_copies.written(table.parameters, entries)
+        table.step_copies.written()
         self.last_norm = memory.norm
 
     def _table_of(self, given: _Given) -> _Table:
         """The table of the previous step, if the same parameters have gradients; otherwise a new one."""
         if self._table is None or not self._table.is_of(given):
-            self._table = _Table(given)
+            self._table = _Table(given, enrolled=self.weight_copies)
         return self._table
 
     def _step_cpu(self, given: _Given) -> None:
@@ -339,7 +339,7 @@ class _Memory(NamedTuple):
 class _Table:
     """The kernel's table of parameters, kept between steps: addresses that have not changed are not written again."""
 
-    def __init__(self, given: _Given) -> None:
+    def __init__(self, given: _Given, *, enrolled: bool) -> None:
         core, count, groups = _native.core(), len(given.parameters), len(given.groups)
         self.parameters, self.counts = given.parameters, given.counts
         self.device, self.index = self.parameters[0].device, self.parameters[0].get_device()
@@ -355,6 +355,8 @@ class _Table:
         self.addresses = np.zeros((1 + len(_STATES), count), np.int64)  # of parameters and states, as checked
         self.found = np.zeros_like(self.addresses)  # as they are now
         self.gradients = np.zeros(count, np.int64)
+        self.moved = True  # whether something is not where it was in the step before
+        self.step_copies = StepCopies(self.parameters, own=enrolled)
         self.copies: list[tuple[int, int]] = []  # addresses and dtype codes
 
     def is_of(self, given: _Given) -> bool:
@@ -362,9 +364,10 @@ class _Table:
 
     def take_addresses(self, states: list[dict[str, Tensor]]) -> None:
         """Writes the addresses of parameters and states. They are checked if they differ from the previous step's."""
-        tensors = [*self.parameters, *(state[name] for name in _STATES for state in states)]
+        tensors = [*self.parameters, *[state[name] for name in _STATES for state in states]]
         _write_addresses(tensors, self.found)
-        if np.array_equal(self.found, self.addresses):
+        self.moved = not np.array_equal(self.found, self.addresses)
+        if not self.moved:
             return
         if (reason := refusal(self.parameters)) is not None:
             raise ValueError(f"AdamW: {reason}; torch.optim.AdamW supports others")
@@ -397,17 +400,15 @@ class _Table:
             gradients,
         )
 
-    def take_copies(self, *, captured: bool) -> list[Entry | None]:
+    def take_copies(self, *, captured: bool) -> None:
         """The copies that the step writes, up to date before it."""
-        entries = weight_copies.entries_of(self.parameters, unrequested=captured)
-        places = [(0, 0)] * len(entries)
-        for index, entry in enumerate(entries):
-            if entry is not None and (copy := entry.to_write(self.parameters[index], captured=captured)) is not None:
-                places[index] = _native.address(copy), _native.DTYPE_CODES[copy.dtype]
+        found = self.step_copies.find(captured=captured, moved=self.moved)
+        if found is None:
+            return
+        places = [(0, 0) if copy is None else (copy.data_ptr(), _native.DTYPE_CODES[copy.dtype]) for copy in found]
         if places != self.copies:
             self.tensors["copy"], self.tensors["copy_dtype"] = zip(*places, strict=True)
             self.copies = places
-        return entries
 
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
         for index, group in enumerate(groups):

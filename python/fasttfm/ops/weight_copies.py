@@ -12,10 +12,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+
+class _Changes:
+    """Counts the changes of entries, except that steps note the versions of what they have written."""
+
+    count = 0
 
 
 class Entry:
@@ -45,6 +51,7 @@ class Entry:
         ready = self.copy is not None and self.copy.dtype == self.wanted and self.is_fresh(parameter)
         if captured and not ready:
             self.barred, self.copy = True, None
+            _Changes.count += 1
         elif self.wanted is not None and not ready:
             _write(self, parameter)
         return self.copy
@@ -76,6 +83,7 @@ def enroll(parameters: Iterable[Tensor]) -> list[Entry]:
             if entry is None or entry.reference() is not each:
                 entry = Entry(each)
                 _entries[key] = weakref.ref(entry, functools.partial(_gone, key))
+                _Changes.count += 1
             found.append(entry)
     return found
 
@@ -84,10 +92,11 @@ def _gone(key: int, held: weakref.ref[Entry]) -> None:
     """The entry was released, and its slot may be reused."""
     if _entries.get(key) is held:
         del _entries[key]
+        _Changes.count += 1
 
 
 def entries_of(parameters: Iterable[Tensor], *, unrequested: bool = True) -> list[Entry | None]:
-    """The entries of those that are enrolled, for ``written``.
+    """The entries of those that are enrolled, for steps.
 
     Args:
         unrequested: Whether to include those of which no forward has requested a copy.
@@ -102,16 +111,54 @@ def forget(parameters: Iterable[Tensor]) -> None:
     for each in parameters:
         if (entry := _entry(each)) is not None:
             entry.version = -1
+            _Changes.count += 1
 
 
-def written(parameters: Sequence[Tensor], entries: Sequence[Entry | None]) -> None:
-    """Records that a step has changed the parameters and written the copies of their ``entries``."""
-    found = [(entry, each) for entry, each in zip(entries, parameters, strict=True) if entry is not None]
-    copies = [entry.copy for entry, _ in found if entry.copy is not None]
-    torch.autograd.graph.increment_version([*parameters, *copies])
-    for entry, parameter in found:
-        if entry.copy is not None:
-            entry.note(parameter)
+class StepCopies:
+    """The copies that the steps over some parameters write. While no entry and no version has changed since the step
+    before, they are the same and up to date, and nothing is looked up.
+
+    Args:
+        own: Whether the optimizer has enrolled the parameters. Otherwise others hold the entries, and nothing is kept.
+    """
+
+    def __init__(self, parameters: list[Tensor], *, own: bool) -> None:
+        self._parameters, self._own = parameters, own
+        self._copied: list[tuple[Entry, Tensor]] = []  # the entries with a copy, and their parameters
+        self._counted: list[Tensor] = []  # the parameters and the copies
+        self._known: tuple[int, list[int]] | None = None  # changes and versions after the step before
+
+    def find(self, *, captured: bool, moved: bool) -> list[Tensor | None] | None:
+        """The copy of each parameter, up to date, or None; None instead of all if they are those of the step before.
+
+        Args:
+            captured: Whether a CUDA graph will hold the step.
+            moved: Whether a parameter may be at another address than in the step before.
+        """
+        if not (captured or moved) and self._known is not None and self._known == self._state():
+            return None
+        entries = entries_of(self._parameters, unrequested=captured)
+        found = [
+            None if entry is None else entry.to_write(each, captured=captured)
+            for entry, each in zip(entries, self._parameters, strict=True)
+        ]
+        triples = zip(entries, self._parameters, found, strict=True)
+        self._copied = [(entry, each) for entry, each, copy in triples if entry is not None and copy is not None]
+        self._counted = [*self._parameters, *(copy for copy in found if copy is not None)]
+        return found
+
+    def written(self) -> None:
+        """A step has changed the parameters, and written the copies."""
+        torch.autograd.graph.increment_version(self._counted)
+        changes, versions = self._state()
+        for (entry, _), version in zip(self._copied, versions, strict=True):
+            entry.version = version
+        self._known = (changes, versions) if self._own else None
+        if not self._own:
+            self._copied, self._counted = [], []
+
+    def _state(self) -> tuple[int, list[int]]:
+        return _Changes.count, [each._version for _, each in self._copied]
 
 
 def refresh(entries: Iterable[Entry], *, everything: bool = False) -> None:
@@ -132,6 +179,7 @@ def _write(entry: Entry, parameter: Tensor) -> None:
     else:
         copy.copy_(parameter)
     entry.note(parameter)
+    _Changes.count += 1
 
 
 # ---- for forwards ----------------------------------------------------------------------------------------------------
@@ -142,6 +190,8 @@ def copy_of(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
     entry = _entry(parameter)
     if entry is None:
         return None
-    entry.wanted = dtype
+    if entry.wanted != dtype:
+        entry.wanted = dtype
+        _Changes.count += 1
     copy = entry.copy
     return copy if copy is not None and copy.dtype == dtype and entry.is_fresh(parameter) else None
