@@ -6,9 +6,13 @@ import csv
 import importlib
 import re
 import runpy
+import shlex
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
+
+from fasttfm.cli.main import COMMANDS, parser_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
@@ -105,6 +109,34 @@ def test_every_op_has_its_chart_on_its_page() -> None:
     for page in ROOT.glob("docs/ops/*.md"):
         if page.stem in charts:
             assert charts[page.stem].name in page.read_text(), f"{page.name} does not show {charts[page.stem].name}"
+
+
+def _commands(text: str) -> list[str]:
+    """The lines of a page's code blocks that call the command line."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line for language, block in blocks if not language for line in block.replace("\\\n", " ").splitlines()]
+    found = [re.search(r"(?:^|\| |-m )fasttfm ([a-z].*)$", line) for line in lines]
+    return [match[1].partition(" < ")[0] for match in found if match and "..." not in match[1]]
+
+
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    return parser_of({name: importlib.import_module(module) for name, module in COMMANDS.items()})[0]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if _commands(page.read_text())], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_printed_commands_have_arguments_that_exist(page: Path, parser: ArgumentParser) -> None:
+    for command in _commands(page.read_text()):
+        parser.parse_args(shlex.split(command, comments=True))  # exits with the reason
+
+
+def test_a_command_with_an_argument_that_does_not_exist_is_found(parser: ArgumentParser) -> None:
+    text = "```\nfasttfm finetune classify --model DIR --task qa\nmake demo\n```\n"
+    assert _commands(text) == ["finetune classify --model DIR --task qa"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(shlex.split(_commands(text)[0]))
 
 
 @pytest.mark.parametrize("module", ["ops", "nn", "models"])

@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
         "info",
         help="check whether this machine runs fast; list versions, devices and backends",
         description="Says whether this machine runs fast and, if not, what to do. Then lists versions, devices, and\n"
-        "the backends of every op, with the reason if one is unavailable.\n\n  fasttfm info",
+        "the backends of every op: yes, no with the reason, or - if the op has no such backend.\n\n  fasttfm info",
         formatter_class=Formatter,
     )
 
@@ -136,12 +136,14 @@ def _threads() -> str:
 
 
 def backend_table(ops: Mapping[str, BackendTable]) -> str:
-    """Op by backend: "yes", or "no" with the number of the reason, and the reasons below."""
+    """Op by backend: "yes", "-" if the op has no such backend, or "no" with the number of a reason, which follows."""
     columns = sorted({name for table in ops.values() for name in table.names}, key=_column_order)
     reasons: list[str] = []
 
     def cell(absent: Callable[[], str | None] | None) -> str:
-        reason = "the op has no such backend" if absent is None else absent()
+        if absent is None:
+            return "-"
+        reason = absent()
         if reason is None:
             return "yes"
         if reason not in reasons:
@@ -152,12 +154,8 @@ def backend_table(ops: Mapping[str, BackendTable]) -> str:
     for op, table in sorted(ops.items()):
         absent = {backend.name: backend.absent for backend in table.backends}
         rows.append((op, *(cell(absent.get(name)) for name in columns)))
-    width = max(12, *(len(row[0]) for row in rows))
-    widths = [max(10, *map(len, column)) for column in list(zip(*rows, strict=True))[1:]]
-    lines = [
-        f"  {op:<{width}} " + " ".join(f"{text:<{size}}" for text, size in zip(cells, widths, strict=True))
-        for op, *cells in rows
-    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  " + "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)) for row in rows]
     lines += [f"  [{number}] {reason}" for number, reason in enumerate(reasons, 1)]
     return "\n".join(line.rstrip() for line in lines)
 

@@ -7,7 +7,8 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from fasttfm._version import __version__
 from fasttfm.cli.options import Formatter, in_words
@@ -35,9 +36,9 @@ COMMANDS = {
 }
 _EXAMPLES = """
 examples:
-  fasttfm info                                                    is everything installed, and is it fast here?
-  fasttfm pretrain gpt2 --steps 200 --output run                  pre-train a small GPT-2 on the shipped text
-  fasttfm generate --model run --prompt "The state of"            continue a text
+  fasttfm info                                              is everything installed, and does it run fast here?
+  fasttfm pretrain gpt2 --set n_embd=128 n_layer=2 n_head=4 --output run    pre-train a tiny GPT-2 on the shipped text
+  fasttfm generate --model run --prompt "The state of" --temperature 0.8    continue a text with it
   fasttfm finetune --task classify --model bert-base-uncased --data reviews/ --output classifier
   fasttfm predict --model classifier --data new.txt --output labels.csv
 
@@ -45,9 +46,8 @@ examples:
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status. A wrong argument exits with 2 and a sentence on stderr; a file
-    or directory that cannot be read or written with 1, and an interruption with 130."""
+def parser_of(modules: Mapping[str, Any]) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The command line with the commands of these modules, and the parser of each command."""
     parser = argparse.ArgumentParser(
         prog="fasttfm",
         description="Trains, evaluates and uses transformers on fused kernels.",
@@ -56,17 +56,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fasttfm {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for module in modules.values():
+        module.add_parser(commands)
+    return parser, commands.choices
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit status. A wrong argument exits with 2 and a sentence on stderr; a file
+    or directory that cannot be read or written with 1, and an interruption with 130."""
     arguments = sys.argv[1:] if arguments is None else arguments
     named = [name for name in arguments[:1] if name in COMMANDS]  # only its module is imported
     modules = {name: importlib.import_module(COMMANDS[name]) for name in named or COMMANDS}
-    for module in modules.values():
-        module.add_parser(commands)
+    parser, commands = parser_of(modules)
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        refuse_unknown(commands.choices[parsed.command], unknown)
+        refuse_unknown(commands[parsed.command], unknown)
     try:
         status: int = modules[parsed.command].run(parsed)
         sys.stdout.flush()

@@ -63,7 +63,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "model", nargs="?", choices=tuple(trained_on_text()), help="model family (default: bert, or that of --init)"
     )
-    parser.add_argument("--size", help="a named size of the family, for example base (default: a small one)")
+    parser.add_argument("--size", help="a named size of the family, for example base (default: the smallest)")
     parser.add_argument(
         "--init",
         metavar="MODEL",
