@@ -140,7 +140,7 @@ def _ours(case: Case, batch: Batch, device: torch.device, **memory: bool) -> tup
 
 
 def layout(batch: Batch) -> dict[str, Any]:
-    """What our models are told of a batch that has padding: it comes packed, as ``fasttfm.data`` collates."""
+    """Our models' arguments for a batch with padding: it is packed, as ``fasttfm.data`` collates."""
     if batch.mask is None:
         return {}
     return {

@@ -331,6 +331,11 @@ PHRASES = {
     r"nobody": "the passive: not requested, not validated",
     r"of (before|now)": "the present tense, without history",
     r"what is so": "what it is",
+    r"(is|are|was|were) told": "gets, or is passed",
+    r"so many": "this many, or the number of",
+    r"likeliest": "most likely",
+    r"names? out of": "a key of, or one of",
+    r"tabulators?": "tab",
 }
 # Words that had become tics. Tests may use them as names.
 TICS = {

@@ -154,7 +154,7 @@ def test_every_row_is_written(
     generator = torch.Generator(device).manual_seed(1)
 
     def computed(after: int, after_k: int) -> list[Tensor]:
-        """Results of the same sequences, followed by so many queries and keys of no sequence."""
+        """Results of the same sequences, followed by this many queries and keys of no sequence."""
         generator.manual_seed(1)
         problem = AttentionProblem(
             max_seqlen=max(lengths),

@@ -128,7 +128,7 @@ def relations(sentences: list[str]) -> dict[str, str]:
                 found.setdefault(_part(head.entity, tail.entity), []).append(row)
         part = "dev" if "dev" in found else "train"
         rows[part] += found.get(part, [])
-    return {f"relation-{part}.jsonlines": _json_lines(_evened(found, part)) for part, found in rows.items()}
+    return {f"relation-{part}.jsonlines": _json_lines(_balanced(found, part)) for part, found in rows.items()}
 
 
 def _clause(text: str, start: int, end: int) -> tuple[int, int]:
@@ -145,8 +145,8 @@ def _part(*names: str) -> str | None:
     return None if len(dev) != 1 else "dev" if dev.pop() else "train"
 
 
-def _evened(rows: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
-    """Shuffled, without rare labels, and of the others no more than so many."""
+def _balanced(rows: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+    """Shuffles the examples and limits the number for each label of RELATIONS; other labels are dropped."""
     random = np.random.Generator(np.random.Philox(key=5))
     by_label: dict[str, list[dict[str, Any]]] = {}
     for number in random.permutation(len(rows)):

@@ -60,7 +60,7 @@ namespace cuda {
 // Columns are a multiple of 8; x, dy and bias start at multiples of 16 bytes.
 Status gated_activation_forward(const GatedActivationForward&);
 Status gated_activation_backward(const GatedActivationBackward&);
-// The backward's `parts` for a GPU with so many multiprocessors.
+// The backward's `parts` for a GPU with this many SMs.
 int64_t gated_activation_parts(int64_t columns, int64_t multiprocessors);
 }  // namespace cuda
 

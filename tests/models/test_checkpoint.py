@@ -179,7 +179,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(
 
 
 def save_twice(directory: Path, shard_bytes: int, operations: int) -> None:
-    """Saves a model of ones, then one of twos; is killed in the second save after so many of its file operations."""
+    """Saves a model of ones, then one of twos; is killed in the second save after this many file operations."""
     made = model()
     left = itertools.count(operations, -1)
 

@@ -35,7 +35,7 @@ def model(family: str = "GPT2", **changes: Any) -> Any:
 
 
 def naive(module: Any, prompt: Tensor, new: int, ends: list[int]) -> Tensor:
-    """The likeliest continuation of one prompt, with everything computed anew for each token."""
+    """The most likely continuation of one prompt, computed without a cache."""
     ids = prompt
     for _ in range(new):
         token = module(ids[None]).logits[0, -1].argmax()

@@ -402,7 +402,7 @@ WIDE = {"width": 256, "heads": 4, "intermediate": 512}
 
 
 class Composed(nn.Module):
-    """A layer of plain torch for each of ours, on a padded batch: what a GPU's results are held against."""
+    """A layer of plain torch for each of ours, on a padded batch: the reference for results of a GPU."""
 
     def __init__(self, source: fasttfm.nn.PackedTransformer) -> None:
         super().__init__()

@@ -19,8 +19,8 @@ from fasttfm.ops import unpack
 from fasttfm.train.optimizers import make_optimizer
 from fasttfm.train.settings import OptimizerSettings
 
-_SECONDS = 4.0  # of both together, and at least so many rounds
-_ROUNDS = 12
+_SECONDS = 4.0  # for both together
+_ROUNDS = 12  # at least
 
 
 @dataclass(frozen=True)

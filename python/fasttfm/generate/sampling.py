@@ -65,7 +65,7 @@ def _is_within(value: Any, low: float, high: float) -> bool:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raises where there is no likeliest token. Not on a GPU, with which that would synchronize."""
+    """Raises if a logit is NaN. Not checked on a GPU, with which that would synchronize."""
     if logits.device.type == "cpu" and bool(logits.isnan().any()):
         raise ValueError("generate: logits: expected numbers, got NaN (a parameter of the model may not be finite)")
 

@@ -126,5 +126,5 @@ MODEL = theirs.GPT2PreTrainedModel
 CLASSES = (GPT2Attention, GPT2MLP, GPT2Block, GPT2LMHeadModel)
 LEFT = {
     "embeddings": "GPT2Model adds them up in its own forward",
-    "padding": "GPT2Model has its layers in its own forward; attention is told the lengths",
+    "padding": "GPT2Model has its layers in its own forward; attention gets the lengths",
 }

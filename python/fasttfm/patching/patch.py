@@ -173,7 +173,7 @@ def _left(model: Any, family: ModuleType, *, remove_padding: bool, logits_in_tra
         why = f"they run PEFT's code, {adapters} of them here, and the layers around them run module by module"
         left["linear layers with adapters"] = why
     if not remove_padding and any(issubclass(ours, packing.PackedLayers) for ours in family.CLASSES):
-        left["padding"] = "its rows are computed, and attention is told the lengths"
+        left["padding"] = "its rows are computed, and attention gets the lengths"
     if getattr(model.config, "is_decoder", False) or getattr(model.config, "add_cross_attention", False):
         left["caches and cross-attention"] = "transformers' own code, around fasttfm's attention"
     vocabulary = model.get_output_embeddings() is not None

@@ -125,7 +125,7 @@ class Augmenter:
         return proposed
 
     def _likeliest(self, rows: list[list[int]], mask: int) -> list[list[int]]:
-        """The likeliest words for the mask of each row."""
+        """The most likely words for the mask of each row."""
         device = next(self.model.parameters()).device
         ids = torch.tensor(rows, device=device)
         encoded = base_of(self.model).encode(ids, lengths=[ids.shape[1]] * len(ids))

@@ -16,7 +16,7 @@ def skeleton(x: Tensor, *, factor: float = 1.0, backend: str | None = None) -> T
     Args:
         x: ``[..., C]``, fp32, bf16 or fp16 (fp64 on the reference backend).
         factor: A finite number.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         A contiguous tensor of ``x``'s shape and type.
