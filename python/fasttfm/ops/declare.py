@@ -54,8 +54,8 @@ from fasttfm.ops.library import OpFunction, any_requires_grad, is_compiling, nee
 @dataclass(frozen=True)
 class Input:
     """A tensor. ``kind`` is its letter in ``_C.signature`` (csrc/calls.cpp); ``check(op, tensor, first)`` raises if it
-    is invalid, by itself or in combination with the first input. ``flagged``: the backward is told whether its gradient
-    is needed. ``indices``: the backward gets a copy if NumPy may share the memory (``unshared``)."""
+    is invalid, by itself or in combination with the first input. ``flagged``: the backward is passed whether its
+    gradient is needed. ``indices``: the backward gets a copy if NumPy may share the memory (``unshared``)."""
 
     name: str
     kind: str
