@@ -69,6 +69,24 @@ def test_other_heads(name: str) -> None:
     check_patched(ours, theirs, caller(batch(name), "loss", "last_hidden_state", "pooler_output"))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BertForSequenceClassification",
+        "BertForNextSentencePrediction",
+        "RobertaForSequenceClassification",
+        "AlbertForSequenceClassification",
+        "ElectraForSequenceClassification",
+        "DistilBertForSequenceClassification",
+    ],
+)
+def test_a_first_column_of_padding_is_classified_as_before(name: str) -> None:
+    ours, theirs = pair(name)
+    mask = torch.arange(S) >= torch.tensor([0, 3, 9, 1, 12, 0, 5, 14] * 2)[:, None]
+    given = {"input_ids": IDS.where(mask, 1), "attention_mask": mask.long(), "labels": torch.arange(B) % 2}
+    check_patched(ours, theirs, caller(given, "loss", "logits"))
+
+
 def test_question_answering_reads_paddings_rows_as_before() -> None:
     ours, theirs = pair("BertForQuestionAnswering")
     given = batch("BertForQuestionAnswering")

@@ -20,8 +20,9 @@ class PackedLayers(Patched):
 
     If all its modules are plain, the layers run as one stack, and none of them is called (stack.py). Otherwise they are
     called with a batch of one row with all tokens, [1, T, C], and attention gets the sequence boundaries by
-    transformers' arguments. Padding is not removed if the hidden states of each layer are requested, if a graph is
-    compiled (its shapes would depend on the mask's values), or if a mask is more than padding.
+    transformers' arguments. Padding is not removed if it precedes or separates tokens, if the hidden states of each
+    layer are requested, if a graph is compiled (its shapes would depend on the mask's values), or if a mask is more
+    than padding.
     """
 
     does = "layers: one call for all of them, without padding, whose rows are 0 after them"
@@ -45,6 +46,8 @@ class PackedLayers(Patched):
         ):
             return forward(hidden_states, attention_mask, *args, **kwargs)
         batch = flattened(hidden_states, kwargs) or layout_of(attention_mask, hidden_states)
+        if batch.indices is not None:  # the first column may be padding, whose states poolers and classifiers read
+            return forward(hidden_states, attention_mask, *args, **kwargs)
         stack = stack_of(self)
         if stack is not None:
             y = stack.run(self.before_layers(batch.pack(hidden_states)), batch.cu_seqlens, batch.max_seqlen)
