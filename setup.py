@@ -1,4 +1,4 @@
-"""Drives CMake. Everything that describes the package stands in pyproject.toml."""
+"""Drives CMake. Everything that describes the package is in pyproject.toml."""
 
 import os
 import subprocess

@@ -157,13 +157,10 @@ class Trainer:
     def _set_totals(self, batches: Sequence[Any]) -> None:
         flops = self.objective.flops or (lambda _: 0.0)
         rows = [[*self.objective.counts(each), getattr(each, "tokens", 0), flops(each)] for each in batches]
-        if self.world.size == 1 and self._graphs is None and len(rows) == 1:
-            self._host_totals = [float(each) for each in rows[0]]
+        if self.world.size == 1 and self._graphs is None:
+            self._host_totals = [float(sum(column)) for column in zip(*rows, strict=True)]
             return
         totals = torch.tensor(rows, dtype=torch.float64).sum(0)
-        if self.world.size == 1 and self._graphs is None:
-            self._host_totals = totals.tolist()
-            return
         if self.world.device.type == "cuda":
             totals = totals.pin_memory()
         self._totals.copy_(totals, non_blocking=True)
