@@ -113,7 +113,7 @@ def test_terms_of_a_gpt() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     sum(terms).backward()
     assert all(parameter.grad is not None for parameter in student.parameters())
-    with pytest.raises(ValueError, match="soft targets: expected those of all tokens of a GPT"):
+    with pytest.raises(ValueError, match="soft targets: expected all tokens for a GPT"):
         DistilBertRecipe(student, teacher, all_tokens=False)
 
 

@@ -257,7 +257,7 @@ def test_a_directory_with_other_files_is_refused(corpus: dict[str, Path], tmp_pa
     (tmp_path / "thesis.txt").write_text("years of work")
     settings = settings_of(corpus, steps=2)
     with pytest.raises(
-        RunError, match=r"expected a new or empty directory, got one with thesis\.txt: --overwrite begins"
+        RunError, match=r"expected a new or empty directory, got one with thesis\.txt: --overwrite starts"
     ):
         pretrain(settings, run_of(tmp_path))
     assert pretrain(settings, run_of(tmp_path, overwrite=True)) is not None
