@@ -147,6 +147,7 @@ def test_a_rank_with_an_error_outlives_the_launchers_sigterm(launched: bool) -> 
     """It has a message to print; a process by itself ends, as it would have without a run."""
     ended: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    on_interrupt = signal.getsignal(signal.SIGINT)  # ignored in a shell's background
     try:
         with pytest.raises(RuntimeError, match="connection closed"), Stop(launched=launched):
             raise RuntimeError("connection closed")
@@ -154,6 +155,6 @@ def test_a_rank_with_an_error_outlives_the_launchers_sigterm(launched: bool) -> 
         assert ended == ([] if launched else [signal.SIGTERM])
         with Stop(launched=launched):
             pass
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is on_interrupt
     finally:
         signal.signal(signal.SIGTERM, before)
