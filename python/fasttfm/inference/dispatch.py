@@ -32,8 +32,8 @@ class Dispatcher(Generic[Item]):
     group is computed, requests for the next one arrive: groups grow with the rate of requests, and a single request
     does not wait.
 
-    Only requests that wait hold the dispatcher: one that is given up ends its thread. A child process begins with an
-    empty queue and a thread of its own.
+    The thread holds no reference to the dispatcher, and ends once that is garbage-collected. A forked child has an empty
+    queue and starts its own thread.
 
     Args:
         launch: Starts the computation of items and returns a function that waits for it and returns their results. The
@@ -45,10 +45,10 @@ class Dispatcher(Generic[Item]):
     def __init__(self, launch: Launch[Item], *, max_tokens: int, max_waiting: int) -> None:
         self._launch, self._max_tokens, self._max_waiting = launch, max_tokens, max_waiting
         self._closed = False
-        self.begin_anew()
-        begins_anew_in_children(self)
+        self.reset_after_fork()
+        register_fork_reset(self)
 
-    def begin_anew(self) -> None:
+    def reset_after_fork(self) -> None:
         self._queue: queue.SimpleQueue[Request[Item] | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(self._max_waiting)
         self._lock = threading.Lock()  # guards _thread and _closed
@@ -105,16 +105,16 @@ class Dispatcher(Generic[Item]):
                 request.future.set_exception(RuntimeError("Session: submit: the session was closed"))
 
 
-_parents: weakref.WeakSet[Any] = weakref.WeakSet()
+_registered: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def begins_anew_in_children(each: Any) -> None:
-    """A child process, which has this one's objects but not its threads, calls ``each.begin_anew()``."""
-    _parents.add(each)
+def register_fork_reset(each: Any) -> None:
+    """Registers an object whose ``reset_after_fork()`` is called in a forked child, which has no thread but its own."""
+    _registered.add(each)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [each.begin_anew() for each in list(_parents)])
+    os.register_at_fork(after_in_child=lambda: [each.reset_after_fork() for each in list(_registered)])
 
 
 # ---- the thread ------------------------------------------------------------------------------------------------------

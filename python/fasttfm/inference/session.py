@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.batches import Packed, pack, plan, prefetch
-from fasttfm.inference.dispatch import Dispatcher, begins_anew_in_children
+from fasttfm.inference.dispatch import Dispatcher, register_fork_reset
 from fasttfm.inference.formats import Tokens, text_format
 from fasttfm.inference.graphs import GraphCounts, Graphs
 from fasttfm.inference.network import Inputs, Network, Output
@@ -163,9 +163,9 @@ class Session:
             self._launch_items, max_tokens=self.max_tokens, max_waiting=max_waiting
         )
         self._closed = False
-        begins_anew_in_children(self)
+        register_fork_reset(self)
 
-    def begin_anew(self) -> None:
+    def reset_after_fork(self) -> None:
         """In a child process, where no other thread computes. (The dispatcher follows by itself.)"""
         self._lock = threading.Lock()
 

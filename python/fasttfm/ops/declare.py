@@ -392,7 +392,7 @@ class Op:
 
 
 def _schema(name: str, arguments: Sequence[Any], results: Sequence[Any]) -> str:
-    """Of inputs, options and outputs."""
+    """The schema text of an op with these inputs, options and outputs."""
     returned = "Tensor" if len(results) == 1 else f"({', '.join(result.schema for result in results)})"
     return f"{name}({', '.join(argument.schema for argument in arguments)}, str? backend) -> {returned}"
 
@@ -494,12 +494,10 @@ class LinearOp:
         """A differentiable call of arguments that the public function has checked."""
         if backend is not None:
             self.table.check_name(backend)
-        call = self._function.apply if needs_gradient(arguments[0]) else self.forward
-        y: Tensor = call(*arguments, requested(backend))
-        return y
+        return self.apply(*arguments, requested(backend))
 
     def apply(self, *arguments: Any) -> Tensor:
-        """The same, whose last argument is the backend that is requested."""
+        """The same call; the last argument is the name of the requested backend, or None."""
         y: Tensor = (self._function.apply if needs_gradient(arguments[0]) else self.forward)(*arguments)
         return y
 
