@@ -32,8 +32,8 @@ class Dispatcher(Generic[Item]):
     group is computed, requests for the next one arrive: groups grow with the rate of requests, and a single request
     does not wait.
 
-    The thread holds no reference to the dispatcher, and ends once that is garbage-collected. A forked child has an empty
-    queue and starts its own thread.
+    The thread holds no reference to the dispatcher, and ends once that is garbage-collected. A forked child has an
+    empty queue and starts its own thread.
 
     Args:
         launch: Starts the computation of items and returns a function that waits for it and returns their results. The
