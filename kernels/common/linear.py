@@ -23,6 +23,19 @@ def accumulate(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def fp32_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of matrices in fp32, or fp64 for fp64. Autograd can differentiate it.
+
+    On a GPU, the values are those of the tensor cores for 16-bit operands: they truncate partial sums where fp32
+    arithmetic rounds them, so that errors of one sign add up.
+    """
+    y = accumulate(a) @ accumulate(b)
+    if a.is_cuda and a.dtype.itemsize == 2 and y.numel():
+        difference = torch.mm(a.detach(), b.detach(), out_dtype=torch.float32) - y.detach()
+        y = y + torch.nan_to_num(difference, 0.0, 0.0, 0.0)
+    return y
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
     """``scale * x [..., C] @ weight [O, C]^T + bias [O]``, rounded once to x's type. Autograd can differentiate it."""
     y = _product(accumulate(x), accumulate(weight).t())

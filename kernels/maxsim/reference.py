@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fasttfm.kernels.common.linear import accumulate, without_autocast
+from fasttfm.kernels.common.linear import accumulate, fp32_product, without_autocast
 from fasttfm.kernels.common.rows import empty_output
 
 
@@ -52,7 +52,7 @@ def maxsim(
 
 def _score(query: Tensor, document: Tensor) -> Tensor:
     with without_autocast(query):
-        similarities = accumulate(query) @ accumulate(document).t()
+        similarities = fp32_product(query, document.t())
     if similarities.shape[1] == 0:
         return similarities.new_full((len(similarities),), -torch.inf).sum()
     return similarities.max(dim=1).values.sum()
@@ -89,7 +89,7 @@ def maxsim_forward(
 ) -> tuple[Tensor, Tensor]:
     """Scores [B, K] and, with ``keep``, the document row of each query token's maximum: int32 [K, Tq], -1 for none."""
     with without_autocast(queries):
-        similarities = accumulate(queries) @ accumulate(documents).t()
+        similarities = fp32_product(queries, documents.t())
     similarities = torch.nn.functional.pad(similarities, (0, 1), value=-torch.inf)  # for documents without a token
     rows = torch.arange(len(documents) + 1, device=documents.device)
     counted = rows < len(documents)

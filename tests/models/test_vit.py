@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_parity import wide
 from torch import Tensor
 
 from fasttfm import models
@@ -58,7 +59,7 @@ def arguments(name: str) -> dict[str, Tensor]:
 def tensors(output: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in output.keys():  # noqa: SIM118 - ours is no mapping
-        value = output[name]
+        value = wide(output[name]) if name == "loss" else output[name]
         for index, each in enumerate(value if isinstance(value, tuple) else [value]):
             found[f"{name}.{index}"] = each
     return found
