@@ -4,8 +4,8 @@
     python benchmarks/fp8_curves.py gpt2 small --data texts/ --steps 300 --tokens 32768 --max-length 1024 --out curves
 
 Every run is `fasttfm pretrain` of --tokens tokens per step; the runs of a seed have the same parameters, batches and
-dropout seeds. Writes <out>/<model>-<size>.csv with the training losses and the validation loss at the end of each run,
-and a plot of the losses' means over 20 steps. FP8 is as good as bf16 if its final losses are within the spread of the
+dropout seeds. Writes <out>/<model>-<size>.csv with the means of 20 steps' training losses and the validation loss at
+the end of each run, and a plot of the means. FP8 is as good as bf16 if its final losses are within the spread of the
 seeds.
 """
 
@@ -68,6 +68,10 @@ def run(arguments: argparse.Namespace, precision: str, seed: int) -> tuple[list[
     return [float(row["loss"]) for row in rows], summary.held_out["loss"]
 
 
+def mean_before(losses: list[float], end: int) -> float:
+    return sum(losses[end - _MEAN : end]) / _MEAN
+
+
 def write_plot(path: Path, title: str, curves: dict[tuple[str, int], list[float]]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -79,7 +83,7 @@ def write_plot(path: Path, title: str, curves: dict[tuple[str, int], list[float]
     seeds = sorted({seed for _, seed in curves})
     for (precision, seed), losses in curves.items():
         color, line = colors[seeds.index(seed) % len(colors)], styles[precision]
-        means = [sum(losses[end - _MEAN : end]) / _MEAN for end in range(_MEAN, len(losses) + 1)]
+        means = [mean_before(losses, end) for end in range(_MEAN, len(losses) + 1)]
         panel.plot(range(_MEAN, len(losses) + 1), means, color=color, linestyle=line, label=f"{precision}, seed {seed}")
     panel.set_xlabel("step")
     panel.set_ylabel(f"training loss, mean of {_MEAN} steps")
@@ -102,6 +106,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    if arguments.steps < _MEAN:
+        parser.error(f"--steps: expected at least {_MEAN}, got {arguments.steps}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     name = f"{arguments.model}-{arguments.size}"
     curves: dict[tuple[str, int], list[float]] = {}
@@ -112,12 +118,13 @@ def main() -> None:
             for precision in ("bfloat16", "fp8"):
                 losses, held_out = run(arguments, precision, seed)
                 curves[precision, seed] = losses
-                last = sum(losses[-_MEAN:]) / min(_MEAN, len(losses))
+                last = mean_before(losses, len(losses))
                 print(
                     f"{name} {precision} seed {seed}: last {_MEAN} steps {last:.4f}, validation {held_out:.4f}",
                     flush=True,
                 )
-                rows = [[name, precision, seed, step, f"{loss:.5f}", ""] for step, loss in enumerate(losses, start=1)]
+                ends = range(_MEAN, len(losses) + 1, _MEAN)
+                rows = [[name, precision, seed, end, f"{mean_before(losses, end):.5f}", ""] for end in ends]
                 rows[-1][-1] = f"{held_out:.5f}"
                 writer.writerows(rows)
                 file.flush()
