@@ -1,7 +1,7 @@
-// AdamW on NVIDIA GPUs. A block takes a chunk of one tensor: it finds the tensor by its number, then each thread loads
-// four elements of gradient, parameter and moments in several places at once. The values that are the same for a whole
-// tensor are computed in fp64 beforehand by a single block, which also adds the partial norms of the chunks in a fixed
-// order.
+// AdamW on NVIDIA GPUs. A block processes a chunk of one tensor, which it finds from its block index. Each thread has
+// several vectors of four elements of gradient, parameter and moments in flight. The values that are the same for a
+// whole tensor are computed in fp64 beforehand by a single block, which also adds the partial norms of the chunks in a
+// fixed order.
 #include "adamw/op.h"
 
 #include <cmath>
@@ -57,7 +57,7 @@ Table table_of(const AdamW& p) {
           reinterpret_cast<Coefficients*>(words + coefficients_word(p.tensors, p.groups))};
 }
 
-// ---- the table -------------------------------------------------------------------------------------------------------
+// ---- the table ------------------------------------------------------------------------------------------------------
 
 struct Words {
   int64_t word[kWords];
@@ -102,7 +102,7 @@ __device__ __forceinline__ Chunk chunk_of(const Table& table, int tensors) {
   return {tensor, begin, static_cast<int>(left < kAdamWChunk ? left : kAdamWChunk)};
 }
 
-// ---- four elements ---------------------------------------------------------------------------------------------------
+// ---- four elements --------------------------------------------------------------------------------------------------
 
 struct NoCopy {};
 
@@ -136,7 +136,7 @@ __device__ __forceinline__ bool starts_at(const void* address, int bytes) {
   return reinterpret_cast<uintptr_t>(address) % bytes == 0;
 }
 
-// ---- norm ------------------------------------------------------------------------------------------------------------
+// ---- norm -----------------------------------------------------------------------------------------------------------
 
 template <class G>
 __device__ __forceinline__ float sum_squares(const G* gradient, int count) {
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(AdamW p, Table
   }
 }
 
-// ---- the step --------------------------------------------------------------------------------------------------------
+// ---- the step -------------------------------------------------------------------------------------------------------
 
 // Relative error 2^-23, without the branch that scales subnormal numbers.
 __device__ __forceinline__ float square_root(float x) {
@@ -337,7 +337,7 @@ Status check(const AdamW& p) {
   return {};
 }
 
-// Fills the table, reads the gradients where their norm is wanted, and prepares the step.
+// Fills the table, computes the partial norms if the norm is needed, and prepares the step.
 Status prepare(const AdamW& p, bool whole_step) {
   Status status = fill_table(p);
   const Table table = table_of(p);

@@ -2,7 +2,7 @@
 //
 // Tiles start at multiples of their size from a sequence's first token, sums run over tiles in order, and results do
 // not depend on where rows are in memory: any number of threads gives the same bits, packed or padded. All arithmetic
-// is fp32; q is multiplied with the scale as it is read, so that scores and dk need no factor of their own.
+// is fp32; q is multiplied by the scale as it is read, so that scores and dk need no factor of their own.
 #include "attention/op.h"
 
 #include <cmath>
@@ -33,7 +33,7 @@ void for_items(const AttentionCall& p, int64_t items, int64_t floats, Body body)
   });
 }
 
-// ---- tensors ---------------------------------------------------------------------------------------------------------
+// ---- tensors --------------------------------------------------------------------------------------------------------
 
 template <class T, class Pointer>
 Rows<T> head_rows(Pointer* data, const AttentionCall& p, int64_t sequence, int64_t first_token, int64_t head,
@@ -58,8 +58,8 @@ Float* lse_row(Float* lse, const AttentionCall& p, const Sequence& s, int64_t he
   return lse + ((packed ? 0 : s.index * p.heads) + head) * p.queries + s.first_query;
 }
 
-// Calls body(sequence, tokens) for the tokens that belong to no sequence: in a dense tensor of `tokens` tokens a
-// sequence those past each one's length, in a packed one those past the last sequence.
+// Calls body(sequence, tokens) for the tokens that belong to no sequence. In a dense tensor, with `tokens` tokens per
+// sequence, those are the tokens past each sequence's length; in a packed tensor, those past the last sequence.
 template <class Body>
 void for_unused_tokens(const AttentionCall& p, const int32_t* cu_seqlens, const int32_t* lengths, int64_t tokens,
                        Body body) {
@@ -76,7 +76,7 @@ void clear_rows(Rows<T> rows, Range range, int64_t columns) {
     std::memset(static_cast<void*>(rows[row]), 0, static_cast<size_t>(columns) * sizeof(T));
 }
 
-// ---- forward ---------------------------------------------------------------------------------------------------------
+// ---- forward --------------------------------------------------------------------------------------------------------
 
 // One thread's arrays; D is padded to a multiple of 16.
 struct ForwardArrays {
@@ -157,7 +157,7 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
   }
 }
 
-// ---- backward --------------------------------------------------------------------------------------------------------
+// ---- backward -------------------------------------------------------------------------------------------------------
 
 // One thread's arrays: what one tile needs, then sums of gradients for all queries and keys of a sequence.
 struct BackwardArrays {
@@ -333,7 +333,7 @@ void clear_unused(const AttentionBackward& p) {
   });
 }
 
-// ---- checks ----------------------------------------------------------------------------------------------------------
+// ---- checks ---------------------------------------------------------------------------------------------------------
 
 Status bad_value(const char* detail) { return {StatusCode::bad_value, detail}; }
 

@@ -1,7 +1,7 @@
 // Attention on one tile of queries and keys on the CPU: loading and storing rows, masks, dropout, softmax.
 //
-// Scores are [queries, keys] matrices of fp32 with rows kKeyTile apart. q is multiplied with the scale as it is read,
-// so that they need no factor of their own.
+// Scores are [queries, keys] matrices of fp32 with rows kKeyTile apart. q is multiplied by the scale as it is read, so
+// that scores need no factor of their own.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +65,7 @@ inline Range intersection(Range a, Range b) {
   return {a.first > b.first ? a.first : b.first, a.last < b.last ? a.last : b.last};
 }
 
-// ---- rows in and out -------------------------------------------------------------------------------------------------
+// ---- rows in and out ------------------------------------------------------------------------------------------------
 
 // Rows of one head are far apart in memory, so they are prefetched this many rows ahead.
 constexpr int64_t kRowsAhead = 8;
@@ -131,8 +131,8 @@ FASTTFM_KERNEL void load_transposed(Rows<const T> from, int64_t rows, int64_t co
 }
 
 // to[row] = sum of a[row] * b[row], each row's in the order of multiply(): what is equal in exact arithmetic (a query
-// that attends to a single key has dout * out = dout * v) is equal here. `scratch` holds 32 rows; `to` is written by
-// sixteens.
+// that attends to a single key has dout * out = dout * v) is equal here. `scratch` holds 32 rows; `to` is written 16
+// elements at a time.
 template <class T>
 FASTTFM_KERNEL void row_products(Rows<const T> a, Rows<const T> b, int64_t rows, int64_t columns, float* scratch,
                                  float* to) {
@@ -148,7 +148,7 @@ FASTTFM_KERNEL void row_products(Rows<const T> a, Rows<const T> b, int64_t rows,
   }
 }
 
-// ---- scores ----------------------------------------------------------------------------------------------------------
+// ---- scores ---------------------------------------------------------------------------------------------------------
 
 // A tile of scores: queries from `query` on, keys from `key` on (a multiple of kKeyTile); the columns that any of its
 // queries attends to lie in 16-key panels [panels.first, panels.last).

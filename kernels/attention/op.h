@@ -1,4 +1,4 @@
-// attention in C++: the launchers' parameters. reference.py has the formulas, problem.py the letters.
+// The parameters of attention's launchers. reference.py has the formulas, problem.py the letters.
 //
 // Dense tensors are [B, S, heads, D], packed ones [T, heads, D]: element (sequence b, token t, head h, d) of q is q[b *
 // q_sequence_stride + t * q_token_stride + h * q_head_stride + d]; packed, t counts all tokens and there is no b. The
@@ -31,7 +31,7 @@ struct AttentionCall {
   int64_t head_dim;      // D: 16 to 256 in steps of 8
   int64_t queries;       // dense: tokens of q per sequence; packed: of all sequences
   int64_t keys;          // the same for k and v
-  int64_t max_seqlen;    // no sequence has more queries; of use when packed
+  int64_t max_seqlen;    // no sequence has more queries; only used when packed
   int64_t max_seqlen_k;  // no sequence has more keys
   int64_t window_left;   // keys before a query's own position that it attends to; -1: all
   int64_t window_right;  // keys after it; -1: all, 0: causal

@@ -16,8 +16,9 @@ UNLIMITED = -1
 
 
 class AttentionProblem(NamedTuple):
-    """Query i of a sequence is at key position ``i + Lk - Lq``: both ends are aligned. It attends to the keys from
-    ``window_left`` before that position to ``window_right`` after it; causal attention has ``window_right`` 0.
+    """Query i of a sequence is at key position ``i + Lk - Lq``: the last query is aligned with the last key. It attends
+    to the keys from ``window_left`` before that position to ``window_right`` after it; causal attention has a
+    ``window_right`` of 0.
 
     Dense tensors ([B, S, H, D]) may come with ``lengths``, packed ones ([T, H, D]) always come with ``cu_seqlens``. The
     registered ops take the fields in this order: their schemas are made of them.

@@ -1,4 +1,4 @@
-"""Attention backward in Triton. With P the weights, Z what dropout makes of a one, and s its scale:
+"""Attention backward in Triton. With P the weights, Z the dropout mask (1 for weights that are kept) and s its scale:
 
     out = (s Z P) v       dv = (s Z P)^T dout       dP = s Z (dout v^T)       delta = sum(out * dout)
     dS = P (dP - delta)   dq = scale dS k           dk = scale dS^T q

@@ -1,7 +1,7 @@
 """The gradient of attention's bias in Triton: dbias = sum of dS over the sequences and heads that share an element.
 
-A program has a tile of the bias, and goes over those sequences and heads in their order: the sum has no atomics, and
-the same bits in every run. dS is computed again from q, k, v, out, dout and lse, as in triton_backward.py.
+A program has a tile of the bias and iterates over those sequences and heads in order. There are no atomics, so every
+run gives the same bits. dS is recomputed from q, k, v, out, dout and lse, as in triton_backward.py.
 """
 
 from __future__ import annotations

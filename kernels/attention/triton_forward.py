@@ -1,7 +1,7 @@
 """Attention forward in Triton: out = softmax(scale * q k^T + bias) v, with dropout on the weights.
 
-A program takes BLOCK_M queries of one sequence and head and goes over the keys they attend to with a running maximum m
-and sum l (online softmax): tiles at the left edge of the window, full tiles that need no mask, and the last ones.
+A program has BLOCK_M queries of one sequence and head and iterates over the keys they attend to with a running maximum
+m and sum l (online softmax): tiles at the left edge of the window, full tiles that need no mask, and the last ones.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ _TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias", "dbias")
 def compile_signatures(
     head_dim: int, element: str, hopper: bool, dropout: bool, block_memory: int
 ) -> Iterator[dict[str, Any]]:
-    """Every kernel with the tiles that tuning.py chooses. With dropout packed and causal, else dense and even."""
+    """Every kernel with the tiles that tuning.py selects: packed and causal with dropout, and dense and even
+    without."""
     element_bytes = 4 if element == "fp32" else 2
     most = 128 if hopper else 64
     short = tuning.Call(hopper, head_dim, element_bytes, most, most, dropout, block_memory)

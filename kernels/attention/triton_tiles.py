@@ -1,7 +1,7 @@
-"""Parts that attention's Triton kernels share: where a sequence lies, which tiles need a mask, and a tile's scores.
+"""What attention's Triton kernels share: the rows of a sequence, which tiles need a mask, and a tile's scores.
 
 A tile holds BLOCK_M queries (rows) and BLOCK_N keys (columns) of one sequence and head; indices count from the start of
-the sequence. Scores are in units of log2: exp2 is what the chip computes. Two groups of values go together:
+the sequence. Scores are in units of log2, because GPUs compute exp2. Two groups of values are passed as tuples:
 
     shape = (q_length, k_length, window_left, window_right)
     terms = (scale, bias, bias_row, slope)          scale in units of log2, bias [queries, keys] of the head
@@ -24,7 +24,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def sequence_span(bounds, sequence, size, LAYOUT: tl.constexpr):
     """First row (0 when dense) and number of rows of a sequence. ``size``: rows of the tensor, per sequence if dense.
 
-    ``bounds`` is cu_seqlens where LAYOUT is "packed", lengths where it is "lengths", and not read where it is "dense".
+    ``bounds`` is cu_seqlens if LAYOUT is "packed", lengths if it is "lengths", and not read if it is "dense".
     """
     if LAYOUT == "packed":
         first = tl.minimum(tl.maximum(tl.load(bounds + sequence), 0), size)

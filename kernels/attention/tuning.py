@@ -1,8 +1,8 @@
 """Tile sizes of attention's Triton kernels: a table by the properties of a call. Nothing is timed at run time.
 
 The numbers for Hopper are measured (benchmarks/lab/attention_tiles.py) for 16-bit types and head dims of 64 and 128;
-those for other chips fit into the 99 KB of shared memory that the smallest have up to a head dim of 128. Above it,
-tiles depend on how much there is.
+those for other GPUs fit, up to a head dim of 128, into 99 KB of shared memory, the least that a supported GPU has.
+Above it, tiles depend on the shared memory of the GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def short_backward_tiles(call: Call) -> Tiles | None:
 
 
 def _short(call: Call) -> bool:
-    """Whether one tile on the chip holds a head."""
+    """Whether all queries and keys of a head fit into one tile."""
     longest = 128 if call.hopper and call.element_bytes == 2 else 64
     return call.head_dim <= 64 and max(call.queries, call.keys) <= longest
 

@@ -9,10 +9,10 @@ tensors' own types, dbias from the sum of unrounded dx.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fasttfm.kernels.common.activation import activate, derivative
+from fasttfm.kernels.common.linear import accumulate
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
@@ -30,7 +30,7 @@ def bias_gelu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dx [..., C] and dbias [C], each in its tensor's type, and y again; results that are not needed are
     empty."""
-    dx = _accumulate(dy) * derivative(_biased(x, bias), kind)
+    dx = accumulate(dy) * derivative(_biased(x, bias), kind)
     dbias = x.new_empty(0)
     if bias is not None and want_dbias:
         dbias = dx.reshape(-1, x.shape[-1]).sum(dim=0).to(bias.dtype)
@@ -39,8 +39,4 @@ def bias_gelu_backward(
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    return _accumulate(x) if bias is None else _accumulate(x) + _accumulate(bias)
-
-
-def _accumulate(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    return accumulate(x) if bias is None else accumulate(x) + accumulate(bias)

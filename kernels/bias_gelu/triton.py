@@ -50,7 +50,7 @@ def _bwd_kernel(
     bias,  # [C] or unused
     dx,  # [N, C]
     y,  # [N, C] or unused
-    parts,  # [programs, C] fp32: each program's share of dbias
+    parts,  # [programs, C] fp32: each program's partial sum of dbias
     N,
     C,
     x_stride,

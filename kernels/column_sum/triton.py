@@ -18,7 +18,7 @@ from fasttfm.kernels.common.rows import as_rows
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 # 16 bytes of a 16-bit type for each thread and row, eight rows in flight.
 _TILE = {"BLOCK_N": 32, "BLOCK_C": 256, "num_warps": 4}
-# The parts are few and lie in the cache: narrow strips, so that many programs share them.
+# There are few parts, and they are in L2. Narrow strips give the second launch enough programs.
 _PARTS_TILE = {"BLOCK_N": 64, "BLOCK_C": 32, "num_warps": 4}
 
 

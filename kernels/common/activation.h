@@ -1,5 +1,5 @@
 // The activation codes that Python passes (activation.py, which has the formulas). Values and derivatives are computed
-// in activation_simd.h (CPU) and activation.cuh (CUDA).
+// in cpu/activation.h and cuda/activation.cuh.
 #pragma once
 
 #include <cstdint>
@@ -59,7 +59,7 @@ constexpr float kTanhCubic = 0.044715f;
 // From here down the logistic functions are 0 in fp32, and their exponential is still finite.
 constexpr float kTanhLowest = -10.0f;
 constexpr float kSiluLowest = -85.0f;
-// From here up (as |u|) the slope of z no longer matters, its factor being 0; u^2 is kept below the square.
+// From this |u| on the slope of z does not matter, because its factor is 0; u^2 is clamped to the square of this.
 constexpr float kTanhSquare = 100.0f;
 
 }  // namespace fasttfm

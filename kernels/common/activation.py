@@ -5,7 +5,7 @@
     relu        max(u, 0)                                               1 above 0, else 0
     silu        u * s, s = sigmoid(u)                                   s + u * s * (1 - s)
 
-With sigmoid(2 z) = (1 + tanh(z)) / 2, gelu_tanh is what others write with tanh.
+With sigmoid(2 z) = (1 + tanh(z)) / 2, gelu_tanh is the usual tanh approximation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-# Of each kind the code that compiled kernels take (activation.h).
+# The codes that compiled kernels take (activation.h).
 CODES: Mapping[str, int] = MappingProxyType({"gelu": 0, "gelu_tanh": 1, "relu": 2, "silu": 3})
 
 _SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # of 2 z at 0

@@ -7,7 +7,7 @@ namespace fasttfm {
 
 enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 
-// Storage only: arithmetic is always fp32, conversions live in simd.h (CPU) and convert.cuh (CUDA).
+// Storage only: arithmetic is always fp32; the conversions are in cpu/simd.h and cuda/convert.cuh.
 struct bf16_t {
   uint16_t bits;
 };

@@ -1,5 +1,4 @@
-"""Reports of indices outside of their table from kernels on a GPU, which cannot raise and with which no call
-synchronizes.
+"""Reports indices outside of their table that kernels find on a GPU, without synchronizing with it.
 
 A kernel that finds a bad index does not use it, writes NaN to its output and records the first such row in a few words
 on the device. Each call starts an asynchronous copy of these words to the host after its kernels and does not wait for
@@ -21,7 +20,7 @@ class IndexErrors:
     """The bad indices of one op, for every GPU.
 
     The words are int64 [2, arguments]. First row: ``row << 32 | index`` of the first bad row, the index saturated to 32
-    bits; the largest int64 where there is none. Second row: how many rows the table has.
+    bits; the largest int64 if there is none. Second row: the number of rows of the table.
     """
 
     def __init__(self, op: str, arguments: tuple[str, ...], *, rows: str = "token") -> None:
@@ -35,18 +34,18 @@ class IndexErrors:
         """The tensor to which kernels on this device write."""
         return self._state(device).words
 
-    def note(self, argument: str, given: Tensor, known: Tensor, limits: Tensor) -> None:
-        """Checks indices ``given`` [N] as a kernel does, for callers without one: those that are not ``known`` are
-        recorded on a GPU and raise on the CPU. ``limits`` [N] is the number of rows of each index's table."""
+    def record(self, argument: str, given: Tensor, valid: Tensor, limits: Tensor) -> None:
+        """Records the indices ``given`` [N] that are not ``valid`` [N] as a kernel does; on the CPU it raises.
+        ``limits`` [N] is the number of rows of each index's table."""
         if given.device.type != "cuda":
-            for row in (~known).nonzero().flatten().tolist():
+            for row in (~valid).nonzero().flatten().tolist():
                 raise ValueError(self._message(argument, row, int(given[row]), int(limits[row]), "this call"))
             return
         self.raise_if_seen(given.device)
         word, limit = self.words(given.device)[:, self._arguments.index(argument)]
         rows = torch.arange(len(given), device=given.device)
         index = given.clamp(-_LARGEST - 1, _LARGEST).long() & 0xFFFFFFFF
-        first, row = ((rows << 32) | index).where(~known, _NONE).min(0, keepdim=True)
+        first, row = ((rows << 32) | index).where(~valid, _NONE).min(0, keepdim=True)
         limit.copy_(torch.where(first < word, limits.index_select(0, row), limit)[0])
         word.copy_(torch.minimum(first, word)[0])
         self.watch(given.device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Autocast would narrow the operands of products. It knows no meta tensors."""
+    """Disables autocast, which would convert the operands of products to 16 bits. It does not support meta tensors."""
     return contextlib.nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 

@@ -1,5 +1,5 @@
-// Counter-based random numbers (Philox 4x32, 7 rounds) and what dropout makes of them. The specification is philox.py;
-// every backend draws the same bits.
+// Counter-based random numbers (Philox 4x32, 7 rounds) and their use in dropout. The specification is philox.py; every
+// backend draws the same bits.
 //
 // One 128-bit draw decides 16 neighbouring features, a byte each: feature f of a token is byte f % 16 of the draw with
 // counter (f / 16, token, sequence, 0) and the seed as key, and is dropped when that byte is below the threshold, p *
@@ -74,8 +74,8 @@ FASTTFM_HOST_DEVICE Draw philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_
 }
 
 // The draw for 16 of an attention row's weights. Of the 64 keys of a block, draw d (0 to 3) decides the pairs d, d + 4,
-// d + 8, ...: key k by byte 2 * (k / 8 % 8) + k % 2 of draw k / 2 % 4. That is how tensor cores spread a row over
-// threads.
+// d + 8, ...: key k by byte 2 * (k / 8 % 8) + k % 2 of draw k / 2 % 4. That is how a row of an mma accumulator is
+// distributed over threads.
 FASTTFM_HOST_DEVICE Draw draw_weights(uint64_t seed, uint32_t sequence, uint32_t head, uint32_t query, uint32_t block,
                                       uint32_t d) {
   return philox(seed, 4 * block + d, query, sequence, 1 + head);
@@ -105,7 +105,7 @@ struct RowPositions {
     if (cu_seqlens == nullptr)
       return {static_cast<uint32_t>(row / tokens_per_sequence), static_cast<uint32_t>(row % tokens_per_sequence)};
     int64_t low = 0,
-            high = sequences;  // the last sequence that starts at or before the row; empty ones are passed over
+            high = sequences;  // the last sequence that starts at or before the row; empty ones are skipped
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;
       if (cu_seqlens[middle] <= row)

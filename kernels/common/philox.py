@@ -78,8 +78,8 @@ def kept(seed: Tensor, sequences: Tensor, tokens: Tensor, columns: int, threshol
 def kept_weights(seed: Tensor, sequences: Tensor, heads: Tensor, queries: Tensor, keys: int, threshold: int) -> Tensor:
     """Which attention weights dropout keeps: bool [..., keys] for positions of one broadcast shape (int64).
 
-    Of 64 neighbouring keys, draw d (0 to 3) decides the pairs d, d + 4, d + 8, ...: as tensor cores spread a
-    row of their results over threads, so that each draws for the elements it holds.
+    Of 64 neighbouring keys, draw d (0 to 3) decides the pairs d, d + 4, d + 8, ...: a row of an mma accumulator is
+    distributed over threads in this way, so that each thread draws for the elements that it holds.
 
         draw = philox(key=seed, counter=(key // 64 * 4 + key // 2 % 4, query, sequence, 1 + head))
         kept = byte 2 * (key // 8 % 8) + key % 2 of that draw >= threshold

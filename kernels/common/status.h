@@ -6,7 +6,7 @@
 namespace fasttfm {
 
 // does_not_fit: the blocks of a cooperative launch do not all fit on the part of the GPU that the stream has. Nothing
-// was launched, and another backend may serve the call.
+// was launched, and the caller may use another backend.
 enum class StatusCode : int32_t { ok, unknown_dtype, bad_size, bad_value, bad_alignment, cuda_error, does_not_fit };
 
 struct Status {

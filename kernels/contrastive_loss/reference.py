@@ -6,7 +6,7 @@ With queries q [B, D] and candidates k [K, D], which are the keys and after them
 
     symmetric: half of that, and half of the same with keys as queries and queries as candidates
 
-Scores x are rounded to q's type on their way through memory, as in linear_cross_entropy; a row whose label is -100 has
+Scores x are rounded to q's type, in which they are stored, as in linear_cross_entropy; a row whose label is -100 has
 loss 0 and gradient 0.
 """
 

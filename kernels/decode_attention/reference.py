@@ -1,6 +1,6 @@
 """Attention of one new token of each sequence to a KV cache, in plain torch: the specification.
 
-If sequence b has L = lengths[b] tokens in the cache, between 0 and room - 1, the new token is at position L:
+The caches are [B, room, Hk, D]. If sequence b has L = lengths[b] tokens in the cache, the new token is at position L:
 
     key_cache[b, L] = k[b],  value_cache[b, L] = v[b]
     out[b, h] = sum over j of softmax_j(scale * q[b, h] key_cache[b, j, g]) value_cache[b, j, g],   g = h // (H / Hk)

@@ -1,13 +1,13 @@
 """A student's divergence from a teacher over a vocabulary, in plain torch: the specification.
 
-With student logits s = h weight^T + bias, teacher logits t (given, or the same of the teacher) and a temperature T:
+With student logits s = h weight^T + bias, teacher logits t (given, or computed in the same way) and a temperature T:
 
     q = softmax(t / T)        p = softmax(s / T)
     loss_n = T^2 * sum over v of q_v * (log q_v - log p_v)        dloss_n/ds = T * (p - q)
 
-T^2 makes up for the gradient's 1 / T^2, so that the temperature does not change its size (Hinton et al.). Rows that do
-not count have loss 0 and gradient 0. Products are summed in fp32 (fp64 for fp64), and rounded to the rows' type on
-their way through memory, as is the gradient of s. The teacher gets no gradient.
+T^2 compensates for the factor 1 / T^2 of the gradient, so that the temperature does not change its size (Hinton et
+al.). Ignored rows have loss 0 and gradient 0. Products are summed in fp32 (fp64 for fp64); logits and the gradient of s
+are rounded to the type of h, in which they are stored. The teacher gets no gradient.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 formulas are in reference.py.
 
 A program takes one row and makes two passes over both rows of logits: for the two denominators, and for loss and
-gradient. Both buffers have rows P >= V columns apart, P a multiple of 64, and loads and stores reach to P: a mask that
-ended at any V would break them up into single elements. Columns from V on are read as minus infinity and written as
-zero.
+gradient. Both buffers have rows P >= V columns apart, P a multiple of 64. Loads and stores extend to P, because a mask
+that ends at V would split them into single elements. Columns from V on are read as minus infinity and written as zero.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@
 dz is the gradient of z, if z is returned. The dropout mask is a function of the seed and of the elements' positions
 (common/philox.py). A dropped element does not affect the result, even if it is infinite or NaN.
 
-z is rounded to the residual's type before it is normalised, so that y, z and the gradients are of the same numbers.
-Rows are all dimensions but the last; arithmetic is fp32 (fp64 for fp64 input). mean(xhat) is zero but for the rounding
-of the mean: every implementation subtracts what is left of it.
+z is rounded to the residual's type before it is normalized, so that y and the gradients are those of the z that is
+stored. Rows are all dimensions but the last; arithmetic is fp32 (fp64 for fp64 input). mean(xhat) is zero except for
+the rounding error of the mean, which every implementation subtracts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.linear import accumulate
 
 
 def dropout_add_layer_norm(
@@ -57,20 +58,20 @@ def dropout_add_layer_norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y [..., C] in x's type, z in the residual's (empty if not needed), and statistics [2, N]: mean and rstd.
     Without a seed nothing is dropped."""
-    branch = _accumulate(x)
+    branch = accumulate(x)
     if linear_bias is not None:
-        branch = branch + _accumulate(linear_bias)
-    z = (_accumulate(residual) + _dropout(branch, cu_seqlens, seed, p)).to(residual.dtype)
-    rows = _accumulate(z).reshape(-1, x.shape[-1])
+        branch = branch + accumulate(linear_bias)
+    z = (accumulate(residual) + _dropout(branch, cu_seqlens, seed, p)).to(residual.dtype)
+    rows = accumulate(z).reshape(-1, x.shape[-1])
     mean = rows.mean(dim=1)
     centered = rows - mean[:, None]
     centered = centered - centered.mean(dim=1, keepdim=True)
     rstd = (centered.square().mean(dim=1) + eps).rsqrt()
     y = centered * rstd[:, None]
     if weight is not None:
-        y = y * _accumulate(weight)
+        y = y * accumulate(weight)
     if bias is not None:
-        y = y + _accumulate(bias)
+        y = y + accumulate(bias)
     return y.to(x.dtype).reshape(x.shape), z if want_z else z.new_empty(0), torch.stack([mean, rstd])
 
 
@@ -91,14 +92,14 @@ def dropout_add_layer_norm_backward(
     also empty if it equals dresidual: without dropout, and if both have the same dtype."""
     mean, rstd = statistics
     columns = z.shape[-1]
-    dy_rows = _accumulate(dy).reshape(-1, columns)
-    xhat = (_accumulate(z).reshape(-1, columns) - mean[:, None]) * rstd[:, None]
+    dy_rows = accumulate(dy).reshape(-1, columns)
+    xhat = (accumulate(z).reshape(-1, columns) - mean[:, None]) * rstd[:, None]
     xhat = xhat - xhat.mean(dim=1, keepdim=True)
-    g = dy_rows if weight is None else dy_rows * _accumulate(weight)
+    g = dy_rows if weight is None else dy_rows * accumulate(weight)
     gradient = rstd[:, None] * (g - g.mean(dim=1, keepdim=True) - xhat * (g * xhat).mean(dim=1, keepdim=True))
     gradient = gradient.reshape(z.shape)
     if dz is not None:
-        gradient = gradient + _accumulate(dz)
+        gradient = gradient + accumulate(dz)
     dbranch = _dropout(gradient, cu_seqlens, seed, p)
     want_dweight, want_dbias, want_dlinear_bias = wanted
     return (
@@ -121,7 +122,3 @@ def _dropout(x: Tensor, cu_seqlens: Tensor | None, seed: Tensor | None, p: float
 
 def _sum_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).sum(dim=0)
-
-
-def _accumulate(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

@@ -112,7 +112,7 @@ def _bwd_kernel(
     statistics,  # [2, N] fp32: mean, rstd
     dresidual,  # [N, C]
     dx,  # [N, C] or unused
-    parts,  # [3, programs, C] fp32: each program's share of dweight, dbias and dlinear_bias
+    parts,  # [3, programs, C] fp32: each program's partial sums of dweight, dbias and dlinear_bias
     seed,  # [1] int64 or unused
     cu_seqlens,  # [sequences + 1] int32 or unused
     N,
@@ -183,7 +183,7 @@ def _bwd_kernel(
         tl.store(parts + 2 * programs.to(tl.int64) * C + part, dlinear_bias, mask=in_row)
 
 
-# 16 columns share a draw of dropout.
+# One draw of dropout decides 16 columns.
 def _forward_tile(columns: int) -> dict[str, int]:
     return row_tile(columns, elements=4096, per_thread=16, least_columns=16)
 

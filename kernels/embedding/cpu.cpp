@@ -122,7 +122,7 @@ struct BackwardRow {
   }
 };
 
-// Turns h into dx and adds the row's share to dweight and dbias (fp32 [C] each, null if not needed).
+// Turns h into dx and adds the row's contribution to dweight and dbias (fp32 [C] each, null if not needed).
 template <class Table>
 FASTTFM_KERNEL void backward_row(const EmbeddingBackward& p, const BackwardRow<Table>& row, float* dweight,
                                  float* dbias) {
@@ -164,7 +164,8 @@ void link_tokens(const EmbeddingTableBackward& p) {
   }
 }
 
-// Columns [begin, end) of one row of the table's gradient: four blocks at a time in registers while the list is walked.
+// Columns [begin, end) of one row of the table's gradient: the sums of four blocks at a time stay in registers while
+// the list is traversed.
 template <class T>
 FASTTFM_KERNEL void sum_tokens(const EmbeddingTableBackward& p, int64_t row, int64_t begin, int64_t end) {
   T* out = static_cast<T*>(p.dtable) + row * p.columns;

@@ -1,9 +1,10 @@
-// Embedding on NVIDIA GPUs for batches of few tokens, where launches decide; the formulas are in reference.py.
+// Embedding on NVIDIA GPUs for batches of few tokens, whose time is that of the launches; the formulas are in
+// reference.py.
 //
-// A block takes a token's row. The backward writes dx, the gradient of every token's sum of rows, to the workspace.
+// A block processes a token's row. The backward writes dx, the gradient of every token's sum of rows, to the workspace.
 // A table's gradient is summed without sorting: the block of a token returns if an earlier token has the same row of
-// the table, and otherwise adds up dx of all tokens that have it, in their order. All tokens are compared with all
-// others, which is why the number of tokens is limited.
+// the table, and otherwise adds dx of all tokens that have it, in order. Every token is compared with all others, so
+// the number of tokens is limited.
 #include <cstdint>
 
 #include "common/count.h"
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(S::kBlock) forward_kernel(EmbeddingGpuForward 
   }
 }
 
-// ---- backward --------------------------------------------------------------------------------------------------------
+// ---- backward -------------------------------------------------------------------------------------------------------
 
 // A block takes every gridDim.x-th row. It writes dx and the keys, the row of each table that a token's dx goes to or
 // -1, and its part of the sums over rows.
@@ -316,7 +317,7 @@ __global__ void __launch_bounds__(kBlock) segments_kernel(EmbeddingGpuBackward p
           total[s][i];
 }
 
-// ---- launchers -------------------------------------------------------------------------------------------------------
+// ---- launchers ------------------------------------------------------------------------------------------------------
 
 Status check(const EmbeddingGpuRows& p) {
   if (p.columns < kVector || p.columns % kVector != 0 || p.columns > kEmbeddingGpuColumns)

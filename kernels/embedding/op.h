@@ -124,7 +124,7 @@ struct EmbeddingGpuBackward : EmbeddingGpuRows {
   int64_t padding_index;  // a row of the word table that gets no gradient, or -1
 };
 
-// The backward's workspace, cut up.
+// The parts of the backward's workspace.
 struct EmbeddingGpuWorkspace {
   float* dx;             // [N, C]
   float* parts;          // [2, parts, C]: each block's sums for dweight and dbias

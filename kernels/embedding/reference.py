@@ -12,10 +12,10 @@ A position that is not given is the token's index in its own sequence, a segment
 mask is a function of the seed and of the elements' positions (common/philox.py). The row ``padding_idx`` of the word
 table gets no gradient. An index outside of its table gives a row of NaN and does not change the table's gradient.
 
-Arithmetic is fp32 (fp64 for fp64 tables); only y and the gradients are rounded. mean(xhat) is zero but for the rounding
-of the mean: every implementation subtracts what is left of it.
+Arithmetic is fp32 (fp64 for fp64 tables); only y and the gradients are rounded. mean(xhat) is zero except for the
+rounding error of the mean, which every implementation subtracts.
 
-``tables`` and ``indices`` are triples (word, position, segment); the word's are always there.
+``tables`` and ``indices`` are triples (word, position, segment), of which the last two may be None.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.linear import accumulate
 
 Triple = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -48,7 +49,7 @@ def embedding(
 ) -> Tensor:
     """The forward formula as autograd can differentiate it; tests hold every backend against this. fp64 gives fp64."""
     tables = (word_table, position_table, segment_table)
-    if padding_idx is not None:  # the same values, but no way back from that row
+    if padding_idx is not None:  # the same values, but that row gets no gradient
         is_padding = torch.arange(len(word_table), device=word_table.device)[:, None] == padding_idx
         tables = (torch.where(is_padding, word_table.detach(), word_table), position_table, segment_table)
     normalise = layer_norm or weight is not None or bias is not None
@@ -90,9 +91,9 @@ def embedding_forward(
         rstd = (centered.square().mean(dim=1) + eps).rsqrt()
         x = centered * rstd[:, None]
         if weight is not None:
-            x = x * _accumulate(weight)
+            x = x * accumulate(weight)
         if bias is not None:
-            x = x + _accumulate(bias)
+            x = x + accumulate(bias)
         statistics = torch.stack([mean, rstd])
     y = _dropout(x, indices[0], cu_seqlens, seed, p)
     return y.to(dtype).reshape(*indices[0].shape, x.shape[1]), statistics
@@ -114,13 +115,13 @@ def embedding_backward(
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of the three tables, weight and bias, in their types; results that are not needed are
     empty."""
-    h = _dropout(_accumulate(dy).reshape(-1, dy.shape[-1]), indices[0], cu_seqlens, seed, p)
+    h = _dropout(accumulate(dy).reshape(-1, dy.shape[-1]), indices[0], cu_seqlens, seed, p)
     dx, dweight, dbias = h, h.new_empty(0), h.new_empty(0)
     if layer_norm:
         mean, rstd = statistics
         xhat = (_rows(tables, indices, cu_seqlens) - mean[:, None]) * rstd[:, None]
         xhat = xhat - xhat.mean(dim=1, keepdim=True)
-        g = h if weight is None else h * _accumulate(weight)
+        g = h if weight is None else h * accumulate(weight)
         dx = rstd[:, None] * (g - g.mean(dim=1, keepdim=True) - xhat * (g * xhat).mean(dim=1, keepdim=True))
         dweight = (h * xhat).sum(dim=0).to(weight.dtype) if wanted[3] else dweight
         dbias = h.sum(dim=0).to(bias.dtype) if wanted[4] else dbias
@@ -138,7 +139,7 @@ def _rows(tables: Triple, indices: Triple, cu_seqlens: Tensor | None) -> Tensor:
     for table, rows in zip(tables, _all_indices(tables, indices, cu_seqlens), strict=True):
         if table is not None and rows is not None:
             named = (rows >= 0) & (rows < len(table))
-            found = _accumulate(table)[rows.clamp(0, len(table) - 1)].where(named[:, None], float("nan"))
+            found = accumulate(table)[rows.clamp(0, len(table) - 1)].where(named[:, None], float("nan"))
             x = found if x is None else x + found
     assert x is not None
     return x
@@ -168,7 +169,7 @@ def _dropout(x: Tensor, ids: Tensor, cu_seqlens: Tensor | None, seed: Tensor | N
 
 
 def _sum_rows(dx: Tensor, rows: Tensor, table: Tensor, excluded: int | None) -> Tensor:
-    """A table's gradient. Of torch's ways to add rows, the one that keeps an order on this device."""
+    """A table's gradient, by an operation of torch that is deterministic on this device."""
     counted = (rows >= 0) & (rows < len(table))
     if excluded is not None:
         counted &= rows != excluded
@@ -176,7 +177,3 @@ def _sum_rows(dx: Tensor, rows: Tensor, table: Tensor, excluded: int | None) -> 
     total = dx.new_zeros(table.shape)
     total = total.index_put_((rows,), dx, accumulate=True) if dx.is_cuda else total.index_add_(0, rows, dx)
     return total.to(table.dtype)
-
-
-def _accumulate(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

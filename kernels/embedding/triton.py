@@ -2,11 +2,12 @@
 
 Forward: a program takes BLOCK_N whole rows. Backward, with dx the gradient of a token's sum of rows:
 
-1. _rows_kernel reads dy and looks the tables up again. Where positions are the tokens' own indices, a program takes all
-   tokens of one position: it sums dx into that row of dposition_table, and keeps dweight, dbias and up to two rows of
-   dsegment_table in registers. It stores five numbers per token, from which dx is one line of arithmetic.
-2. Tokens are sorted by id. _table_kernel walks through runs of sorted tokens, computes dx again from dy and adds it up
-   (common/triton/sorted_sums.py). dx itself is never in memory.
+1. _rows_kernel reads dy and gathers the rows of the tables again. If positions are the tokens' indices in their
+   sequences, a program processes all tokens of one position: it sums dx into that row of dposition_table, and keeps
+   dweight, dbias and up to two rows of dsegment_table in registers. It stores five numbers per token, from which dx is
+   computed by elementwise operations.
+2. Tokens are sorted by id. _table_kernel iterates over runs of sorted tokens, recomputes dx from dy and sums it
+   (common/triton/sorted_sums.py). dx itself is never stored.
 
 Sums have a fixed order, which depends only on the device and the sizes. Indices outside of their tables are clamped
 before anything is read, give NaN, are recorded in ``errors`` (common/index_errors.py) and are left out of the tables'
@@ -25,7 +26,7 @@ from torch import Tensor
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.rows import gradient_like
-from fasttfm.kernels.common.triton.index_errors import clamped, noted
+from fasttfm.kernels.common.triton.index_errors import clamp_and_record, clamped
 from fasttfm.kernels.common.triton.normalize import normalized, row_tile
 from fasttfm.kernels.common.triton.philox import kept, row_position
 from fasttfm.kernels.common.triton.sorted_sums import RUN, join_runs
@@ -34,8 +35,8 @@ from fasttfm.kernels.common.triton.sum_parts import sum_parts
 Triple = tuple[Tensor, Tensor | None, Tensor | None]
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
-_MEMBERS_PER_ITEM = 64  # tokens of one position that a program takes at a time
-_FUSED_SEGMENTS = 2  # a segment table of more rows is summed as the word table is
+_MEMBERS_PER_ITEM = 64  # tokens of one position that a program processes at a time
+_FUSED_SEGMENTS = 2  # a segment table with more rows is summed like the word table
 _NO_ROW = 2**31 - 1  # the key of a token that adds to no row
 
 
@@ -70,7 +71,7 @@ def _lookup(
     return value
 
 
-# Sizes that change from batch to batch: Triton would compile a kernel anew where one is 1 or no multiple of 16.
+# Sizes that change from batch to batch: Triton would recompile a kernel for a 1 or for a size that 16 does not divide.
 _SIZES_OF_A_BATCH = ["N", "sequences", "tokens_per_sequence"]
 
 
@@ -115,11 +116,11 @@ def _fwd_kernel(
     in_row = columns < C
     mask = in_rows[:, None] & in_row[None, :]
     if DROPOUT or POSITIONS == "own":
-        # Rows past the end take the last one's place.
+        # Rows past the end are computed as the last one.
         sequence, token = row_position(tl.minimum(rows, N - 1), cu_seqlens, sequences, tokens_per_sequence, PACKED)
 
     given = tl.load(ids + rows, mask=in_rows, other=0).to(tl.int64)
-    word, bad = noted(given, V, errors, 0, 3, rows, in_rows)
+    word, bad = clamp_and_record(given, V, errors, 0, 3, rows, in_rows)
     position = tl.zeros_like(word)
     segment = tl.zeros_like(word)
     if POSITIONS != "none":
@@ -127,11 +128,11 @@ def _fwd_kernel(
             given = token.to(tl.int64)
         else:
             given = tl.load(position_ids + rows, mask=in_rows, other=0).to(tl.int64)
-        position, bad_position = noted(given, position_rows, errors, 1, 3, rows, in_rows)
+        position, bad_position = clamp_and_record(given, position_rows, errors, 1, 3, rows, in_rows)
         bad = bad | bad_position
     if SEGMENTS == "given":
         given = tl.load(segment_ids + rows, mask=in_rows, other=0).to(tl.int64)
-        segment, bad_segment = noted(given, segment_rows, errors, 2, 3, rows, in_rows)
+        segment, bad_segment = clamp_and_record(given, segment_rows, errors, 2, 3, rows, in_rows)
         bad = bad | bad_segment
     value = _lookup(
         word_table, position_table, segment_table, word, position, segment, columns, mask, C, POSITIONS, SEGMENTS
@@ -163,7 +164,7 @@ def _rows_kernel(
     places,  # [N, 8] int32: id, position, segment, sequence, token
     terms,  # [N, 8] fp32: mean, rstd, correction, mean(g), slope
     dposition,  # [splits, positions, C], or unused
-    parts,  # [4, programs, C] fp32: each program's share of dweight, dbias and two rows of dsegment
+    parts,  # [4, programs, C] fp32: each program's partial sums of dweight, dbias and two rows of dsegment
     N,
     C,
     V,
@@ -172,9 +173,9 @@ def _rows_kernel(
     sequences,
     tokens_per_sequence,
     padding_idx,  # -1 for none
-    groups,  # positions, or 1 where tokens are not taken by position
+    groups,  # positions, or 1 if tokens are not grouped by position
     members,  # sequences, or N
-    splits,  # parts that the members of a group are cut into
+    splits,  # number of parts into which the members of a group are split
     threshold,
     scale,
     POSITIONS: tl.constexpr,
@@ -312,7 +313,7 @@ def _table_kernel(
     keys,  # [N] int32, ascending
     order,  # [N] int64: the token of each key
     dtable,  # [table_rows, C], zero where no token's key is
-    parts,  # [runs, 2, C] fp32: of the key that the run goes on with, and of the key that goes on after the run
+    parts,  # [runs, 2, C] fp32: see common/triton/sorted_sums.py
     N,
     C,
     table_rows,
@@ -396,7 +397,7 @@ def _table_kernel(
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
-# 16 columns share a draw of dropout.
+# One draw of dropout decides 16 columns.
 def _forward_tile(columns: int) -> dict[str, int]:
     return row_tile(columns, elements=4096, per_thread=32, least_columns=16)
 
@@ -418,7 +419,7 @@ def _modes(tables: Triple, indices: Triple) -> dict[str, str]:
 
 
 def _contiguous(*tensors: Tensor | None, instead: Tensor) -> list[Tensor]:
-    """The tensors as kernels read them; ``instead`` takes the place of one that is not there and is not read."""
+    """The tensors, contiguous; ``instead``, which is not read, for those that are None."""
     return [instead if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
@@ -502,7 +503,8 @@ def embedding_backward_triton(
     sizes, threshold = _sizes(tables, indices, cu_seqlens), philox.threshold(p)
     count, columns = sizes["N"], sizes["C"]
     *whole_tables, whole_weight, whole_seed = _contiguous(*tables, weight, seed, instead=word_table)
-    # By position, no program meets a packed token past the position table's end: its keys stay what they are here.
+    # Grouped by position, no program processes a packed token past the end of the position table: its keys keep these
+    # values.
     keys = torch.full((3, count), _NO_ROW, dtype=torch.int32, device=dy.device)
     places = torch.empty((count, 8), dtype=torch.int32, device=dy.device)
     terms = torch.empty((count if layer_norm else 0, 8), dtype=torch.float32, device=dy.device)
@@ -574,7 +576,7 @@ def _sum_by_position(
 
 
 def _sum_by_key(inputs: tuple[Tensor, ...], keys: Tensor, dtable: Tensor, constants: dict[str, Any]) -> None:
-    """Sorts the tokens by key and adds their dx up to the rows of ``dtable``, which are zero before."""
+    """Sorts the tokens by key and adds their dx to the rows of ``dtable``, which are zero at the start."""
     count, (table_rows, columns) = len(keys), dtable.shape
     keys, order = torch.sort(keys, stable=True)
     runs = triton.cdiv(count, RUN)

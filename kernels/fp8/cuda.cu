@@ -33,8 +33,7 @@ constexpr int kStripeRows = 4;  // rows per thread
 template <class T>
 constexpr bool kExact = sizeof(T) == 4;
 
-// ---- rounding
-// --------------------------------------------------------------------------------------------------------
+// ---- rounding -------------------------------------------------------------------------------------------------------
 
 // The conversion saturates finite values (satfinite); x - x makes infinite values NaN.
 __device__ __forceinline__ float scaled(float x, float scale) { return fmaf(x, scale, x - x); }
@@ -72,8 +71,7 @@ __device__ __forceinline__ void record(float* amax, uint32_t value) {
   if (value > *static_cast<volatile unsigned*>(bits)) atomicMax(bits, value);
 }
 
-// ---- transposition
-// ---------------------------------------------------------------------------------------------------
+// ---- transposition --------------------------------------------------------------------------------------------------
 
 // 4 x 4 bytes: the i-th byte of the j-th word becomes the j-th byte of the i-th word.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
@@ -145,8 +143,7 @@ __device__ __forceinline__ void store_rows(void* to, const Place& at, int r, int
     *reinterpret_cast<uint2*>(static_cast<uint8_t*>(to) + (at.row + r) * columns + at.column) = value;
 }
 
-// ---- kernels
-// ---------------------------------------------------------------------------------------------------------
+// ---- kernels --------------------------------------------------------------------------------------------------------
 
 // Dropout of a thread's 8 columns, row by row.
 struct DroppedRows {
@@ -352,8 +349,7 @@ __global__ void __launch_bounds__(kBlock, std::is_same_v<T, bf16_t> ? 3 : 2) gel
   }
 }
 
-// ---- launches
-// --------------------------------------------------------------------------------------------------------
+// ---- launches -------------------------------------------------------------------------------------------------------
 
 int64_t tiles(int64_t size) { return (size + kTile - 1) / kTile; }
 

@@ -1,7 +1,7 @@
-// Gated activations on NVIDIA GPUs, in the frame of common/cuda/stripes.cuh. The formulas are in reference.py.
+// Gated activations on NVIDIA GPUs, built on common/cuda/stripes.cuh. The formulas are in reference.py.
 //
 // A lane holds 8 columns of the gate and the same 8 of up. Most models have no bias here: kernels without one keep no
-// parameters and no sums in registers, and more of their warps fit on a multiprocessor.
+// parameters and no sums in registers, and more of their warps fit on an SM.
 #include <algorithm>
 #include <cstdint>
 
@@ -21,12 +21,12 @@ constexpr bool kExact = sizeof(T) == 4;
 // Rows that a lane loads at once: the same number of bytes of each tensor for all types.
 template <class T>
 constexpr int kRows = 4 / sizeof(T);
-// Blocks of the backward on a multiprocessor: up to 64 registers a thread, and up to 128 with a bias.
+// Blocks of the backward per SM: up to 64 registers per thread, and up to 128 with a bias.
 constexpr int backward_blocks(bool biased) { return biased ? 2 : 4; }
 
 constexpr int64_t kMaxParts = 65535;  // a grid's largest y
 
-// Where a row's gate begins, and how far up lies from it.
+// The offset of the gate in a row of x, and that of up relative to it.
 struct Halves {
   int64_t gate, up_from_gate;
 
@@ -71,8 +71,7 @@ __global__ void __launch_bounds__(kStripeBlock) forward_kernel(GatedActivationFo
   }
 }
 
-// What a lane of the backward carries along: its place in each tensor, and with a bias the bias of its columns and
-// their sums.
+// The state of a lane of the backward: its position in each tensor and, with a bias, bias and dbias of its columns.
 template <class T, bool BIASED>
 struct BackwardLane {
   const T* x;  // of the gate
@@ -161,7 +160,7 @@ Status misfit_columns() { return bad_size("gated_activation: the CUDA kernels ta
 
 }  // namespace
 
-// As many as fill the GPU once.
+// One wave of blocks.
 int64_t gated_activation_parts(int64_t columns, int64_t multiprocessors) {
   const int64_t blocks = backward_blocks(true) * multiprocessors;
   return std::max<int64_t>(1, std::min<int64_t>(blocks / std::max(1u, stripes_of(columns)), kMaxParts));
@@ -194,7 +193,7 @@ Status gated_activation_backward(const GatedActivationBackward& p) {
   if (guard.status().code != StatusCode::ok) return guard.status();
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_activation(p.activation, [&](auto activation) {
-      // Blocks that add nothing up take one tile each, as in the forward.
+      // Without sums over rows, each block has one tile, as in the forward.
       constexpr int64_t kTile = kStripeWarps * kRows<decltype(element)>;
       const int64_t tiles = std::clamp<int64_t>((p.rows + kTile - 1) / kTile, 1, kMaxParts);
       const dim3 grid(stripes_of(p.columns), static_cast<unsigned>(p.dbias == nullptr ? tiles : p.parts));

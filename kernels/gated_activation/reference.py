@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.common.activation import activate, derivative
+from fasttfm.kernels.common.linear import accumulate
 
 
 def gated_activation(x: Tensor, bias: Tensor | None, kind: str, gate_first: bool) -> Tensor:
@@ -30,9 +31,9 @@ def gated_activation_forward(x: Tensor, bias: Tensor | None, kind: str, gate_fir
 def gated_activation_backward(
     dy: Tensor, x: Tensor, bias: Tensor | None, kind: str, gate_first: bool, want_dbias: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns dx [..., 2 C] and dbias [2 C], each in its tensor's type; dbias is empty where it is not wanted."""
+    """Returns dx [..., 2 C] and dbias [2 C], each in its tensor's type; dbias is empty if it is not needed."""
     gate, up = _halves(x, bias, gate_first)
-    gradient = _accumulate(dy)
+    gradient = accumulate(dy)
     dgate, dup = gradient * up * derivative(gate, kind), gradient * activate(gate, kind)
     dx = torch.cat([dgate, dup] if gate_first else [dup, dgate], dim=-1)
     dbias = x.new_empty(0)
@@ -43,10 +44,6 @@ def gated_activation_backward(
 
 def _halves(x: Tensor, bias: Tensor | None, gate_first: bool) -> tuple[Tensor, Tensor]:
     """The gate and up, with the bias added."""
-    biased = _accumulate(x) if bias is None else _accumulate(x) + _accumulate(bias)
+    biased = accumulate(x) if bias is None else accumulate(x) + accumulate(bias)
     first, second = biased.chunk(2, dim=-1)
     return (first, second) if gate_first else (second, first)
-
-
-def _accumulate(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

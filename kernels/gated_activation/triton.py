@@ -1,9 +1,9 @@
 """Gated activations in Triton. N rows of C columns, which x has twice; the formulas are in reference.py.
 
-A program owns a stripe of BLOCK_C columns of the gate and the same columns of up. Forward: one tile of BLOCK_N rows.
-Backward: the programs of a stripe share its tiles, each with its part of dbias in registers; a second, small kernel
-adds the parts up in a fixed order. Their number depends on the shape and the device only, so the same call gives the
-same bits.
+A program processes a stripe of BLOCK_C columns of the gate and the same columns of up. In the forward it has one tile
+of BLOCK_N rows. In the backward the programs of a stripe share its tiles and keep partial sums of dbias in registers; a
+second, small kernel adds them in a fixed order. The number of programs depends only on the shape and the device, so the
+same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _bwd_kernel(
     x,  # [N, 2 C], rows x_stride apart
     bias,  # [2 C] or unused
     dx,  # [N, 2 C]
-    parts,  # [1, programs, 2 C] fp32: each program's share of dbias
+    parts,  # [1, programs, 2 C] fp32: each program's partial sum of dbias
     N,
     C,
     x_stride,

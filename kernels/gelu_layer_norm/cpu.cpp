@@ -56,7 +56,7 @@ inline void add_to(float* sum, const Lanes& term, N n) {
   store(sum, load(sum, n) + term, n);
 }
 
-// With d = h - mean - correction (correction: what rounding the mean cut off) and g = dy * weight,
+// With d = h - mean - correction (correction: the rounding error of the mean) and g = dy * weight,
 //   dx = gelu' * rstd * (g - mean(g) - hhat * mean(g * hhat)) = gelu' * (rstd * (g - mean_g) - slope * d)
 template <class T, Activation A>
 FASTTFM_KERNEL void backward_row(const GeluLayerNormBackward& p, int64_t row, const ChunkMemory& memory) {

@@ -66,7 +66,7 @@ struct BackwardMemory {
   float weight[S::kColumns];
 };
 
-// A thread's shares of the three sums over rows.
+// A thread's partial sums of the three sums over rows.
 template <class S>
 struct BackwardShares {
   float dlinear_bias[S::kVectors][kVector] = {}, dweight[S::kVectors][kVector] = {}, dbias[S::kVectors][kVector] = {};

@@ -8,7 +8,7 @@
     dx = gelu'(u) * rstd * (g - mean(g) - hhat * mean(g * hhat))
     dlinear_bias = sum over rows of dx        dweight = sum over rows of dy * hhat        dbias = sum over rows of dy
 
-mean(hhat) is zero but for the rounding of the mean; where that could show, what is left of it is subtracted.
+mean(hhat) is zero except for the rounding error of the mean, which implementations subtract where it could be visible.
 
 Rows are all dimensions but the last. Arithmetic is fp32 (fp64 for fp64 input); only y, dx and the parameters' gradients
 are rounded to the tensors' own types, dlinear_bias from the sum of unrounded dx.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.common.activation import activate, derivative
+from fasttfm.kernels.common.linear import accumulate
 
 
 def gelu_layer_norm(
@@ -40,9 +41,9 @@ def gelu_layer_norm_forward(
     rstd = (centered.square().mean(dim=1) + eps).rsqrt()
     y = centered * rstd[:, None]
     if weight is not None:
-        y = y * _accumulate(weight)
+        y = y * accumulate(weight)
     if bias is not None:
-        y = y + _accumulate(bias)
+        y = y + accumulate(bias)
     return y.to(x.dtype).reshape(x.shape), torch.stack([mean, rstd])
 
 
@@ -56,14 +57,14 @@ def gelu_layer_norm_backward(
     kind: str,
     *wanted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dx [..., C] and dlinear_bias, dweight, dbias [C] in their tensors' types; those three are empty where
-    they are not wanted."""
+    """Returns dx [..., C] and dlinear_bias, dweight, dbias [C] in their tensors' types; those three are empty if they
+    are not needed."""
     mean, rstd = statistics
-    dy_rows = _accumulate(dy).reshape(-1, x.shape[-1])
+    dy_rows = accumulate(dy).reshape(-1, x.shape[-1])
     u = _biased(x, linear_bias)
     hhat = (activate(u, kind) - mean[:, None]) * rstd[:, None]
     hhat = hhat - hhat.mean(dim=1, keepdim=True)
-    g = dy_rows if weight is None else dy_rows * _accumulate(weight)
+    g = dy_rows if weight is None else dy_rows * accumulate(weight)
     dh = rstd[:, None] * (g - g.mean(dim=1, keepdim=True) - hhat * (g * hhat).mean(dim=1, keepdim=True))
     dx = dh * derivative(u, kind)
 
@@ -80,9 +81,5 @@ def gelu_layer_norm_backward(
 
 def _biased(x: Tensor, linear_bias: Tensor | None) -> Tensor:
     """u as [N, C], in the accumulation type."""
-    rows = _accumulate(x).reshape(-1, x.shape[-1])
-    return rows if linear_bias is None else rows + _accumulate(linear_bias)
-
-
-def _accumulate(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    rows = accumulate(x).reshape(-1, x.shape[-1])
+    return rows if linear_bias is None else rows + accumulate(linear_bias)

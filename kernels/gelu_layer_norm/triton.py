@@ -60,7 +60,7 @@ def _bwd_kernel(
     weight,  # [C] or unused
     statistics,  # [2, N] fp32: mean, rstd
     dx,  # [N, C]
-    parts,  # [3, programs, C] fp32: each program's share of dlinear_bias, dweight and dbias
+    parts,  # [3, programs, C] fp32: each program's partial sums of dlinear_bias, dweight and dbias
     N,
     C,
     x_stride,

@@ -11,8 +11,7 @@ namespace fasttfm {
 namespace cuda {
 namespace cublaslt {
 
-// Opaque descriptors are initialized in place: the library checks that there is room enough, and this is more than any
-// version takes.
+// Opaque descriptors are initialized in place. This is more memory than any version takes, which the library checks.
 struct Descriptor {
   uint64_t data[64];
 };
@@ -32,7 +31,7 @@ constexpr int kSuccess = 0;
 constexpr int kCompute32F = 68;
 constexpr int kReal32F = 0, kReal16F = 2, kReal16BF = 14, kReal8FE4M3 = 28, kReal8FE5M2 = 29;
 constexpr int kTransposed = 1;
-// Attributes of a product, of a preference.
+// Attributes of a matmul descriptor and of a preference.
 constexpr int kTransposeA = 3, kTransposeB = 4, kEpilogue = 7, kBiasPointer = 8;
 constexpr int kScalePointerA = 17, kScalePointerB = 18, kFastAccumulation = 25;
 constexpr int kMaxWorkspace = 1, kReductionMask = 3, kAlignmentA = 5, kAlignmentB = 6, kAlignmentC = 7, kAlignmentD = 8;
@@ -62,7 +61,7 @@ bool find(void* library, const char* name, Function* function) {
   return *function != nullptr;
 }
 
-// The library that the process has loaded; null where there is none. It stays loaded.
+// The library that the process has loaded, or null. It stays loaded.
 inline const Library* library() {
   static Library found{};
   static const bool complete = [] {

@@ -1,4 +1,5 @@
-// The launcher of cuBLASLt's products: descriptors and algorithm of each kind of product are made once and kept.
+// The launcher of cuBLASLt GEMMs. Descriptors and algorithm are prepared once for each problem (shape, types, epilogue)
+// and cached.
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
@@ -13,7 +14,7 @@ namespace {
 
 using cublaslt::Descriptor;
 
-// What descriptors and the choice of an algorithm depend on.
+// The problem: what the descriptors and the choice of an algorithm depend on.
 struct Kind {
   int64_t rows, columns, inner;
   int32_t device;
@@ -43,7 +44,7 @@ struct Prepared {
   size_t workspace_bytes;
 };
 
-constexpr size_t kMaxPrepared = 4096;  // token counts may be without end
+constexpr size_t kMaxPrepared = 4096;  // bounds the cache, because token counts may take any value
 constexpr int kMaxDevices = 64;
 
 Status of_library(const cublaslt::Library& library, int status) {
@@ -121,7 +122,7 @@ Status choose(const cublaslt::Library& library, cublaslt::Handle handle, Prepare
   return {};
 }
 
-// What differs between calls of one kind.
+// What differs between calls of one problem.
 int set_pointers(const cublaslt::Library& library, const Gemm& call, Prepared* prepared) {
   int status = 0;
   const auto set = [&](int attribute, const auto& pointer) {

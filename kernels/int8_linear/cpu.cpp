@@ -12,8 +12,7 @@ namespace {
 
 constexpr int64_t kBlock = kInt8Block, kPanel = kInt8Panel;
 
-// ---- rows of x
-// -------------------------------------------------------------------------------------------------------
+// ---- rows of x ------------------------------------------------------------------------------------------------------
 
 typedef uint8_t RegB __attribute__((vector_size(kRegisterLanes)));
 
@@ -55,8 +54,7 @@ FASTTFM_KERNEL void round_row(const Int8Linear& p, int64_t row) {
   }
 }
 
-// ---- products of 32 rows and 32 columns: c [32, 32]
-// ------------------------------------------------------------------
+// ---- products of 32 rows and 32 columns: c [32, 32] -----------------------------------------------------------------
 
 // `b` is two panels, each of inner * 16 bytes.
 void generic_products(const Int8Linear& p, const int8_t* a, const int8_t* b, int64_t, int rows, int32_t* c) {
@@ -140,8 +138,7 @@ __attribute__((target("amx-tile,amx-int8"))) void release_tiles() { _tile_releas
 
 #endif
 
-// ---- y
-// ---------------------------------------------------------------------------------------------------------------
+// ---- y --------------------------------------------------------------------------------------------------------------
 
 inline Lanes to_floats(const int32_t* from) {
   Lanes out;

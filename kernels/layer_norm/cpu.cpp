@@ -69,8 +69,8 @@ FASTTFM_KERNEL BackwardRow<T> backward_row(const LayerNormBackward& p, int64_t r
   return {x, dy, dx, mean, correction, rstd, mean_g, rstd * (rstd * (rstd * mean_g_d))};
 }
 
-// Writes dx of R rows and adds their shares to dweight and dbias (fp32 [C] each, null if not needed). Several rows at a
-// time: a block of the two sums is read and written once for all of them.
+// Writes dx of R rows and adds their contributions to dweight and dbias (fp32 [C] each, null if not needed). A block of
+// the two sums is read and written once for all R rows.
 template <class T, int R>
 FASTTFM_KERNEL void backward_rows(const LayerNormBackward& p, int64_t first, float* dweight, float* dbias) {
   const auto* weight = static_cast<const float*>(p.weight);

@@ -57,7 +57,7 @@ def _bwd_kernel(
     weight,  # [C] or unused
     statistics,  # [2, N] fp32: mean, rstd
     dx,  # [N, C]
-    parts,  # [2, programs, C] fp32: each program's share of dweight and dbias
+    parts,  # [2, programs, C] fp32: each program's partial sums of dweight and dbias
     N,
     C,
     x_stride,

@@ -6,9 +6,9 @@ With rows h [N, C], weight [V, C] and bias [V]:
 
     g = c_n * dloss_n/dx_n        dh = g weight        dweight = g^T h        dbias = sum over rows of g
 
-scale is 1, or for contrastive_loss what it makes of its temperature. dh and dweight lack that factor: like one of c_n
-that all rows share (1 / N of a mean, say), it is left to the end, and dweight and dbias are fp32 until then. x and g
-are rounded to h's type on their way through memory; products are summed in fp32 (fp64 for fp64).
+scale is 1, or 1 / temperature in contrastive_loss. dh and dweight do not include it: like a factor of c_n that all rows
+share (1 / N of a mean, for example), it is applied at the end, and dweight and dbias are fp32 until then. x and g are
+rounded to h's type, in which they are stored; products are summed in fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations

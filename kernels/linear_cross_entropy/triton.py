@@ -19,7 +19,7 @@ from fasttfm.kernels.common.triton.philox import philox
 from fasttfm.kernels.vocabulary.cross_entropy import SAMPLING_COUNTER, Loss
 from fasttfm.kernels.vocabulary.triton_softmax import LOWEST, added, exponential, total
 
-_LABELS = 0  # of the arguments (labels, positions) that errors are noted for
+_LABELS = 0  # index in (labels, positions), the arguments whose errors are recorded
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _draw(
     PRECISE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Stores the first token at which the running sum of shares exceeds ``target``."""
+    """Stores the first token at which the running sum of exponentials exceeds ``target``."""
     word = V - 1
     before = 0.0
     for start in range(0, P, BLOCK_V):

@@ -5,8 +5,8 @@
     dh = dy * activation'(h + bias)        dbias = sum over rows of dh
     dx = dh weight        dweight = dh^T x
 
-h is rounded to x's type, for it is what the backward reads, and so is dh; dbias sums up dh before it is rounded.
-Products are summed and activations computed in fp32 (fp64 for fp64 input).
+h and dh are rounded to x's type, in which they are stored; dbias is the sum of dh before it is rounded. Products are
+summed and activations computed in fp32 (fp64 for fp64 input).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The loss of a masked language model on the rows that are predicted, in plain torch: the specification.
+"""The loss of a masked language model at the masked positions, in plain torch: the specification.
 
     rows = hidden[positions]        loss = cross entropy of rows weight^T + bias (kernels/vocabulary/cross_entropy.py)
 
-Without positions every row has a label, and those whose label is ignore_index are no predictions.
+Without positions every row has a label, and rows whose label is ignore_index are ignored.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ With the tokens q of a query and d of a document:
 
     score = sum over i of  max over j of  q_i . d_j
 
-Tokens that do not count are in neither; the maximum over no token is -inf, the sum over none 0. With y_i the j of the
-largest product, the first of equal ones, the gradients are
+Masked tokens are in neither; the maximum over no token is -inf, the sum over none 0. With y_i the j of the largest
+product, the first of equal ones, the gradients are
 
     dq_i = sum over documents of  dscore d_{y_i}        dd_j = sum over queries' tokens i with y_i = j of  dscore q_i
 
@@ -61,7 +61,7 @@ def _score(query: Tensor, document: Tensor) -> Tensor:
 def _sequences(
     tokens: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None
 ) -> Iterator[Tensor]:
-    """The tokens that count of each sequence."""
+    """The tokens of each sequence that are not masked."""
     counted = torch.ones(tokens.shape[:-1], dtype=torch.bool, device=tokens.device) if mask is None else mask.bool()
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
@@ -121,7 +121,7 @@ def maxsim_backward(
     want_dqueries: bool,
     want_ddocuments: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dqueries and ddocuments; one that is not wanted is empty."""
+    """dqueries and ddocuments; results that are not needed are empty."""
     q, d = accumulate(queries), accumulate(documents)
     dqueries, ddocuments = torch.zeros_like(q), torch.zeros_like(d)
     for column, places in enumerate(index):

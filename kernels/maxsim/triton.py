@@ -1,14 +1,13 @@
 """MaxSim in Triton, without the matrix of similarities.
 
-Forward: a program takes BLOCK_M query tokens and one document, goes over the document's tokens with a running maximum,
-and writes that of each query token to best [K, Tq], and its document row to index [K, Tq]. K is the number of
-documents, or with PAIRS that of each query. A second kernel sums best over the tokens of each query.
+Forward: a program has BLOCK_M query tokens and one document. It iterates over the document's tokens with a running
+maximum for each query token, which it writes to best [K, Tq], and the row of the maximum to index [K, Tq]. K is the
+number of documents, or with PAIRS that of each query. A second kernel sums best over the tokens of each query.
 
-Backward: dq_i is a sum of K rows of documents, which index names. For dd the entries of index are sorted by the rows
-that they name, so that a program finds the query tokens whose gradients it sums next to each other. All sums have a
-fixed order.
+Backward: dq_i is a sum of the K rows of documents given by index. For dd the entries of index are sorted by row, so
+that the query tokens whose gradients a program sums are next to each other. All sums have a fixed order.
 
-Whatever the spans hold, nothing outside of the tensors is accessed.
+Whatever the spans contain, nothing outside of the tensors is accessed.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _load_tile(rows, numbers, stride, inside, columns, D: tl.constexpr):
 def _best_kernel(
     queries,  # [Tq, D]
     documents,  # [Td, D]
-    owners,  # int32 [Tq], -1 for tokens that do not count
+    owners,  # int32 [Tq]: the query of each token, -1 for masked tokens
     query_starts,  # int32 [B]
     query_ends,
     document_starts,  # int32 [C]
@@ -179,8 +178,8 @@ def _gradient_kernel(
 
 
 def _tile(columns: int, element_bytes: int) -> dict[str, int]:
-    """Vectors of up to 128 columns are one part. fp32 products take no tensor cores: their operands are in registers,
-    and parts are small."""
+    """Vectors of up to 128 columns are one part. fp32 products do not use tensor cores: their operands are in
+    registers, so parts are small."""
     if element_bytes == 4:
         return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 16, "num_warps": 8}
     block_d = max(16, triton.next_power_of_2(columns)) if columns <= 128 else 64

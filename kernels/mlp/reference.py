@@ -6,8 +6,8 @@
     dh = da * activation'(h + b1)        db1 = sum over rows of dh
     dx = dh w1        dw1 = dh^T x
 
-h, a, da and dh are rounded to x's type on their way through memory; db1 sums up dh before it is rounded. Products are
-summed and activations computed in fp32 (fp64 for fp64 input).
+h, a, da and dh are rounded to x's type, in which they are stored; db1 is the sum of dh before it is rounded. Products
+are summed and activations computed in fp32 (fp64 for fp64 input).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Removes and restores padding on NVIDIA GPUs, for batches of few bytes, where launches decide. A thread copies one
+// Removes and restores padding on NVIDIA GPUs, for small batches, whose time is that of the launch. A thread copies one
 // unit of 1 to 16 bytes. Boundaries are not validated here: whatever they are, every token of the target is written,
 // and nothing outside of the tensors is read.
 #include <cstdint>

@@ -3,7 +3,8 @@
     packed[cu_seqlens[b] + s] = x[b, s]        for s < cu_seqlens[b + 1] - cu_seqlens[b]; other rows of packed are 0
     x[b, s] = packed[cu_seqlens[b] + s]        for the same s; other tokens of x are 0
 
-Each is the other's gradient. A token may have any shape and type. Wrong boundaries reach no memory outside the tensors.
+Each is the other's gradient. A token may have any shape and type. Whatever the boundaries are, nothing outside of the
+tensors is accessed.
 """
 
 from __future__ import annotations
@@ -33,5 +34,5 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
 
 
 def _take(source: Tensor, rows: Tensor) -> Tensor:
-    """The named rows; a zero for the number after the last."""
+    """The rows of ``source`` at the indices ``rows``; zeros for the index after the last."""
     return torch.cat([source, source.new_zeros(1, *source.shape[1:])]).index_select(0, rows)

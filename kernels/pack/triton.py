@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
 
-# Sizes that change from batch to batch: Triton would compile the kernel anew where one is 1 or no multiple of 16.
+# Sizes that change from batch to batch: Triton would recompile the kernel for a 1 or for a size that 16 does not
+# divide.
 _SIZES_OF_A_BATCH = ["B", "S", "T", "places"]
 
 
@@ -114,8 +115,8 @@ def _copy(padded: Tensor, packed: Tensor, cu_seqlens: Tensor, to_packed: bool) -
 
 
 def _columns(tensor: Tensor, leading: int) -> Tensor:
-    """The dimensions after the ``leading`` ones as one, its elements next to each other; a copy only where that needs
-    one. Truth values as bytes."""
+    """The dimensions after the ``leading`` ones as one contiguous dimension, by a copy only if a view cannot express
+    it. Booleans as bytes."""
     if tensor.dtype == torch.bool:
         tensor = tensor.view(torch.uint8)
     tensor = tensor.unsqueeze(leading).flatten(leading)
@@ -123,7 +124,8 @@ def _columns(tensor: Tensor, leading: int) -> Tensor:
 
 
 def compile_signatures(columns: int, element: str) -> list[dict[str, object]]:
-    """The kernel, either way, as it is compiled for tokens of ``columns`` elements of Triton type ``element``."""
+    """The kernel, in both directions, as it is compiled for tokens of ``columns`` elements of Triton type
+    ``element``."""
     tile = _tile(columns)
     num_warps = tile.pop("num_warps")
     pointers = {"padded": f"*{element}", "packed": f"*{element}", "cu_seqlens": "*i32"}

@@ -4,9 +4,9 @@ A program computes a tile of BLOCK_M rows by BLOCK_N columns of qkv [N, 3C], BLO
 are fp32; bias and rotary embedding are applied to them, so that qkv is rounded once and written once. x is read
 3C / BLOCK_N times and the weight N / BLOCK_M times, mostly from L2: GROUP row tiles are computed next to each other.
 
-With rotary embedding the two columns of a pair must meet in a thread. A tile's columns are then pairs in order,
-2u and 2u + 1 those of pair u, whichever columns of the head these are: rows of the weight may be loaded in any order,
-for each is contiguous. The columns of a head that are not turned are paired as they come.
+With rotary embedding the two columns of a pair must be in the same thread. Columns 2u and 2u + 1 of a tile are then
+those of pair u, whichever columns of the head these are: the rows of the weight can be loaded in any order, because
+each is contiguous. Columns that are not rotated are paired in order.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _forward_kernel(
         columns = tl.where(there, tile, 0)
     else:
         columns, there = _column(tile // 2, tile % 2, H, D, PAIRS, INTERLEAVED)
-    # Rows and columns past the end are computed as the first and not stored: the loop needs no mask for them.
+    # Rows and columns past the end are computed as the first and not stored, so that the loop needs no mask.
     inner = tl.arange(0, BLOCK_K)
     x_tile = x + tl.where(rows < N, rows, 0)[:, None] * x_stride + inner[None, :]
     weight_tile = weight + columns.to(tl.int64)[None, :] * weight_stride + inner[:, None]
@@ -190,8 +190,8 @@ def _constants(heads: int, head_columns: int, pairs: int, element_bytes: int) ->
 
 
 def _tile(rows: int, columns: int, element_bytes: int) -> dict[str, int]:
-    """fp32 products take no tensor cores: their operands are in registers, and tiles are small. So are they for rows
-    that may not begin at a multiple of 16 bytes, which go through registers too."""
+    """fp32 products do not use tensor cores: their operands are in registers, so tiles are small. They are also small
+    for rows that may not start at a multiple of 16 bytes, which are loaded through registers."""
     if element_bytes == 4:
         return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 16, "num_warps": 4, "num_stages": 3}
     block_m = min(128, max(16, triton.next_power_of_2(rows)))

@@ -1,12 +1,12 @@
-"""The loss of a discriminator that tells replaced tokens from originals, in plain torch: the specification, and the
-only implementation: a few numbers for each token are a thousandth of a training step.
+"""The loss of a discriminator that detects replaced tokens (ELECTRA), in plain torch: the specification and the only
+implementation, because one logit per token takes a thousandth of a training step.
 
 For a token's logit x and label y (1: replaced):
 
     loss = max(x, 0) - x * y + log(1 + exp(-|x|))        dloss/dx = 1 / (1 + exp(-x)) - y
 
-in fp32 (fp64 for fp64). A token that does not count has loss 0 and gradient 0, whatever its logit and label are. One
-whose label is neither 0 nor 1 has loss NaN and gradient 0; on the CPU that raises before.
+in fp32 (fp64 for fp64). A masked token has loss 0 and gradient 0, whatever its logit and label are. A token whose label
+is neither 0 nor 1 has loss NaN and gradient 0; on the CPU the op raises an error instead.
 """
 
 from __future__ import annotations

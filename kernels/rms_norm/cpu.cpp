@@ -33,7 +33,7 @@ FASTTFM_KERNEL void forward_row(const RmsNormForward& p, int64_t row) {
   p.rstd[row] = rstd;
 }
 
-// A row of the backward pass and what dx needs of the whole row: with g = dy * weight,
+// A row of the backward pass and the row statistics that dx needs: with g = dy * weight,
 //   dx = rstd * (g - xhat * mean(g * xhat)) = rstd * g - slope * x
 template <class T>
 struct BackwardRow {
@@ -59,8 +59,8 @@ FASTTFM_KERNEL BackwardRow<T> backward_row(const RmsNormBackward& p, int64_t row
   return {x, dy, static_cast<T*>(p.dx) + row * p.columns, rstd, rstd * (rstd * (rstd * mean_g_x))};
 }
 
-// Writes dx of R rows and adds their share to dweight (fp32 [C], null when not wanted). Several rows at a time: a block
-// of the sum is read and written once for all of them.
+// Writes dx of R rows and adds their contribution to dweight (fp32 [C], null if not needed). A block of the sum is read
+// and written once for all R rows.
 template <class T, int R>
 FASTTFM_KERNEL void backward_rows(const RmsNormBackward& p, int64_t first, float* dweight) {
   const auto* weight = static_cast<const float*>(p.weight);
@@ -71,7 +71,7 @@ FASTTFM_KERNEL void backward_rows(const RmsNormBackward& p, int64_t first, float
   for_columns(p.columns, [&](int64_t c, auto n) {
     const Lanes w = weight != nullptr ? load(weight + c, n) : broadcast(1.0f);
     Lanes dw = dweight != nullptr ? load(dweight + c, n) : broadcast(0.0f);
-    // Unrolled, the rows' constants would take the registers of the sum.
+    // If unrolled, the rows' constants would take the registers of the sum.
 #pragma GCC unroll 1
     for (const BackwardRow<T>& row : rows) {
       prefetch(row.x + ahead * p.x_stride + c);

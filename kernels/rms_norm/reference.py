@@ -12,8 +12,9 @@ the tensors' own types.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from fasttfm.kernels.common.linear import accumulate
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -23,26 +24,22 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def rms_norm_forward(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Returns y [..., C] in x's type, and rstd [N] in the accumulation type."""
-    rows = _accumulate(x).reshape(-1, x.shape[-1])
+    rows = accumulate(x).reshape(-1, x.shape[-1])
     rstd = (rows.square().mean(dim=1) + eps).rsqrt()
     y = rows * rstd[:, None]
     if weight is not None:
-        y = y * _accumulate(weight)
+        y = y * accumulate(weight)
     return y.to(x.dtype).reshape(x.shape), rstd
 
 
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, want_dweight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns dx [..., C] and dweight [C], each in its tensor's type; dweight is empty where it is not wanted."""
+    """Returns dx [..., C] and dweight [C], each in its tensor's type; dweight is empty if it is not needed."""
     columns = x.shape[-1]
-    dy_rows = _accumulate(dy).reshape(-1, columns)
-    xhat = _accumulate(x).reshape(-1, columns) * rstd[:, None]
-    g = dy_rows if weight is None else dy_rows * _accumulate(weight)
+    dy_rows = accumulate(dy).reshape(-1, columns)
+    xhat = accumulate(x).reshape(-1, columns) * rstd[:, None]
+    g = dy_rows if weight is None else dy_rows * accumulate(weight)
     dx = rstd[:, None] * (g - xhat * (g * xhat).mean(dim=1, keepdim=True))
     dweight = (dy_rows * xhat).sum(dim=0).to(weight.dtype) if want_dweight else dx.new_empty(0)
     return dx.to(x.dtype).reshape(x.shape), dweight
-
-
-def _accumulate(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()

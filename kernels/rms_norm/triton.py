@@ -1,9 +1,8 @@
 """RMSNorm in Triton. N rows of C columns; the formulas are in reference.py.
 
-Forward: a program takes BLOCK_N whole rows. Backward: one program per slot of the machine walks over its share of the
-rows and keeps its part of dweight in registers; a second, small kernel adds the parts up in a fixed order. Every
-element of x and dy is read once. The number of programs depends on the device only, so repeated calls give the same
-bits.
+Forward: a program takes BLOCK_N whole rows. Backward: persistent programs iterate over the rows and keep partial sums
+of dweight in registers; a second, small kernel adds them in a fixed order. Every element of x and dy is read once. The
+number of programs depends only on the device, so repeated calls give the same bits.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def _bwd_kernel(
     weight,  # [C] or unused
     rstd,  # [N] fp32
     dx,  # [N, C]
-    parts,  # [1, programs, C] fp32: each program's share of dweight
+    parts,  # [1, programs, C] fp32: each program's partial sum of dweight
     N,
     C,
     x_stride,

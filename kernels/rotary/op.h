@@ -22,10 +22,10 @@ struct Rotary {
   int64_t heads;             // H
   int64_t turned_heads;      // the heads from this one on are copied
   int64_t columns;           // D
-  int64_t pairs;             // column i turns with column i + pairs; columns from 2 * pairs on are copied
+  int64_t pairs;             // columns i and i + pairs are rotated; columns from 2 * pairs on are copied
   int64_t token_stride;
   int64_t head_stride;
-  float sign;  // 1, or -1 to turn back
+  float sign;  // 1, or -1 for the inverse rotation
   DType dtype;
   int threads;
 };

@@ -1,12 +1,12 @@
 """Rotary position embedding, in plain torch: the specification.
 
 A head's first R columns are R/2 pairs (a, b): columns 2i and 2i + 1 if interleaved, else i and i + R/2. The token at
-position p turns pair i by the angle whose cosine and sine are cos[p, i] and sin[p, i]:
+position p rotates pair i by the angle whose cosine and sine are cos[p, i] and sin[p, i]:
 
     a' = a cos - b sin        b' = a sin + b cos
 
-The gradient turns back: the same with -sin. Columns from R on are copied, and heads from turned_heads on. Arithmetic is
-fp32 (fp64 for fp64 input).
+The gradient is the inverse rotation: the same with -sin. Columns from R on are copied, and so are heads from
+turned_heads on. Arithmetic is fp32 (fp64 for fp64 input).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rotary position embedding in Triton: T tokens, H heads of D columns; the formula is in reference.py.
 
 A program takes BLOCK_N heads, counted over all tokens, and all pairs of each. x is read and y written once; the rows of
-the tables that the heads of a token share come from the L1 cache. 2 x T x H x D elements are moved.
+the tables, which the heads of a token share, come from L1. Memory traffic: 2 * T * H * D elements.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _rotary_kernel(
     P,
     token_stride,
     head_stride,
-    sign,  # -1 turns back
+    sign,  # -1 for the inverse rotation
     H: tl.constexpr,
     TURNED: tl.constexpr,  # heads from this one on are copied
     D: tl.constexpr,

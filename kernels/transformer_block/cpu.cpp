@@ -1,4 +1,4 @@
-// A stack of transformer layers on the CPU, in fp32: products by the BLAS of the process.
+// A stack of transformer layers on the CPU, in fp32: GEMMs by the BLAS of the process.
 #include <algorithm>
 
 #include "bias_gelu/op.h"
@@ -25,18 +25,19 @@ struct Cpu {
     Range(const char*, int64_t) {}
   };
 
-  static void short_attention(Steps*, const TransformerForward&, const ForwardTensors&) {}  // calls do not ask for it
+  // Never requested on the CPU.
+  static void short_attention(Steps*, const TransformerForward&, const ForwardTensors&) {}
 
   static Status add_norm_forward(const DropoutAddLayerNormForward& given) {
     DropoutAddLayerNormForward call = given;
-    if (call.z == nullptr) call.z = call.y;  // a sum that is not wanted is normalised in place
+    if (call.z == nullptr) call.z = call.y;  // a sum that is not needed is normalized in place
     return cpu::dropout_add_layer_norm_forward(call);
   }
   static Status add_norm_backward(const DropoutAddLayerNormBackward& call) {
     return cpu::dropout_add_layer_norm_backward(call);
   }
 
-  // h = y1 weight^T, a = activation(h + bias). Without a backward, in one place.
+  // h = y1 weight^T, a = activation(h + bias); in place without a backward.
   static void activation_forward(Steps* steps, const TransformerCall& call, const void* weight, const void* bias,
                                  const ForwardTensors& tensors) {
     void* h = tensors.left == nullptr ? tensors.a : tensors.left;

@@ -1,4 +1,4 @@
-// A stack of transformer layers on Hopper, in 16 bits: products by cuBLASLt and, with the activation, by gelu_product.
+// A stack of transformer layers on Hopper, in 16 bits: GEMMs by cuBLASLt or, with the activation, by gelu_product.
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
 #define FASTTFM_WITH_NVTX
@@ -39,7 +39,7 @@ struct Hopper {
     (*steps)(few_rows_attention, attention);
   }
 
-  // Names a layer's kernels in a profile (NVTX); without a profiler that is a test of a pointer.
+  // An NVTX range that names a layer's kernels in a profile; without a profiler it only tests a pointer.
   class Range {
    public:
 #ifdef FASTTFM_WITH_NVTX
@@ -118,7 +118,7 @@ struct Hopper {
                                         shape.max_seqlen);
   }
 
-  // In bytes: launchers use it one at a time.
+  // In bytes; the launchers use it one after the other.
   static int64_t forward_workspace(const TransformerShape&) { return kGemmWorkspace; }
   static int64_t backward_workspace(const TransformerShape& shape) {
     Count attention = attention_floats(shape);

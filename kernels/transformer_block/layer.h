@@ -15,7 +15,7 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace transformer {
 
-// Runs launchers in order; from the first that fails on, none.
+// Runs launchers in order, until the first one that fails.
 class Steps {
  public:
   template <class Launcher, class Params>
@@ -51,7 +51,7 @@ inline float score_scale(const TransformerShape& shape) {
   return static_cast<float>(1 / std::sqrt(static_cast<double>(head_dim_of(shape))));
 }
 
-// A layer's seed for attention (0) or one of the two blocks (1, 2), or null where nothing is dropped.
+// A layer's seed for attention (0) or one of the two blocks (1, 2), or null without dropout.
 inline const int64_t* seed_of(const TransformerCall& call, int64_t layer, int place, int threshold) {
   return threshold > 0 ? call.seeds + 3 * layer + place : nullptr;
 }
@@ -142,7 +142,7 @@ inline Status check_shape(const TransformerShape& shape) {
   return {};
 }
 
-// The same for a backward, after what was `found` of its shape.
+// The same for a backward; `found` is the status of the checks of its shape.
 inline Status check_part(const TransformerBackward& call, const Status& found) {
   if (found.code == StatusCode::ok && call.part != BackwardPart::whole && call.layers != 1)
     return bad_size("transformer_block: parts are of one layer");

@@ -185,7 +185,7 @@ class Backward {
     return y1;
   }
 
-  // Whether attention gives the sums of dqkv over all tokens, the gradient of its bias.
+  // Whether attention also computes the column sums of dqkv, which are the gradient of the qkv bias.
   bool sums_come_along() const { return call_.part == BackwardPart::whole && Device::sums_columns(call_); }
 
   void attention(int64_t layer) {

@@ -11,7 +11,7 @@ namespace transformer {
 
 // The addresses of one layer's tensors.
 struct ForwardTensors {
-  const void* x;         // normalised, in a pre-LN model
+  const void* x;         // normalized, in a pre-LN model
   const void* residual;  // what the attention block is added to
   void *qkv, *out, *branch_a, *y1, *z1, *left, *a, *branch_b, *y, *z, *workspace;
   float *lse, *statistics_a, *statistics_b;

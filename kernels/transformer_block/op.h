@@ -1,6 +1,6 @@
 // A stack of transformer layers in one call, forward and backward: the formulas are in
 // python/fasttfm/ops/transformer_block.py, whose op-by-op path launches the same kernels. T packed tokens, C columns,
-// I columns between the feed-forward block's products, H heads of D.
+// I columns in the feed-forward block, H heads of D.
 //
 // Nothing is allocated here, and nothing synchronizes with the GPU: the caller provides two buffers, `kept` for what
 // the backward reads and `scratch` for the duration of a call, of the sizes that transformer_block_sizes() returns.
@@ -86,8 +86,8 @@ struct TransformerForward : TransformerCall {
   int short_attention;   // CUDA, without training and dropout: not 0 for attention by few_rows/op.h
 };
 
-// A backward of one layer can be cut in two where attention's is another's: the first part ends with the gradient of
-// attention's output, the second starts with that of qkv.
+// A backward of one layer can be split in two if another backend computes attention's backward: the first part ends
+// with the gradient of attention's output, the second starts with that of qkv.
 enum class BackwardPart : int32_t { whole = 0, before_attention = 1, after_attention = 2 };
 
 struct TransformerBackward : TransformerCall {
@@ -99,8 +99,8 @@ struct TransformerBackward : TransformerCall {
   const int64_t* gradients;  // [layers, kTransformerParameters] addresses
   int64_t block_memory;      // CUDA: bytes of shared memory that a block may use
   BackwardPart part;
-  void* dout;        // [T, C], dtype: written before attention; unused for the whole
-  const void* dqkv;  // [T, 3 C], dtype: read after attention; unused for the whole
+  void* dout;        // [T, C], dtype: written by the first part; unused if the backward is not split
+  const void* dqkv;  // [T, 3 C], dtype: read by the second part; unused if the backward is not split
 };
 
 namespace cpu {
@@ -117,7 +117,7 @@ namespace cuda {
 Status transformer_block_sizes(const TransformerSizes&);
 Status transformer_block_forward(const TransformerForward&);
 Status transformer_block_backward(const TransformerBackward&);
-// 1 if NVTX ranges name the layers in a profile: the build had NVTX's header.
+// 1 if the build had NVTX's header, so that ranges name the layers in a profile.
 int64_t transformer_block_names_layers();
 }  // namespace cuda
 

@@ -3,8 +3,8 @@
     post-LN    y1 = LN_a(x + attention(x))                 y = LN_b(y1 + mlp(y1))
     pre-LN     z1 = z + attention(x),  y1 = LN_a(z1)       z' = z1 + mlp(y1),  y = LN_b(z')
 
-x [T, C] is normalized already in a pre-LN model, whose residual stream is z; LN_b is the next layer's first norm there.
-Autograd differentiates it.
+In a pre-LN model x [T, C] is already normalized, the residual stream is z, and LN_b is the next layer's first norm.
+Autograd can differentiate it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _attention(qkv: Tensor, options: Any) -> Tensor:
     """softmax(q k^T / sqrt(D)) v of one sequence: [N, C] from [N, 3, H, D]."""
     q, k, v = qkv.permute(1, 2, 0, 3)  # [H, N, D] each
     distance = torch.arange(len(qkv), device=qkv.device) - torch.arange(len(qkv), device=qkv.device)[:, None]
-    seen = torch.ones_like(distance, dtype=torch.bool)  # query by key: which keys the window holds
+    seen = torch.ones_like(distance, dtype=torch.bool)  # [N, N]: whether the key is in the query's window
     if options.window_left >= 0:
         seen &= distance >= -options.window_left
     if options.window_right >= 0:

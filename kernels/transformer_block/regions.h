@@ -1,5 +1,4 @@
-// Where the tensors of a transformer layer lie: sizes, lifetimes and offsets of the regions of its two pieces of
-// memory.
+// The memory layout of a transformer layer: sizes, lifetimes and offsets of the tensors in its two buffers.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +22,8 @@ constexpr int64_t kRegionAlignment = 256;
 
 inline bool lifetimes_meet(const Region& a, const Region& b) { return a.first <= b.last && b.first <= a.last; }
 
-// Gives the regions, the largest first, the lowest offsets at which none overlaps another that is in use at the same
-// time. Returns the bytes of all; kTooMany where 64 bits do not count them.
+// Assigns to each region, the largest first, the lowest offset at which it overlaps none that is in use at the same
+// time. Returns the total bytes, or kTooMany if they do not fit 64 bits.
 inline int64_t place_regions(Region* regions, int count) {
   constexpr int kMax = 32;
   constexpr int64_t kBelow = kRegionAlignment - 1;
@@ -32,7 +31,7 @@ inline int64_t place_regions(Region* regions, int count) {
   Count total = 0;
   for (int i = 0; i < count; ++i) {
     order[i] = i;
-    // Rounded up; a sum that int64 does not hold stays too large.
+    // Rounded up; a sum that overflows int64 stays kTooMany.
     const int64_t padded = (Count(regions[i].bytes) + kBelow).value;
     regions[i].bytes = padded == kTooMany ? kTooMany : padded / kRegionAlignment * kRegionAlignment;
     total = total + regions[i].bytes;
@@ -59,7 +58,7 @@ inline int64_t place_regions(Region* regions, int count) {
   return end;
 }
 
-// ---- what the backward reads -----------------------------------------------------------------------------------------
+// ---- what the backward reads ----------------------------------------------------------------------------------------
 
 enum KeptRegion {
   kKeptQkv,
@@ -91,10 +90,11 @@ inline ByteCounts byte_counts(const TransformerShape& shape) {
           wide * size_of(shape.residual_dtype), tokens * shape.heads * 4, tokens * 8};
 }
 
-// What a layer gives to the next one: y and, in a pre-LN model, the stream z. The last layer's are the caller's.
+// What a layer passes to the next one: y and, in a pre-LN model, the residual stream z. The last layer's are the
+// caller's.
 enum BetweenRegion { kBetweenY, kBetweenZ, kBetweenRegions };
 
-// Layers lie one after the other, and after them what is between two of them.
+// The layers' tensors come one layer after the other, followed by those that a layer passes to the next one.
 struct KeptPlan {
   Region regions[kKeptRegions];
   Region between[kBetweenRegions];
@@ -129,11 +129,11 @@ inline KeptPlan kept_plan(const TransformerShape& shape) {
   return plan;
 }
 
-// ---- what a call needs while it runs ---------------------------------------------------------------------------------
+// ---- what a call needs while it runs --------------------------------------------------------------------------------
 
 enum ForwardStep { kProjectQkv, kAttend, kProjectOut, kAddNormA, kProjectUp, kProjectDown, kAddNormB, kForwardSteps };
 
-// Those that are kept in training are not here then.
+// In training, those that are kept for the backward are not among them.
 enum ForwardRegion {
   kQkv,
   kOut,
@@ -171,7 +171,7 @@ inline ScratchPlan<kForwardRegions> forward_plan(const TransformerShape& shape, 
     if (pre) use(kZ1, counts.stream, kAddNormA, kAddNormB);
     use(kStatisticsA, counts.statistics, kAddNormA, kAddNormA);
     use(kStatisticsB, counts.statistics, kAddNormB, kAddNormB);
-    // A layer's output is the next one's input, in the place of the input before it.
+    // A layer's output is the next one's input and overwrites the previous input.
     if (more) use(kY, counts.columns, kProjectQkv, kAddNormB);
     if (more && pre) use(kZ, counts.stream, kProjectQkv, kAddNormB);
   }
@@ -222,7 +222,7 @@ inline bool separate_branch(const TransformerShape& shape, int threshold) {
   return threshold > 0 || shape.dtype != shape.residual_dtype;
 }
 
-// `fused_activation`: the activation's derivative comes with the product in front of it.
+// `fused_activation`: the GEMM before the activation also computes the activation's derivative.
 inline ScratchPlan<kBackwardRegions> backward_plan(const TransformerShape& shape, int64_t workspace_bytes,
                                                    bool fused_activation) {
   ScratchPlan<kBackwardRegions> plan{};
@@ -239,7 +239,7 @@ inline ScratchPlan<kBackwardRegions> backward_plan(const TransformerShape& shape
   if (shape.recompute) use(kY1Again, counts.columns, kUpGradient, kUpGradient);
   if (shape.recompute) use(kStatisticsAgain, counts.statistics, kUpGradient, kUpGradient);
   if (pre) use(kDy1, counts.columns, kMeetUp, kNormA);
-  // A layer's gradients of its inputs are read by the first step of the layer before it. The first layer's are the
+  // The gradients of a layer's inputs are read by the first step of the previous layer. The first layer's are the
   // caller's.
   if (more) use(kStreamA, counts.stream, kNormB, kMeetQkv);
   if (more && pre) use(kDx, counts.columns, kNormB, kMeetQkv);
@@ -251,7 +251,7 @@ inline ScratchPlan<kBackwardRegions> backward_plan(const TransformerShape& shape
   return plan;
 }
 
-// ---- for the caller and for tests ------------------------------------------------------------------------------------
+// ---- for the caller and for tests -----------------------------------------------------------------------------------
 
 enum class RegionsOf : int32_t { kept = 0, between = 1, forward = 2, backward = 3 };
 

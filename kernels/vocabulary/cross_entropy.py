@@ -6,7 +6,7 @@ For a row of logits x [V] with label y, s = label_smoothing, z = z_loss and lse 
     dloss/dx_v = exp(x_v - lse) * (1 + 2 * z * lse) - s / V - (1 - s) * [v = y]
 
 A row whose label is ignore_index has loss 0 and gradient 0. A row whose label is no token id has loss NaN and gradient
-0; on the CPU that raises before. Everything is computed in fp32 (fp64 for fp64 logits), whatever the logits' type.
+0; on the CPU the op raises an error instead. Arithmetic is fp32 (fp64 for fp64 logits).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Loss(NamedTuple):
     z_loss: float = 0.0
     temperature: float = 1.0  # of the samples
     count_correct: bool = False
-    scale: float = 1.0  # of the product that gives the logits; they have no bias where it is not 1
-    block_bytes: int = 0  # the most that logits take in memory at a time; 0 for the engine's own limit
+    scale: float = 1.0  # of the product that gives the logits; there is no bias if it is not 1
+    block_bytes: int = 0  # the maximum size of a block of logits; 0 for the backend's default
 
 
 class LossRows(NamedTuple):

@@ -1,8 +1,8 @@
 """Gathers rows of a matrix by index, and scatters their gradient, in Triton.
 
-The numbers come in any order, and one may come more than once. Going back, every row of the result is written once, by
-one program, zeros included: integer atomics first note for each row how many picks it has and the last of them, so that
-the same call gives the same bits. Almost always a row has one pick at most; those of one with more are searched for.
+Positions may be in any order and may repeat. The scatter writes every row of the result once, by one program, zeros
+included. Integer atomics first count the picks of each row and record the last of them, so that the same call gives the
+same bits. Almost always a row has at most one pick; if it has more, a program searches for them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
-from fasttfm.kernels.common.triton.index_errors import clamped, noted
+from fasttfm.kernels.common.triton.index_errors import clamp_and_record, clamped
 
-_POSITIONS = 1  # of the arguments (labels, positions) that errors are noted for
+_POSITIONS = 1  # index in (labels, positions), the arguments whose errors are recorded
 _TILE = 4096  # elements of a program
-_SEARCHED = 256  # picks that are looked at together
+_SEARCHED = 256  # picks that are compared at a time
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _gather_kernel(
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     here = picks < N
     given = tl.load(positions + picks, mask=here, other=0).to(tl.int64)
-    index, bad = noted(given, T, errors, ARGUMENT, 2, picks, here)
+    index, bad = clamp_and_record(given, T, errors, ARGUMENT, 2, picks, here)
     mask = here[:, None] & (columns < C)[None, :]
     value = tl.load(rows + index[:, None] * row_stride + columns[None, :], mask=mask, other=0.0)
     tl.store(
@@ -93,7 +93,7 @@ def _scatter_kernel(
             pick = tl.load(last + row).to(tl.int64)
             picks = tl.load(picks_of + row)
             total = tl.load(dh + pick * C + columns, mask=inside & (pick >= 0), other=0.0).to(tl.float32)
-            if picks > 1:  # in their order; the last is at hand
+            if picks > 1:  # in order; the last one is known
                 others = tl.zeros([BLOCK_C], tl.float32)
                 for start in range(0, pick, SEARCHED):
                     near = start + tl.arange(0, SEARCHED)

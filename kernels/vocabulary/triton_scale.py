@@ -1,4 +1,4 @@
-"""A tensor times a number on the device, rounded once to another type, in Triton."""
+"""A tensor times a scalar tensor on the device, rounded once to another type, in Triton."""
 
 from __future__ import annotations
 

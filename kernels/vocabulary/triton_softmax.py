@@ -1,8 +1,8 @@
-"""A softmax's denominator over a row that comes in tiles, in Triton.
+"""The denominator of a softmax over a row that is processed in tiles, in Triton.
 
-Every thread keeps a largest logit and a sum relative to it for its own few columns of each tile: tiles need no exchange
-between threads, which would make each wait for the one before. ``total`` brings them together at the end. Tiles are
-[rows of groups, group], a group being what one thread loads at once.
+Every thread keeps a maximum and a sum relative to it for its own columns of each tile, so that tiles need no exchange
+between threads, for which each tile would wait. ``total`` combines them at the end. Tiles are [groups, group]; a group
+is what one thread loads at once.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Below every logit that counts, and no infinity, whose difference to another is no number.
+# Below every logit, and finite, because the difference of two infinities is NaN.
 LOWEST = tl.constexpr(-3.0e38)
 
 
 @triton.jit
 def exponential(x, PRECISE: tl.constexpr):
-    """exp(x) for x <= 0. The hardware's has a relative error of 2^-22, and more for larger arguments, which is enough
-    for a result in 16 bits; PRECISE is within 1 ulp, but for results below 2^-125, which are 0."""
+    """exp(x) for x <= 0. The approximation of the hardware has a relative error of 2^-22, and more for larger |x|,
+    which is enough for a result in 16 bits; PRECISE is within 1 ulp, except for results below 2^-125, which are 0."""
     if PRECISE:
         whole = tl.maximum(tl.floor(x * 1.4426950408889634 + 0.5), -126.0)
         r = (x - whole * 0.693359375) + whole * 2.12194440e-4
@@ -36,7 +36,8 @@ def exponential(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def added(sums, largest, x, PRECISE: tl.constexpr):
-    """Sums [groups] of exponentials relative to their largest so far, with those of x [groups, group]."""
+    """Adds the exponentials of x [groups, group] to the running ``sums`` [groups], which are relative to
+    ``largest``."""
     now = tl.maximum(largest, tl.max(x, axis=1))
     shares = tl.sum(exponential(x - now[:, None], PRECISE), axis=1)
     return sums * exponential(largest - now, PRECISE) + shares, now
@@ -44,6 +45,6 @@ def added(sums, largest, x, PRECISE: tl.constexpr):
 
 @triton.jit
 def total(sums, largest, PRECISE: tl.constexpr):
-    """The whole row's sum and largest."""
+    """The sum and the largest logit of the whole row."""
     top = tl.max(largest, axis=0)
     return tl.sum(sums * exponential(largest - top, PRECISE), axis=0), top

@@ -12,7 +12,7 @@
 namespace fasttfm {
 namespace cuda {
 
-// Whether a call needs the kernels for windows: those for full and causal attention do not serve it.
+// Whether the window is neither full nor causal.
 inline bool has_window(const AttentionCall& call) { return call.window_left != -1 || call.window_right > 0; }
 inline Mask mask_of(const AttentionCall& call) {
   return has_window(call) ? Mask::window : call.window_right == 0 ? Mask::causal : Mask::full;

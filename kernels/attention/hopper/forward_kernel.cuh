@@ -27,7 +27,7 @@
 namespace fasttfm {
 namespace cuda {
 
-// ---- producer --------------------------------------------------------------------------------------------------------
+// ---- producer -------------------------------------------------------------------------------------------------------
 
 // The producer thread's TMA loads of k and v, step by step.
 template <class S>
@@ -98,7 +98,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
   }
 }
 
-// ---- consumers -------------------------------------------------------------------------------------------------------
+// ---- consumers ------------------------------------------------------------------------------------------------------
 
 // Makes the warpgroups issue wgmma one after the other, in a cycle.
 template <class S, bool TURNS>
@@ -465,7 +465,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
 }
 
-// ---- launch ----------------------------------------------------------------------------------------------------------
+// ---- launch ---------------------------------------------------------------------------------------------------------
 
 template <class T, class S, Mask MASK, bool TURNS>
 Status launch_forward(const AttentionForward& call, int multiprocessors, const TileSchedule& schedule) {

@@ -15,7 +15,7 @@
 namespace fasttfm {
 namespace cuda {
 
-// ---- tiles in shared memory ------------------------------------------------------------------------------------------
+// ---- tiles in shared memory -----------------------------------------------------------------------------------------
 
 // Starts the TMA loads of a tile's rows, one for each 64 columns, `part` bytes apart in shared memory. Called by one
 // thread.
@@ -67,7 +67,7 @@ __device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32
   wgmma_commit();
 }
 
-// ---- results ---------------------------------------------------------------------------------------------------------
+// ---- results --------------------------------------------------------------------------------------------------------
 
 // The address of the output of one of the tile's queries. The rows of all heads are fewer than 2^31, because more would
 // not fit into memory.
@@ -80,12 +80,12 @@ __device__ __forceinline__ T* out_of(const ForwardParams& p, const QueryTile& ti
 template <class T>
 struct ResultRows {
   T* out;           // the first row
-  int present;      // rows that are there, from the first on
-  float factor[2];  // of o; 0: 0
+  int present;      // number of valid rows, from the first on
+  float factor[2];  // of o; with a factor of 0 the row is 0, whatever o is
 };
 
-// The warpgroup's rows from `first` on have gone over all keys: writes lse, and says what their results are. Rows that
-// attend to nothing get a factor of 0.
+// Called after the last step of keys: writes lse of the warpgroup's rows from `first` on, and returns their output
+// rows. Rows that attend to nothing get a factor of 0.
 template <class T, class S>
 __device__ __forceinline__ ResultRows<T> finalize_rows(const ForwardParams& p, const QueryTile& tile, int first,
                                                        RunningSoftmax& softmax) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void store_empty_rows(const ForwardParams& p, const Q
   }
 }
 
-// ---- launch ----------------------------------------------------------------------------------------------------------
+// ---- launch ---------------------------------------------------------------------------------------------------------
 
 // A tensor without rows is never read, but a tensor map needs a valid address and at least one row.
 inline TensorView head_view(const void* data, const AttentionCall& call, int64_t heads, int64_t rows,

@@ -12,7 +12,7 @@
 namespace fasttfm {
 namespace cuda {
 
-// ---- softmax ---------------------------------------------------------------------------------------------------------
+// ---- softmax --------------------------------------------------------------------------------------------------------
 
 // r is raised only when a score exceeds it by this much, in units of log2. So weights are at most 256.
 constexpr float kHeadroom = 8.0f;

@@ -28,7 +28,7 @@ inline int64_t max_blocks(int64_t units, int64_t max_seqlen) {
 // slower.
 struct Sharing {
   int blocks;         // per sequence and head
-  double efficiency;  // steps of a multiprocessor if all had the same share, over those of the one that has most
+  double efficiency;  // mean number of steps per SM, over the steps of the SM that has the most
 };
 
 inline Sharing sharing_of(const AttentionCall& call, bool causal, int processors) {

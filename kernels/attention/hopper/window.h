@@ -63,7 +63,7 @@ FASTTFM_HOST_DEVICE int first_attended_key(const Window& window, int q_length, i
   return most(k_length - q_length - window.left, 0);
 }
 
-// ---- chunks of keys --------------------------------------------------------------------------------------------------
+// ---- chunks of keys -------------------------------------------------------------------------------------------------
 
 // The windowed backward for head dim 64 divides the keys of a sequence into chunks of kChunkKeys, and a block processes
 // a chunk of one head. It keeps the sums of dQ of the queries of one tile of keys in a ring in shared memory. A query

@@ -50,7 +50,7 @@ struct Dropout {
   // The decisions on one span of one row.
   class Span {
    public:
-    // Not inlined: one copy serves all kernels.
+    // Not inlined, so that all kernels share one copy.
     __attribute__((noinline)) void draw(const Dropout& dropout, RowPosition position, int64_t first) {
       limit_ = static_cast<uint8_t>(dropout.threshold - 1);
       scale_ = dropout.scale;

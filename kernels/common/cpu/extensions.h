@@ -4,7 +4,7 @@
 namespace fasttfm {
 
 bool has_avx512_vnni();
-// Asks the system for the use of the tiles, once.
+// Requests permission to use AMX tiles from the operating system, once.
 bool may_use_amx_int8();
 
 }  // namespace fasttfm

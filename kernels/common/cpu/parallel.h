@@ -1,9 +1,9 @@
 // Threads for CPU kernels: they run on the OpenMP runtime that the host process has already loaded, never on a second
 // pool.
 //
-// Two pools whose idle threads spin fight for the cores (docs/threads.md has the measurement). So the core links no
-// OpenMP: at start-up Python hands over the path of torch's CPU library, and the parallel region of *its* OpenMP
-// runtime is looked up there by name. Where there is none, work runs on plain threads that are started per call.
+// Two pools whose idle threads spin compete for the cores (docs/threads.md has the measurement). So the core does not
+// link against OpenMP. At start-up Python passes the path of torch's CPU library, and the entry point of the OpenMP
+// runtime that it depends on is looked up by name. If there is none, work runs on plain threads, started per call.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,7 @@
 namespace fasttfm {
 
 // Runs body(context, item) for every item in [0, items) on at most `threads` threads. Items are claimed in order, one
-// at a time: which thread runs an item is open, so an item must not depend on it, and results that are summed up are
-// summed per item.
+// at a time. Any thread may run any item, so results must not depend on the thread, and sums are kept per item.
 void parallel_items(int64_t items, int threads, void (*body)(void* context, int64_t item), void* context);
 
 // `body` is any callable (item) -> void; it lives on the caller's stack.
@@ -25,10 +24,10 @@ inline void parallel_items(int64_t items, int threads, Body&& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// Looks up the OpenMP runtime that the loaded library at `library_path` depends on. Returns its name, or "" and why not
-// in `reason`. Not to be called while kernels run.
+// Looks up the OpenMP runtime that the loaded library at `library_path` depends on. Returns its name, or "" and the
+// reason in `reason`. Must not be called while kernels run.
 const char* share_openmp(const char* library_path, const char** reason);
-// "openmp" or "threads": what parallel_items() uses now.
+// "openmp" or "threads": what parallel_items() uses.
 const char* parallel_runtime();
 // Switches to plain threads. Benchmarks compare the two, and a forked child needs it.
 void use_plain_threads();

@@ -31,8 +31,8 @@ struct RowChunks {
 };
 
 // Calls body(row, count) for groups of R rows in [begin, end) with count = std::integral_constant<int, R>, and for the
-// rows left over one by one. Kernels that add up over rows keep a block of the sum in registers while they walk through
-// a group.
+// remaining rows one by one. Kernels that sum over rows keep a block of the sum in registers while they process a
+// group.
 template <int R, class Body>
 inline void for_row_groups(int64_t begin, int64_t end, Body body) {
   int64_t row = begin;

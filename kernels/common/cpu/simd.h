@@ -144,7 +144,7 @@ inline float largest(const Lanes& a) {
   return fold(a, [](auto x, auto y) { return x > y ? x : y; });
 }
 
-// ---- storage formats: load() and store() of 16 elements --------------------------------------------------------------
+// ---- storage formats: load() and store() of 16 elements -------------------------------------------------------------
 //
 // Reading widens exactly. Writing rounds to nearest, ties to even; a NaN stays a NaN, its payload may change.
 
@@ -275,7 +275,7 @@ inline void prefetch(const T* from) {
   __builtin_prefetch(from);
 }
 
-// ---- rows of any length ----------------------------------------------------------------------------------------------
+// ---- rows of any length ---------------------------------------------------------------------------------------------
 
 // How many of a block's 16 lanes are in the row: all of them (known when compiling), or the last block's first few.
 struct Full {};

@@ -24,7 +24,7 @@ constexpr int kTileColumns = 64;    // of a swizzled tile of 16-bit elements
 constexpr int kTileRowBytes = 128;  // of one of its rows
 constexpr int kWarpgroup = 128;     // threads
 
-// ---- host: tensor maps -----------------------------------------------------------------------------------------------
+// ---- host: tensor maps ----------------------------------------------------------------------------------------------
 
 // A tensor of up to four dimensions as TMA sees it. The innermost dimension is contiguous. TMA reads elements outside
 // of the sizes as 0 and does not write them.
@@ -64,7 +64,7 @@ inline Status make_tensor_map(CUtensorMap* map, const TensorView& view) {
   return {};
 }
 
-// ---- barriers in shared memory ---------------------------------------------------------------------------------------
+// ---- barriers in shared memory --------------------------------------------------------------------------------------
 
 // An mbarrier in shared memory. A phase completes when all expected arrivals and all expected transaction bytes have
 // come. wait() names a phase by its parity. The first phase has parity 0, so waiting for parity 1 on a new mbarrier
@@ -152,7 +152,7 @@ __device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// ---- roles -----------------------------------------------------------------------------------------------------------
+// ---- roles ----------------------------------------------------------------------------------------------------------
 
 // setmaxnreg: the number of registers per thread from here on, a multiple of 8. All warps of a warpgroup execute it.
 template <int REGISTERS>
@@ -181,7 +181,7 @@ __device__ __forceinline__ uint32_t reload_tid() {
   return thread;
 }
 
-// ---- clusters --------------------------------------------------------------------------------------------------------
+// ---- clusters -------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
@@ -197,7 +197,7 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// ---- copies ----------------------------------------------------------------------------------------------------------
+// ---- copies ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -114,7 +114,7 @@ struct ProductTileScheduler {
   }
 };
 
-// ---- producer --------------------------------------------------------------------------------------------------------
+// ---- producer -------------------------------------------------------------------------------------------------------
 
 template <class S>
 __device__ __forceinline__ void tma_load_to_cluster(const CUtensorMap* map, Mbarrier& full, uint32_t to, int c0,
@@ -154,7 +154,7 @@ __device__ __forceinline__ void produce(const P& p, ProductMemory<S>& memory, co
   }
 }
 
-// ---- consumers -------------------------------------------------------------------------------------------------------
+// ---- consumers ------------------------------------------------------------------------------------------------------
 
 // Stores a warpgroup's accumulators, rounded, to its 64 rows of the first PARTS parts of the result.
 template <class T, class S, int PARTS>
@@ -235,7 +235,7 @@ __device__ __forceinline__ void consume(const P& p, ProductMemory<S>& memory, in
   }
 }
 
-// ---- epilogue -----------------------------------------------------------------------------------------------------
+// ---- epilogue -------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint4 load_vector(uint32_t shared) {
   uint4 v;
@@ -378,7 +378,7 @@ __device__ __forceinline__ void finish_vectors(const P& p, ProductMemory<S>& mem
   }
 }
 
-// ---- kernel ----------------------------------------------------------------------------------------------------------
+// ---- kernel ---------------------------------------------------------------------------------------------------------
 
 // The operand a is K-major. E::kB says how b is stored, E::Params has `tiles`, and E::finish<T, S>(p, memory, warp)
 // runs in every epilogue warp.
@@ -408,7 +408,7 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
   if constexpr (S::kCluster > 1) cluster_sync();  // another block may still multicast into this block's shared memory
 }
 
-// ---- launch ----------------------------------------------------------------------------------------------------------
+// ---- launch ---------------------------------------------------------------------------------------------------------
 
 struct ProductOperands {
   const void *a, *b;

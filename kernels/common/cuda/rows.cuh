@@ -1,11 +1,11 @@
 // Building blocks of row-wise kernels (layer_norm and its fused variants). N rows of C columns, C a multiple of 8.
 //
-// A row belongs to a group of threads, each of which holds kVectors vectors of 8 elements: every element crosses the
-// memory bus once, 16 bytes at a time. Kernels that only map rows take one row per group: plenty of small blocks keep
-// the memory busy. Kernels that also sum over rows are persistent: their groups walk over the rows, the sums stay in
-// registers until the end, and the next row is copied to shared memory while the current one is computed. Each thread
-// reads back only what it copied itself, so the copies need no barrier. A second, small kernel adds up the blocks'
-// parts in a fixed order.
+// A group of threads processes a row; each thread holds kVectors vectors of 8 elements. Every element is loaded or
+// stored once, 16 bytes at a time. Kernels without sums over rows process one row per group: many small blocks saturate
+// the memory bandwidth. Kernels with sums over rows are persistent: their groups iterate over the rows, the sums stay
+// in registers until the end, and the next row is copied to shared memory while the current one is computed. Each
+// thread reads only what it copied itself, so the copies need no barrier. A second, small kernel adds the blocks'
+// partial sums in a fixed order.
 #pragma once
 
 #include <cstdint>
@@ -55,8 +55,8 @@ Status for_row_shape(int64_t columns, Launch launch) {
 constexpr int64_t kLeastBlockMemory = 99 * 1024;
 
 // Calls use(RowShape{}) for the smallest shape that holds a row and whose memory fits into `limit` bytes. `Plan` has
-// kBlock, the threads of a block on GPUs with plenty of shared memory, kSmallBlock, fewer, for the others, and
-// memory(S), the bytes that a block of a shape takes in all. Where neither fits, it is the smaller one.
+// kBlock, the threads of a block if its shared memory fits, kSmallBlock, a smaller number for GPUs on which it does
+// not, and memory(S), the bytes of shared memory of a block of a shape. If neither fits, the smaller one is used.
 template <class Plan, class Use>
 Status for_row_shape_within(int64_t columns, int64_t limit, Use use) {
   return for_row_shape<Plan::kBlock>(columns, [&](auto shape) {
@@ -127,8 +127,8 @@ __device__ __forceinline__ void pass_missed_barriers(int64_t all_rows, const Gro
 #endif
 }
 
-// A thread's first vector in one tensor's rows as its group walks over them: the pointer steps along, so that the loop
-// multiplies no 64-bit numbers.
+// A pointer to a thread's first vector in one tensor's rows, which advances as the group iterates over them, so that
+// the loop needs no 64-bit multiplication.
 template <class T>
 struct RowWalk {
   T* vector;

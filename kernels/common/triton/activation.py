@@ -1,4 +1,5 @@
-"""Values and derivatives of the activations in Triton. The formulas are in activation.py; activation.cuh says why."""
+"""Values and derivatives of the activations in Triton. The formulas are in activation.py and explained in
+activation.cuh."""
 
 from __future__ import annotations
 

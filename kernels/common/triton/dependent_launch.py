@@ -1,7 +1,9 @@
-"""Programmatic dependent launch: a kernel starts while the one before it still runs, and waits where it needs results.
+"""Programmatic dependent launch: a kernel starts while the previous one still runs, and waits before it reads its
+result.
 
-What a kernel loads before ``wait_for_inputs`` must not have been written by kernels before it in the stream: weights,
-say. Every kernel that is launched so waits, so that all earlier kernels have ended after the wait, not only the last.
+A kernel may load before ``wait_for_inputs`` only what no earlier kernel in the stream has written: weights, for
+example. Every kernel that is launched in this way waits, so that after the wait all earlier kernels have ended, not
+only the previous one.
 """
 
 from __future__ import annotations

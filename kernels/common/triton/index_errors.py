@@ -8,14 +8,14 @@ import triton.language as tl
 
 @triton.jit
 def clamped(index, limit):
-    """The index, or 0 where it names no row; and whether it names none."""
+    """The index, or 0 if it is outside of the table, and whether it is."""
     bad = (index < 0) | (index >= limit)
     return tl.where(bad, 0, index), bad
 
 
 @triton.jit
-def noted(given, limit, errors, ARGUMENT: tl.constexpr, ARGUMENTS: tl.constexpr, rows, mask):
-    """clamped(), and the first bad row of an argument goes to errors: int64 [2, ARGUMENTS]."""
+def clamp_and_record(given, limit, errors, ARGUMENT: tl.constexpr, ARGUMENTS: tl.constexpr, rows, mask):
+    """clamped(), and records the first bad row of an argument in errors: int64 [2, ARGUMENTS]."""
     index, bad = clamped(given, limit)
     words = errors + ARGUMENT + tl.zeros_like(rows)
     saturated = tl.minimum(tl.maximum(given, -2147483648), 2147483647)

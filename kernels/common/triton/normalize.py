@@ -1,4 +1,4 @@
-"""LayerNorm of a tile of whole rows in Triton: what every op with a LayerNorm in it shares.
+"""LayerNorm of a tile of whole rows in Triton, shared by all ops that contain a LayerNorm.
 
 A tile is ``[BLOCK_N, BLOCK_C]`` in fp32: rows ``rows`` of N, columns ``columns`` of C. Statistics are ``[2, N]`` fp32:
 mean, rstd.
@@ -28,7 +28,7 @@ def normalized(
     in_row = columns < C
     mean = tl.sum(value, axis=1) / C
     centered = tl.where(in_row[None, :], value - mean[:, None], 0.0)
-    correction = tl.sum(centered, axis=1) / C  # what rounding the mean cut off
+    correction = tl.sum(centered, axis=1) / C  # the rounding error of the mean
     centered = tl.where(in_row[None, :], centered - correction[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centered * centered, axis=1) / C + eps)
     tl.store(statistics + rows, mean, mask=rows < N)
@@ -57,15 +57,15 @@ def normalized_gradient(value, scaled, rows, columns, statistics, N, C):
 
 
 def row_tile(columns: int, elements: int, per_thread: int, least_columns: int = 1) -> dict[str, int]:
-    """Whole rows for a program, about ``elements`` elements together, ``per_thread`` for each thread."""
+    """A tile of whole rows with about ``elements`` elements in total, ``per_thread`` for each thread."""
     block_c = max(least_columns, triton.next_power_of_2(columns))
     block_n = min(16, max(1, elements // block_c))
     num_warps = min(32, max(1, block_n * block_c // (32 * per_thread)))
     return {"BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": num_warps}
 
 
-# Tiles of layer_norm and rms_norm, whose rows take as many registers. Measured on an H200: two rows per program, four
-# where they are short.
+# Tiles of layer_norm and rms_norm, whose rows take the same number of registers. Measured on an H200: two rows per
+# program, four if they are short.
 def norm_forward_tile(columns: int) -> dict[str, int]:
     return row_tile(columns, elements=8192 if columns > 2048 else 4096, per_thread=32)
 

@@ -60,8 +60,8 @@ def kept(seed, sequence, token, threshold, first_column, BLOCK_N: tl.constexpr, 
 
 @triton.jit
 def _kept_words(seed, sequence, head, queries, first_key, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """For each weight of a tile the word whose byte decides about it, and which byte: uint32 [BLOCK_M, BLOCK_N]. The
-    byte's high bit says whether the weight is kept.
+    """For each weight of a tile, the word that holds its byte, and the index of the byte: uint32 [BLOCK_M, BLOCK_N].
+    The byte's high bit says whether the weight is kept.
 
     Four bytes are compared at once: the high bit of a byte of ``z`` says whether its low seven bits reach those of the
     threshold, which decides together with the high bits of the byte and of the threshold.
@@ -101,7 +101,7 @@ def dropped_weights(
     threshold,
 ):
     """Attention weights of the given queries and the keys from ``first_key`` on (a multiple of 64, as is BLOCK_N), with
-    zeros for those that dropout takes. Where weights come from a matrix product, each thread draws for what it holds.
+    zeros for those that are dropped. In the layout of an mma accumulator, each thread draws for the weights it holds.
     """
     keep, byte = _kept_words(seed, sequence, head, queries, first_key, threshold, weights.shape[0], weights.shape[1])
     if INTERPRETED:

@@ -1,4 +1,5 @@
-"""What kernels share that turn pairs of columns by the angles of a token's position: kernels/rotary/reference.py."""
+"""Rotates pairs of columns by the angles of a token's position, for the kernels of rotary and qkv_projection; the
+formulas are in kernels/rotary/reference.py."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import triton.language as tl
 @triton.jit
 def load_angles(cos, sin, place, pairs, mask, turns, sign, P, PAIRS: tl.constexpr):
     """Cosines and sines of ``pairs`` [n] at positions ``place`` [m] (int64), in fp32: where ``mask`` [m, n] and
-    ``turns`` [m] are true. A position outside of the tables [P, PAIRS] reads nothing and gives NaN. A sign of -1 turns
-    back."""
+    ``turns`` [m] are true. A position outside of the tables [P, PAIRS] reads nothing and gives NaN. A sign of -1 is the
+    inverse rotation."""
     known = mask & ((place >= 0) & (place < P) & turns)[:, None]
     angle = place[:, None] * PAIRS + pairs[None, :]
     c = tl.load(cos + angle, mask=known, other=float("nan")).to(tl.float32)

@@ -1,12 +1,12 @@
 """Sums of rows by key, over keys that are sorted, in a fixed order and without atomics.
 
-A first kernel, the op's own, walks through runs of RUN sorted keys, one program per run. It writes the sum of a key
-whose rows are all in its run where that belongs. The rest it leaves as parts, fp32 [runs, 2, C]:
+The op's own kernel processes runs of RUN sorted keys, one program per run. If all rows of a key are in one run, it
+writes their sum to the result. Otherwise it writes partial sums, fp32 [runs, 2, C]:
 
-    parts[run, 0]    of the key that the run begins with, where it also ends the run before
-    parts[run, 1]    of the key that the run ends with, where it begins in this run and goes on in the next
+    parts[run, 0]    of the run's first key, if that is also the last key of the previous run
+    parts[run, 1]    of the run's last key, if it begins in this run and continues in the next
 
-join_runs() then adds up the parts of each key, run by run.
+join_runs() then adds the partial sums of each key, in the order of the runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def join_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One program per run: it finishes the key that begins in its run and goes on in the next."""
+    """One program per run, which completes the sum of the key that begins in its run and continues in the next."""
     run = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     in_row = columns < C
@@ -66,7 +66,7 @@ def _block_c(columns: int) -> int:
 
 def join_runs(keys: Tensor, parts: Tensor, dtable: Tensor) -> None:
     """Writes the rows of ``dtable`` whose keys are in several runs. ``keys``: int32 [N], ascending; those that are
-    no row of ``dtable`` are passed over."""
+    no row of ``dtable`` are skipped."""
     runs, _, columns = parts.shape
     block_c = _block_c(columns)
     join_kernel[(runs, triton.cdiv(columns, block_c))](

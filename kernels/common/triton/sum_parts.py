@@ -46,7 +46,8 @@ _BLOCK_C = 32
 
 
 def sum_parts(parts: Tensor, outputs: Sequence[Tensor]) -> None:
-    """``outputs[i][c]`` = sum over p of ``parts[i, p, c]``, rounded once; up to three, empty ones are left out."""
+    """``outputs[i][c]`` = sum over p of ``parts[i, p, c]``, rounded once. Up to three outputs; empty ones are
+    skipped."""
     count, programs, columns = parts.shape
     wanted = tuple(output.numel() > 0 for output in outputs)
     missing = 3 - count

@@ -278,7 +278,7 @@ class GPT2DoubleHeadsModel(GPT2Head):
             rows, known = batch.rows(columns.flatten())
             states = encoded.x.index_select(0, rows)
             if not torch.compiler.is_compiling():  # a compiled model gives NaN
-                _errors.note("mc_token_ids", columns.flatten(), known, batch.cu_seqlens.diff())
+                _errors.record("mc_token_ids", columns.flatten(), known, batch.cu_seqlens.diff())
         scores: Tensor = self.multiple_choice(self.dropout(states))
         if known is not None:
             scores = scores.where(known[:, None], torch.nan)
