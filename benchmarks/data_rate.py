@@ -1,9 +1,9 @@
-"""How fast packed batches come from a corpus: tokens a second, by objective, masking and number of workers.
+"""Times the data pipeline: tokens per second of packed batches, by objective, masking and number of workers.
 
     python benchmarks/data_rate.py --out benchmarks/results
 
-The corpus is the shipped one, repeated for ever; a reader takes the batches and does nothing with them. Runs of all
-settings take turns, so that what else the machine does meets all of them.
+The corpus is the shipped one, repeated indefinitely; the batches are read and discarded. Runs of all settings
+alternate, so that other load on the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def main() -> int:
 def measure(
     shards: data.TokenShards, key: tuple[str, int], tokens_per_batch: int, seconds: float
 ) -> tuple[float, float]:
-    """Tokens a second, and how full batches were."""
+    """Tokens per second, and the mean fill of the batches."""
     objective, masking = CASES[key[0]]
     stream = data.BatchStream(shards, objective, masking, tokens_per_batch=tokens_per_batch, seed=0, workers=key[1])
     batches = iter(stream)

@@ -1,12 +1,12 @@
-"""Times the decoding of GPT-2 small: milliseconds for a token of every sequence, as users' clocks see them.
+"""Times the decoding of GPT-2 small: wall-clock milliseconds for a token of every sequence.
 
     python benchmarks/decoding.py --out benchmarks/results
     python benchmarks/decoding.py --quick --batches 1 16 --peers eager
     OMP_NUM_THREADS=2 python benchmarks/decoding.py --device cpu --batches 1 8 --out benchmarks/results
 
-Weights are random, in bf16 on a GPU and fp32 on a CPU. All sequences have prompts of 128 tokens and no end: a token's
-time is the difference between a call for many new tokens and one for a single token, over the number of steps between
-them. Times are wall-clock medians of calls that are waited for. Contenders:
+Weights are random, in bf16 on a GPU and fp32 on a CPU. All sequences have prompts of 128 tokens and no stop token. A
+token's time is the difference between a call for many new tokens and one for a single token, over the number of steps
+between them. Times are wall-clock medians of synchronized calls. Contenders:
 
     session            a ``GenerationSession``: on a GPU CUDA graphs with sampling inside
     session top-k      the same with temperature, top_k 50 and top_p 0.9

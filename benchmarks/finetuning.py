@@ -4,13 +4,13 @@
     python benchmarks/finetuning.py --model run/latest
     OMP_NUM_THREADS=2 python benchmarks/finetuning.py --model run/latest --device cpu --out benchmarks/results
 
-Both sides begin with the same checkpoint and train on the same token ids of the shipped samples (or ``--data``, a
-folder with one folder for each task): AdamW with the same rates, decay, epsilon and clipping, a linear schedule with a
-tenth of the steps for warmup, batches of 32 examples in random order, dropout, the dev set scored after each epoch, the
-last epoch's model. Trainer pads its batches to their longest sequence. Sides take turns, seed by seed; a time is that
-of training and evaluation, without loading and tokenizing. On a CPU that is shared with others the ratio of processor
-seconds says more than that of times; it is printed too. Scores agree if the difference of the means is no more than
-the spread of the seeds: the standard deviation of the difference of two such means, twice.
+Both sides start from the same checkpoint and train on the same token ids of the shipped samples (or ``--data``, a
+folder with one folder for each task). The recipe is AdamW with the same learning rate, weight decay, epsilon and
+clipping, a linear schedule with 10% warmup, batches of 32 examples in random order, dropout, the dev set scored after
+each epoch, and the model of the last epoch. Trainer pads its batches to their longest sequence. The two sides
+alternate, seed by seed. A time is that of training and evaluation, without loading and tokenizing; the ratio of CPU
+seconds is printed too, because it is less affected by other processes. Scores agree if the means differ by at most
+twice the standard deviation of the difference of the two means.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CLASSES = {
     Head.TOKEN_CLASSIFICATION: "AutoModelForTokenClassification",
 }
 NAMES = tuple(name for name, task in TASKS.items() if task.head in CLASSES)
-Measured = tuple[float, float, float]  # the score, seconds, seconds of all processors
+Measured = tuple[float, float, float]  # the score, wall-clock seconds, CPU seconds
 COLUMNS = (
     *(
         "task",
@@ -134,7 +134,7 @@ def compare(name: str, settings: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 class Clock:
-    """Seconds, and seconds of all processors."""
+    """Wall-clock seconds, and CPU seconds of the process."""
 
     def __init__(self) -> None:
         self._begun, self._used = time.perf_counter(), time.process_time()
@@ -170,7 +170,7 @@ def ours(model: Any, task: Task, examples: Any, seed: int, settings: argparse.Na
 
 
 def theirs(model: Any, task: Task, examples: Any, seed: int, settings: argparse.Namespace) -> Measured:
-    """Trainer with transformers' model, whose head is the one that was drawn here."""
+    """Trainer with transformers' model, which starts with the same head."""
     train, dev = task.features(examples.train), task.features(examples.dev)
     with tempfile.TemporaryDirectory() as folder:
         tasks.save(model, task, Path(folder))
@@ -187,7 +187,7 @@ def theirs(model: Any, task: Task, examples: Any, seed: int, settings: argparse.
             learning_rate=settings.learning_rate,
             num_train_epochs=settings.epochs,
             per_device_train_batch_size=32,
-            warmup_steps=0.1,  # a share of all steps
+            warmup_steps=0.1,  # a fraction of all steps
             weight_decay=0.01,
             adam_epsilon=1e-6,
             max_grad_norm=1.0,
@@ -209,7 +209,7 @@ def theirs(model: Any, task: Task, examples: Any, seed: int, settings: argparse.
 
 
 def padded(task: Task, features: Sequence[Feature]) -> dict[str, torch.Tensor]:
-    """A batch as transformers reads it: rows of the longest sequence's length."""
+    """A batch for transformers, padded to the longest sequence."""
 
     def rows(values: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
         tensors = [torch.tensor(each) for each in values]
@@ -232,7 +232,7 @@ def padded(task: Task, features: Sequence[Feature]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def score(module: Any, task: Task, examples: Sequence[Any], features: Sequence[Feature], device: str) -> float:
-    """The dev score of transformers' model, with the batches that Trainer would evaluate in."""
+    """The dev score of transformers' model, evaluated in Trainer's batches."""
     module.eval()
     read: list[Any] = []
     for group in by_count(features, 32):

@@ -4,9 +4,9 @@
     python benchmarks/fp8_curves.py gpt2 small --data texts/ --steps 300 --tokens 32768 --max-length 1024 --out curves
 
 Every run is `fasttfm pretrain` of --tokens tokens per step; the runs of a seed have the same parameters, batches and
-dropout seeds. Writes <out>/<model>-<size>.csv with the means of 20 steps' training losses and the validation loss at
-the end of each run, and a plot of the means. FP8 is as good as bf16 if its final losses are within the spread of the
-seeds.
+dropout seeds. Writes <out>/<model>-<size>.csv with the training losses, averaged over 20 steps, and the validation loss
+at the end of each run, and a plot of the averages. FP8 is as good as bf16 if its final losses are within the spread of
+the seeds.
 """
 
 from __future__ import annotations

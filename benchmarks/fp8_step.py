@@ -1,12 +1,12 @@
-"""Times FP8 training against bf16 in the same run: whole steps as CUDA graphs, and the kernels by themselves.
+"""Times FP8 training against bf16 in the same run: whole steps as CUDA graphs, and single kernels.
 
     python benchmarks/fp8_step.py --out benchmarks/results/nvidia-h200-fp8_step.csv
     python benchmarks/fp8_step.py --cases bert-large:64x512 --peers handmade-compile,hf-compile
     python benchmarks/fp8_step.py --chart benchmarks/results/nvidia-h200-fp8_step.csv
 
-Rows of steps are training_step.py's. Rows of kernels have the time of a call (p50, with a cold L2 cache) and its rate:
-casts and the activation's passes in TB/s of the bytes that they must move, next to a copy of the same tensor; GEMMs in
-TFLOP/s, next to those of bf16 operands.
+Rows of steps are those of training_step.py. Rows of kernels have the time of a call (p50, with a cold L2) and its rate:
+casts and activations in TB/s of the bytes that they must move, next to a copy of the same tensor; GEMMs in TFLOP/s,
+next to those of bf16 operands.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CASES = (
 )
 CONTENDERS = "fasttfm-fast-graph,fasttfm-fp8-graph"
 TOKENS, WIDTHS = 32768, ((1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024))
-_FLUSH = 256 << 20  # bytes, more than the L2 cache has
+_FLUSH = 256 << 20  # bytes, more than L2 has
 
 
 def step_rows(name: str, contenders: list[str], device: torch.device, steps: int) -> Iterator[dict[str, Any]]:

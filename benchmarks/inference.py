@@ -4,13 +4,13 @@
     python benchmarks/inference.py --quick --peers eager
     OMP_NUM_THREADS=2 python benchmarks/inference.py --device cpu --out benchmarks/results
 
-Contenders of a case take turns, and each call is waited for; times are wall-clock medians. Parts:
+Contenders of a case alternate, and the script synchronizes after each call; times are wall-clock medians. Parts:
 
     encoder    BERT-base on a GPU: a call with ids on the host that ends with results on the host ("session"), the model
                and transformers' with tensors on the device. Batches are 56% full, unless they have one sequence.
     sentences  A model of MiniLM's shape (6 layers of 384 columns, 12 heads) over sentences of 5 to 60 tokens of the
                shipped texts, or of --texts, from text to vectors: the session, and a loop over transformers' model with
-               its tokenizer and mean pooling, over texts as they come and sorted by length. On a GPU 4,096 sentences
+               its tokenizer and mean pooling, over texts in random order and sorted by length. On a GPU 4,096 sentences
                in bf16, in batches of 128 and 512 for transformers; on a CPU 2,000 in batches of 32.
 """
 
@@ -37,7 +37,7 @@ from fasttfm.inference import Session
 PARTS = ("encoder", "sentences")
 SHAPES = ((1, 32), (1, 128), (8, 128), (32, 128), (32, 512), (128, 512))
 MINILM = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
-LENGTHS = (5, 60)  # tokens of a sentence, special ones included
+LENGTHS = (5, 60)  # tokens of a sentence, including special tokens
 
 
 # ---- calls of an encoder ---------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def sentences(bench: Bench, source: Path | None) -> None:
 
 
 def chosen(documents: list[str], tokenizer: Any, count: int) -> list[str]:
-    """Sentences of the wanted lengths, in an order without rule."""
+    """Sentences of the lengths ``LENGTHS``, in random order."""
     found: list[str] = []
     for text in documents:
         pieces = list(_pieces(text))
@@ -133,7 +133,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 @torch.inference_mode()
 def embedded(model: Any, tokenizer: Any, texts: list[str], size: int, ordered: bool) -> np.ndarray:
-    """As people write it: batches of texts, padded to the longest, and the mean over their tokens."""
+    """The usual loop over transformers: batches of texts, padded to the longest, and the mean over their tokens."""
     order = sorted(range(len(texts)), key=lambda index: -len(texts[index])) if ordered else list(range(len(texts)))
     found = np.empty((len(texts), model.config.hidden_size), np.float32)
     for first in range(0, len(texts), size):
@@ -149,7 +149,7 @@ def normalized(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-# ---- all of it -------------------------------------------------------------------------------------------------------
+# ---- main ------------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -1,13 +1,12 @@
-"""Runs a session at its full rate with random lengths and batch sizes, and watches memory, captures and latencies.
+"""Runs a session at its full rate with random lengths and batch sizes, and monitors memory, captures and latencies.
 
     python benchmarks/inference_soak.py --minutes 3
     python benchmarks/inference_soak.py --device cpu --size tiny --minutes 20 --out benchmarks/results
 
 Half of the calls are ``encode`` with 1 to 64 sequences of 1 to 512 ids, half are single requests of ``submit`` from
-several threads. Every ten seconds a line says what has happened since the last one. The run fails (exit code 1) if
-memory after the first third grows by more than a hundredth, or if in the last two thirds captures go on at more than
-one in a hundred calls. ``--out`` adds a row for each kind of call to the machine's CSV file, in place of those of the
-same model.
+several threads. A line is printed every ten seconds. The run fails (exit code 1) if memory grows by more than 1% after
+the first third, or if in the last two thirds more than one in a hundred calls captures a graph. ``--out`` writes a row
+for each kind of call to the machine's CSV file, which replaces the rows of the same model.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _LINE_SECONDS = 10.0
 
 
 class Soak:
-    """The calls, and what was seen of them."""
+    """The calls, their latencies and errors."""
 
     def __init__(self, session: Session, vocabulary: int, longest: int) -> None:
         self.session, self.vocabulary, self.longest = session, vocabulary, longest
@@ -84,11 +83,11 @@ class Soak:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Resident memory of this process, in bytes."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:  # where there is no /proc, the largest so far
+    except OSError:  # without /proc: the peak so far
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -116,7 +115,7 @@ def run(soak: Soak, seconds: float) -> list[tuple[float, int, int, int]]:
 
 
 def report(soak: Soak, samples: list[tuple[float, int, int, int]]) -> tuple[bool, list[dict[str, Any]]]:
-    """Prints the result; whether it is good, and its rows."""
+    """Prints the result. Returns whether the run passed, and its rows."""
     if soak.errors:
         print(f"failed: {soak.errors[0]!r}")
         return False, []

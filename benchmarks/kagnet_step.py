@@ -1,22 +1,20 @@
 """Times KagNet's training step and the part of it that the graph takes.
 
     python benchmarks/kagnet_step.py                                     BERT-base, 32 questions, on a GPU
-    python benchmarks/kagnet_step.py --cuda-graph                        what the GPU takes
+    python benchmarks/kagnet_step.py --cuda-graph                        the GPU's time, without the host's
     python benchmarks/kagnet_step.py --device cpu --questions 2
 
 The step (forward, backward, clipping, AdamW) of BERT-base with a graph is timed in turns with that of BERT-base without
 one, for the same packed texts; the graph's part is the difference. Graphs are random, of the size that questions of
-CommonsenseQA have: 7 concepts in a question, 1 in an answer, up to 12 paths a pair of 1 to 3 edges. Concepts keep their
-vectors, as with TransE's. ``--products`` times the neighbours' mean by itself: as it is computed, by embedding_bag;
-torch's sparse product in COO and CSR form; a gather with index_add.
+CommonsenseQA have: 7 concepts in a question, 1 in an answer, up to 12 paths of 1 to 3 edges per pair. The vectors of
+the concepts are frozen, as with TransE's. ``--products`` times only the mean over neighbours: with embedding_bag, as
+the model computes it, with torch's sparse GEMM in COO and CSR form, and with a gather and index_add.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fasttfm import models, optim
+from fasttfm.bench.steps import captured, timed_in_turns
 from fasttfm.bench.timing import device_name
 from fasttfm.data.graphs import ConceptPath, Pair, SchemaGraph
 from fasttfm.nn.graph import GraphBatch, neighbour_mean
@@ -82,20 +81,8 @@ def steps(device: torch.device, questions: int, length: int) -> dict[str, Callab
     return {"with the graph": step_of(with_graph, graph=graph), "text only": step_of(plain)}
 
 
-def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as a CUDA graph, which the host launches as one."""
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    replay: Callable[[], None] = graph.replay
-    return replay
-
-
 def products(device: torch.device, questions: int) -> dict[str, Callable[[], None]]:
-    """Ways to the neighbours' mean, forward and backward."""
+    """The mean over neighbours in several ways, forward and backward."""
     random = np.random.default_rng(0)
     graph = collate_graphs([random_graph(random) for _ in range(questions * CHOICES)]).to(device)
     count = len(graph.concepts)
@@ -130,20 +117,6 @@ def products(device: torch.device, questions: int) -> dict[str, Callable[[], Non
     return {"embedding_bag": run(bag), "sparse COO": run(coo), "sparse CSR": run(csr), "gather, index_add": run(gather)}
 
 
-def timed(calls: dict[str, Callable[[], None]], device: torch.device, rounds: int) -> dict[str, float]:
-    """The median of each call in milliseconds; calls take turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 2):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if number >= 2:
-                times[name].append(1e3 * (time.perf_counter() - begin))
-    return {name: statistics.median(some) for name, some in times.items()}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -151,18 +124,20 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=64, help="tokens of a question with an answer")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--cuda-graph", action="store_true", help="steps are CUDA graphs: the host's time is left out")
-    parser.add_argument("--products", action="store_true", help="time the neighbours' mean only")
+    parser.add_argument("--products", action="store_true", help="time only the mean over neighbours")
     parsed = parser.parse_args()
     device = torch.device(parsed.device)
     torch.manual_seed(0)
     print(f"{device_name(device)}, torch {torch.__version__}, {torch.get_num_threads()} threads")
     if parsed.products:
-        found = timed(products(device, parsed.questions), device, parsed.rounds)
+        calls = products(device, parsed.questions)
     else:
         calls = steps(device, parsed.questions, parsed.length)
         if parsed.cuda_graph:
             calls = {name: captured(call) for name, call in calls.items()}
-        found = timed(calls, device, parsed.rounds)
+    timed = timed_in_turns(calls, device, rounds=parsed.rounds)
+    found = {name: each.milliseconds for name, each in timed.items()}
+    if not parsed.products:
         found["graph"] = found["with the graph"] - found["text only"]
     for name, milliseconds in found.items():
         print(f"{name:20} {milliseconds:10.3f} ms")

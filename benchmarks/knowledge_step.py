@@ -1,28 +1,27 @@
 """Times a training step of ERNIE (of Tsinghua University) and one of BERT on the same tokens.
 
-    python benchmarks/knowledge_step.py --batch 64x256                      base, on a GPU: the bar is a ratio of 1.25
-    python benchmarks/knowledge_step.py --batch 64x256 --cuda-graph         what the GPU takes
+    python benchmarks/knowledge_step.py --batch 64x256                      base, on a GPU; the aim is a ratio of 1.25
+    python benchmarks/knowledge_step.py --batch 64x256 --cuda-graph         the GPU's time, without the host's
     python benchmarks/knowledge_step.py --size tiny --batch 8x128 --device cpu
 
 A quarter of the tokens have an entity (--aligned). Steps are forward, backward and AdamW, with dropout, in bf16
-autocast on a GPU. BERT learns masked LM and next sentences, ERNIE also the entities. The two take turns, so that a
-change of the machine's clock affects both. Also printed: the operations of GEMMs and attention that either needs, and
-on a GPU the number of kernels of a step.
+autocast on a GPU. BERT is trained on masked LM and next sentence prediction, ERNIE also on its entities. The two
+alternate, so that a change of clock rates affects both. Also printed: the ratio of their FLOPs in GEMMs and attention,
+and on a GPU the number of kernels of a step.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import fasttfm
+from fasttfm.bench.steps import captured, timed_in_turns, training_step
 from fasttfm.models import (
     BertConfig,
     BertForPreTraining,
@@ -37,7 +36,7 @@ MASKED = 0.15
 
 
 def batch_of(batch: int, length: int, aligned: float, vocabulary: int, device: torch.device) -> dict[str, Any]:
-    """The inputs of both models; those of ERNIE begin with entit."""
+    """The inputs of both models; BERT does not get those whose names begin with "entit"."""
     random = torch.Generator().manual_seed(0)
     tokens = batch * length
     cu_seqlens = torch.arange(batch + 1, dtype=torch.int32) * length
@@ -71,31 +70,11 @@ def step_of(model: Any, inputs: dict[str, Any], device: torch.device) -> Callabl
     trained = [each for each in model.parameters() if each.requires_grad]
     kind = fasttfm.optim.AdamW if on_gpu else torch.optim.AdamW
     optimizer = kind(trained, lr=1e-4, **({"weight_copies": True} if on_gpu else {"fused": True}))
-
-    def step() -> None:
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu):
-            loss = model(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as a CUDA graph, which the host launches as one."""
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    replay: Callable[[], None] = graph.replay
-    return replay
+    return training_step(lambda: model(**inputs).loss, optimizer, device)
 
 
 def flops(model: Any, inputs: dict[str, Any], length: int) -> float:
-    """Of forward and backward: GEMMs of the layers and heads, and attention."""
+    """FLOPs of forward and backward: GEMMs of the layers and heads, and attention."""
     tokens, predictions = len(inputs["input_ids"]), len(inputs["positions"])
     config, layers = model.config, model.encoder.encoder.in_order()
     width = config.hidden_size
@@ -113,19 +92,6 @@ def flops(model: Any, inputs: dict[str, Any], length: int) -> float:
     return 3.0 * total
 
 
-def milliseconds(step: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        return float(begin.elapsed_time(end))
-    start = time.perf_counter()
-    step()
-    return 1e3 * (time.perf_counter() - start)
-
-
 def kernels(step: Callable[[], None]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
@@ -137,7 +103,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="base", choices=tuple(ErnieKnowledgeConfig.sizes))
     parser.add_argument("--batch", default="64x256", metavar="BxS", help="sequences and their length")
-    parser.add_argument("--aligned", type=float, default=0.25, metavar="SHARE", help="of the tokens")
+    parser.add_argument(
+        "--aligned", type=float, default=0.25, metavar="FRACTION", help="fraction of the tokens with an entity"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cuda-graph", action="store_true", help="steps are CUDA graphs: the host's time is left out")
@@ -150,13 +118,8 @@ def main() -> int:
     steps = {"bert": step_of(bert, plain, device), "ernie": step_of(ernie, inputs, device)}
     if arguments.cuda_graph:
         steps = {name: captured(step) for name, step in steps.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(arguments.steps + 3):
-        for name, step in steps.items():
-            found = milliseconds(step, device)
-            if number >= 3:
-                times[name].append(found)
-    medians = {name: float(np.median(found)) for name, found in times.items()}
+    timed = timed_in_turns(steps, device, rounds=arguments.steps)
+    medians = {name: each.milliseconds for name, each in timed.items()}
     work = flops(ernie, inputs, length) / flops(bert, plain, length)
     row = {
         "size": arguments.size,

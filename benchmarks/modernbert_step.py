@@ -67,7 +67,7 @@ def model_of(name: str, config: models.ModernBertConfig, device: torch.device) -
 
 
 def call_of(name: str, model: Any, batch: Batch, *, trained: bool) -> Callable[[], Tensor]:
-    """What computes a contender's loss, or its last hidden states in inference."""
+    """Computes a contender's loss, or its last hidden states in inference."""
     if name == "fasttfm":
         layout = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.longest}
         labels = {"labels": batch.predicted, "positions": batch.places}
@@ -98,7 +98,7 @@ def in_inference(call: Callable[[], Tensor]) -> Callable[[], object]:
 
 
 def print_profile(name: str, call: Callable[[], object]) -> None:
-    """The kernels of one call by their time on the GPU."""
+    """Prints the kernels of one call, sorted by their time on the GPU."""
     for _ in range(3):
         call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

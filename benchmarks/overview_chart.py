@@ -54,7 +54,7 @@ def panel_rows(stem: Path) -> list[list[tuple[str, float]]]:
 
 
 def description(panels: list[list[tuple[str, float]]]) -> str:
-    """What the chart shows, as its file's metadata says it."""
+    """A description of the chart for the metadata of its file."""
     return "; ".join(f"{label}: {time:.1f} ms" for rows in panels for label, time in rows)
 
 

@@ -1,4 +1,4 @@
-"""Who takes part in benchmarks/small_batches.py, and what they are given."""
+"""The contenders of benchmarks/small_batches.py: their models and batches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Batch:
 
     @staticmethod
     def of(size: int, sequence: int, vocabulary: int, device: torch.device, *, padded: bool = True) -> Batch:
-        """The same ids and lengths in each run. Padded, lengths are spread evenly from S/8 to S: 56% are tokens."""
+        """The same ids and lengths in each run. If padded, lengths are spread evenly from S/8 to S: 56% are tokens."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(5, vocabulary, (size, sequence), generator=generator)
         labels = torch.randint(LABELS, (size,), generator=generator)
@@ -47,7 +47,7 @@ class Batch:
         return Batch(ids.to(device), mask.to(device), lengths, labels.to(device))
 
     def arguments(self, layout: str) -> dict[str, Any]:
-        """What a model is called with: "packed", "lengths" or "mask"."""
+        """A model's arguments for a layout: "packed", "lengths" or "mask"."""
         if layout == "mask":
             return {"input_ids": self.ids, "attention_mask": self.mask}
         if layout == "lengths":
@@ -81,7 +81,7 @@ class Model:
             return getattr(transformers, kind)(config)
 
     def autocast(self, enabled: bool = True) -> Any:
-        """bf16 on a GPU; on a CPU people train in fp32."""
+        """bf16 on a GPU; disabled on a CPU, where training is in fp32."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled and self.device.type == "cuda")
 
 
@@ -89,7 +89,7 @@ class Model:
 
 
 def training_step(name: str, model: Model, batch: Batch) -> Callable[[], Tensor]:
-    """One step of fine-tuning a classifier: forward, backward, AdamW in one pass."""
+    """One step of fine-tuning a classifier: forward, backward and fused AdamW."""
     kind = "BertForSequenceClassification"
     module: nn.Module = (model.ours(kind) if name.startswith("fasttfm") else model.theirs(kind)).train()
     layout = name.split()[1] if name.startswith("fasttfm") else "mask"

@@ -1,4 +1,4 @@
-"""Times small work, where the host decides: fine-tuning steps, inference and single calls, as users' clocks see them.
+"""Times small batches, whose time is the host's: fine-tuning steps, inference and single calls, in wall-clock time.
 
     python benchmarks/small_batches.py --out benchmarks/results
     python benchmarks/small_batches.py --quick --parts training new-tokens --peers eager
@@ -6,14 +6,14 @@
 
 On a GPU the model is BERT-base: fp32 weights under bf16 autocast in training, bf16 weights in inference ("autocast":
 fp32 weights). On a CPU it is a BERT of 4 layers of 256 columns in fp32. Batches are 56% full. Contenders of a case take
-turns. Training steps follow each other and a GPU is waited for after each round of them; each call of inference is
-waited for. Times are wall-clock medians. Parts:
+turns. The script synchronizes with the GPU after each round of training steps, and after each call of inference. Times
+are wall-clock medians. Parts:
 
     training    a fine-tuning step, with torch's fused AdamW (transformers) or fasttfm.optim's
     inference   a call of the encoder
     grid        transformers' encoder, patched and not, for many shapes
-    new-tokens  steps of token counts that never came before, against the median of known ones
-    command     ``fasttfm finetune`` as a whole: its tokens a second against those of the bare step
+    new-tokens  steps with token counts that have not occurred before, against the median of repeated ones
+    command     ``fasttfm finetune`` as a whole: its tokens per second against those of the bare step
     ops         single calls, with and without gradients, against torch's op or chain of ops
 """
 
@@ -75,7 +75,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def wanted(self, names: tuple[str, ...]) -> list[str]:
-        """Contenders, without the peers that were not asked for and what is only for GPUs."""
+        """Contenders, without the peers that were not requested and, on a CPU, those that are only for GPUs."""
         left_out = [peer for peer in PEERS if peer not in self.peers]
         if not self.on_gpu:
             left_out += ["autocast", "compile", "reduce-overhead"]
@@ -84,7 +84,7 @@ class Bench:
     def in_turns(
         self, calls: Mapping[str, Call], *, rounds: int, calls_a_round: int, warmup: int = 3, wait: bool = False
     ) -> dict[str, Any]:
-        """Seconds of a call, one for each round, by contender; with ``wait`` each call is waited for."""
+        """Seconds per call in each round, by contender; with ``wait`` it synchronizes after each call."""
         for call in calls.values():
             for _ in range(warmup):
                 call()
@@ -164,7 +164,7 @@ def grid(bench: Bench) -> None:
 
 
 def new_tokens(bench: Bench) -> None:
-    """Packed batches of token counts that never came before, a step each."""
+    """One step for each of several packed batches whose token counts have not occurred before."""
     size, sequence = (32, 128) if bench.on_gpu else (8, 64)
     known = Batch.of(size, sequence, bench.model.vocabulary, bench.device)
     module = bench.model.ours("BertForSequenceClassification").train()
@@ -178,7 +178,7 @@ def new_tokens(bench: Bench) -> None:
     total = sum(known.lengths)
     for count in range(8 if bench.quick else 30):
         lengths = [max(1, length - (5 * count + place) % 13) for place, length in enumerate(known.lengths)]
-        assert sum(lengths) != total, "a token count that came before"
+        assert sum(lengths) != total, "a token count that has occurred before"
         total = sum(lengths)
         mask = (torch.arange(sequence) < torch.tensor(lengths)[:, None]).long().to(bench.device)
         fresh = step(Batch(known.ids, mask, lengths, known.labels))
@@ -228,12 +228,12 @@ def command(bench: Bench) -> None:
     batch = Batch.of(budget // 100, tokens // (budget // 100), bench.model.vocabulary, bench.device, padded=False)
     bare = step_of(module, optimizer, batch.arguments("packed") | {"labels": batch.labels}, bench.model)
     found = bench.in_turns({"bare step": bare}, rounds=10, calls_a_round=5, warmup=5)
-    share = sum(batch.lengths) / statistics.median(found["bare step"]) / (tokens / whole)
+    ratio = (tokens / whole) / (sum(batch.lengths) / statistics.median(found["bare step"]))
     bench.add(
         "command",
         f"finetune, {tokens} tokens",
         {"fasttfm finetune": [whole], **found},
-        f"{1 / share:.0%} of the bare step's tokens a second",
+        f"{ratio:.0%} of the bare step's tokens per second",
     )
 
 
@@ -246,7 +246,7 @@ def _groups(words: Iterator[str], size: int) -> Iterator[list[str]]:
 
 
 def single_ops(bench: Bench) -> None:
-    """Calls of 128 rows: what they cost the host."""
+    """Calls with 128 rows, whose time is the host's."""
     for with_gradient in (False, True):
         for op, pair in op_pairs(bench.device, with_gradient=with_gradient).items():
             found = bench.in_turns(pair, rounds=10 if bench.quick else 40, calls_a_round=100, warmup=20)
@@ -255,7 +255,7 @@ def single_ops(bench: Bench) -> None:
             bench.add("ops", case, found, f"{ratio:.2f}x of torch's time")
 
 
-# ---- all of it -------------------------------------------------------------------------------------------------------
+# ---- main ------------------------------------------------------------------------------------------------------------
 
 RUN = dict(zip(PARTS, (training, inference, grid, new_tokens, command, single_ops), strict=True))
 

@@ -1,4 +1,4 @@
-"""Who takes part in benchmarks/training_step.py, and what they are given."""
+"""The contenders of benchmarks/training_step.py: their models and batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONTENDERS = (
     "hf-patched",
     "hf-patched-compile",
 )
-_OURS_ALONE = ("recompute", "keep_activation", "model_type", "architectures")  # of a configuration's fields
+_NOT_IN_TRANSFORMERS = ("recompute", "keep_activation", "model_type", "architectures")  # of a configuration's fields
 PREDICTED = 0.15  # of the tokens, in masked language models; replaced ones for a discriminator
 MEASURED = {name: family for name, family in FAMILIES.items() if family.benchmark is not None}
 
@@ -94,8 +94,8 @@ def make_batch(case: Case, vocabulary: int, device: torch.device) -> Batch:
 
 
 def necessary_flops(case: Case, config: Any, lengths: Sequence[int], predicted: int) -> float:
-    """Of a step's matrix products over real tokens, and over predicted ones in a masked-LM head: forward, and twice
-    that backward."""
+    """FLOPs of a step's GEMMs and attention over real tokens, and of a masked-LM head over predicted tokens: forward,
+    and twice that backward."""
     gpt = case.head is Head.CAUSAL_LM
     layers, width = (config.n_layer, config.n_embd) if gpt else (config.num_hidden_layers, config.hidden_size)
     inner = 4 * width if gpt else config.intermediate_size
@@ -113,7 +113,7 @@ def necessary_flops(case: Case, config: Any, lengths: Sequence[int], predicted: 
 
 
 def build(name: str, case: Case, batch: Batch, device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A contender's model, and what computes its loss."""
+    """A contender's model, and a function that computes its loss."""
     torch.manual_seed(0)
     if name.startswith("fasttfm"):
         _, *ways = name.split("-")
@@ -140,7 +140,7 @@ def _ours(case: Case, batch: Batch, device: torch.device, **memory: bool) -> tup
 
 
 def layout(batch: Batch) -> dict[str, Any]:
-    """Our models' arguments for a batch with padding: it is packed, as ``fasttfm.data`` collates."""
+    """The arguments with which our models get a batch with padding: packed, as ``fasttfm.data`` collates it."""
     if batch.mask is None:
         return {}
     return {
@@ -155,7 +155,7 @@ def _transformers(
     import transformers
 
     ours = case.config().to_dict()
-    fields = {key: value for key, value in ours.items() if key not in _OURS_ALONE}
+    fields = {key: value for key, value in ours.items() if key not in _NOT_IN_TRANSFORMERS}
     config = getattr(transformers, case.family.config.__name__)(**fields)
     model = getattr(transformers, case.model.__name__)(config).to(device).train()
     labels = {

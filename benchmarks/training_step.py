@@ -4,13 +4,13 @@
     python benchmarks/training_step.py --model bert-mini --vocabulary 8000 --batch 8x128 --padded --device cpu
     python benchmarks/training_step.py --chart rows.csv
 
-Contenders take their turns one after the other, for a model with its optimizer fills a good part of the memory. Each
-gets the same ids, lengths and labels; with --padded, lengths are spread evenly from S/8 to S, and every contender gets
-them as it takes them: packed, or with a mask. Steps follow each other as in a training run: a GPU is waited for only
-after the last. "fasttfm-graph" holds its whole step in a CUDA graph, as ``fasttfm pretrain --cuda-graph`` does;
-"fasttfm-fast" keeps activations (``keep_activation``), "fasttfm-recompute" keeps least, "fasttfm-fp8" has the layers'
-GEMMs in FP8 (``nn.Fp8Training``); "hf-patched" is transformers' model after ``fasttfm.patch``. On a GPU contenders
-named fasttfm step with ``fasttfm.optim.AdamW``, as ``fasttfm pretrain`` does; the others with torch's fused AdamW, as
+Contenders run one after the other, because a model with its optimizer fills much of the GPU's memory. Each gets the
+same ids, lengths and labels; with --padded, lengths are spread evenly from S/8 to S, and a contender gets the batch
+either packed or with a mask. Steps follow each other as in a training run, and the script synchronizes with the GPU
+only after the last one. "fasttfm-graph" captures its whole step in a CUDA graph, as ``fasttfm pretrain --cuda-graph``
+does; "fasttfm-fast" keeps activations (``keep_activation``), "fasttfm-recompute" keeps the least, "fasttfm-fp8" has the
+layers' GEMMs in FP8 (``nn.Fp8Training``); "hf-patched" is transformers' model after ``fasttfm.patch``. On a GPU the
+fasttfm contenders use ``fasttfm.optim.AdamW``, as ``fasttfm pretrain`` does; the others use torch's fused AdamW, as
 their users do. With --inference the model is called without labels and without gradients.
 """
 
@@ -31,12 +31,13 @@ from torch import Tensor
 from training_contenders import CONTENDERS, MEASURED, Batch, Case, build, layout, make_batch, necessary_flops
 
 import fasttfm
+from fasttfm.bench.steps import captured
 
 WARMUP = {"cuda": 5, "cpu": 2}
 
 
 def training_step(name: str, case: Case, batch: Batch, device: torch.device) -> Callable[[], Tensor]:
-    """What runs one step of a contender and returns its loss."""
+    """One step of a contender, which returns its loss."""
     model, loss_of = build(name, case, batch, device)
     graph = name.endswith("graph")
     optimizer: torch.optim.Optimizer
@@ -57,29 +58,14 @@ def training_step(name: str, case: Case, batch: Batch, device: torch.device) -> 
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return graphed(step) if graph else step
-
-
-def graphed(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # kernels are compiled and chosen before the capture
-        for _ in range(WARMUP["cuda"]):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-
-    def replay(held: Any = step) -> Tensor:  # the graph only has addresses: the step keeps model and batch alive
-        graph.replay()
-        return loss.clone()
-
-    return replay
+    if not graph:
+        return step
+    replay = captured(step, WARMUP["cuda"])
+    return lambda: replay().clone()
 
 
 def inference_step(name: str, case: Case, batch: Batch, device: torch.device) -> Callable[[], Tensor]:
-    """What calls a contender's encoder."""
+    """A forward of a contender's encoder."""
     model, _ = build(name, case, batch, device)
     ours = name.startswith("fasttfm")
     encoder: Any = model.eval().encoder if ours else model.eval().base_model
@@ -97,7 +83,7 @@ def inference_step(name: str, case: Case, batch: Batch, device: torch.device) ->
 
 
 def measure(step: Callable[[], Tensor], device: torch.device, steps: int, *, captured: bool) -> dict[str, Any]:
-    """Times of steps. The memory of a captured one was taken at its capture."""
+    """Times, peak memory and losses. The peak memory of a captured step includes that of its capture."""
     losses = [step() for _ in range(WARMUP[device.type])]
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -190,9 +176,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bert-base", help=f"family and size: {', '.join(MEASURED)}, for example")
     parser.add_argument("--batch", default="64x512", help="sequences x tokens")
-    parser.add_argument("--vocabulary", type=int, help="words; the model's own by default")
-    parser.add_argument("--padded", action="store_true")
-    parser.add_argument("--inference", action="store_true")
+    parser.add_argument("--vocabulary", type=int, help="tokens of the vocabulary; the model's own by default")
+    parser.add_argument("--padded", action="store_true", help="sequences of different lengths")
+    parser.add_argument("--inference", action="store_true", help="time the encoder's forward")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--steps", type=int, default=20)
@@ -211,7 +197,7 @@ def main() -> None:
     flops = necessary_flops(case, config, batch.lengths, len(batch.places))
     make = inference_step if arguments.inference else training_step
     mode = "inference" if arguments.inference else "training"
-    of = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     for name in arguments.contenders.split(","):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -219,7 +205,7 @@ def main() -> None:
         if arguments.profile:
             print(profile(step, device))
             return
-        row = {"device": of, "model": case.name, "batch": arguments.batch, "padded": case.padded, "mode": mode}
+        row = {"device": machine, "model": case.name, "batch": arguments.batch, "padded": case.padded, "mode": mode}
         row |= {"contender": name, **measure(step, device, arguments.steps, captured=name.endswith("graph"))}
         row |= {
             "tflop_per_s": "" if arguments.inference else round(flops / row["ms_p50"] * 1e-9, 2),

@@ -25,7 +25,7 @@ CONTENDERS = ("fasttfm", "fasttfm-fast", "hf", "hf-compile")
 
 
 def model_of(name: str, size: str, device: torch.device) -> tuple[Any, Callable[..., Any]]:
-    """A contender's model and what is called."""
+    """A contender's model, and the callable that runs it, which may be compiled."""
     torch.manual_seed(0)
     config = models.ViTConfig.named(size, num_labels=1000, keep_activation=name.endswith("fast"))
     if name.startswith("fasttfm"):

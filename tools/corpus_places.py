@@ -1,4 +1,4 @@
-"""The data of make_knowledge.py about places, written by hand: what lies in what, what borders on what, capitals."""
+"""The places of make_knowledge.py, written by hand: regions, borders and capitals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BORDERS = (
     "Indiana-Illinois Illinois-Missouri Missouri-Kansas Missouri-Arkansas Kansas-Nebraska California-Oregon "
     "Virginia-Kentucky Tennessee-Virginia Illinois-Kentucky"
 )
-# Words of the texts that name a place differently.
+# Other names of places in the texts.
 NAMES = {
     "Great Britain": "Britain",
     "England": "Britain",

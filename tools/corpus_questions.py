@@ -1,4 +1,4 @@
-"""The data of corpus_tasks.py about the texts: names, patterns of answers, and questions, all written by hand."""
+"""The names, patterns of answers and questions of corpus_tasks.py, written by hand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The small labelled sets of make_corpus.py: six tasks, their labels and answers taken from the texts by rule.
+"""The small labelled data sets of make_corpus.py: six tasks, whose labels and answers are derived from the texts by
+rules.
 
-Every fifth address and chapter is for the dev sets, the others for the training sets.
+Every fifth address and chapter is for the dev sets, the others are for the training sets.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def _paragraph(context: str, asked: Iterable[tuple[str, str | None]]) -> dict[st
 
 
 def _choice(part: Part, size: float) -> str:
-    """The real one is of the same address, the three others are of the book."""
+    """The correct sentence is from the same address, the three others are from the book."""
     columns = ["", "video-id", "fold-ind", "startphrase", "sent1", "sent2", "gold-source"]
     columns += [*(f"ending{i}" for i in range(4)), "label"]
     text = io.StringIO()

@@ -1,8 +1,7 @@
-"""Additions of mkdocs.yml to docs/: the pages of the repository's root, the charts of benchmarks/results, their links.
+"""A hook of mkdocs.yml: adds the pages of the repository's root and the charts of benchmarks/results, and maps links.
 
-Pages are written for readers of the repository, so their links are paths in it. Here each becomes a link of the site;
-one to a file that the site does not show keeps its text only. One to a file that does not exist stays as it is, and
-MkDocs fails on it.
+Links in the pages are paths in the repository. They become links of the site; a link to a file that the site does not
+have is replaced by its text. A link to a file that does not exist stays as it is, and MkDocs fails on it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """The page with its links as the site has them."""
+    """The page with the links of the site."""
     shown = page.file.src_uri
     source = next((name for name, uri in ROOT_PAGES.items() if uri == shown), f"docs/{shown}")
     known = {file.src_uri for file in files}

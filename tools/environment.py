@@ -1,9 +1,10 @@
-"""Makes or refreshes the virtual environment that the Makefile works in: ``python3 tools/environment.py .venv``.
+"""Creates or updates the virtual environment of the Makefile: ``python3 tools/environment.py .venv``.
 
-Standard library only, and readable by any Python 3.7: an old interpreter gets a sentence, not a syntax error.
+It uses only the standard library and the syntax of Python 3.7, so that an old interpreter gets a clear message instead
+of a syntax error.
 
-Where the interpreter's own torch sees a GPU, the environment is laid over it and keeps its torch, Triton and numpy;
-elsewhere constraints.txt says which ones are installed.
+If the interpreter's own torch sees a GPU, the environment uses system site packages and keeps that torch, Triton and
+numpy; otherwise the versions in constraints.txt are installed.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def sees_gpu(python: str) -> bool:
 
 
 def works(python: Path) -> bool:
-    """Whether there is an environment and its interpreter still exists: one whose base was upgraded is created
-    again."""
+    """Whether the environment's interpreter works. If the base Python was upgraded, it does not, and the environment is
+    created again."""
     command = [str(python), "-m", "pip", "--version"]
     return python.exists() and subprocess.run(command, capture_output=True).returncode == 0
 
@@ -61,7 +62,7 @@ def make_environment(folder: Path, lay_over: bool) -> None:
 
 
 def install(python: Path, lay_over: bool) -> None:
-    # A GPU build of torch pins the Triton that it brings: ours is added only where torch brought none.
+    # A GPU build of torch pins its own Triton, so Triton is installed only if torch did not install it.
     tested = ROOT / "constraints.txt"
     constraints = without(tested, BROUGHT_BY_TORCH if lay_over else ("triton",), python.parent.parent)
     pip(python, constraints, *BUILD_TOOLS)
@@ -71,7 +72,7 @@ def install(python: Path, lay_over: bool) -> None:
 
 
 def without(constraints: Path, names: tuple[str, ...], folder: Path) -> Path:
-    """A copy of the constraints in ``folder`` that says nothing of ``names``."""
+    """A copy of the constraints in ``folder`` without ``names``."""
     lines = constraints.read_text().splitlines(keepends=True)
     kept = [line for line in lines if re.split(r"[=<>; ]", line)[0] not in names]
     copy = folder / "constraints.txt"

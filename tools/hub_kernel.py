@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OWN = ROOT / "tools" / "hub_kernel_files"
 NAME = "fasttfm"
-VERSION = 1  # of the functions and layers: a change that breaks callers raises it
+VERSION = 1  # of the functions and layers; incremented by changes that break callers
 BACKENDS = ("cpu", "cuda")
 _MODULES = ("_gpus.py", "_native.py", "flash_attn.py", "ops")
 _IMPORT = re.compile(r"^([ \t]*)from fasttfm(\.[\w.]+)? import ", re.MULTILINE)
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def write(folder: Path) -> None:
-    """Writes the folder; a build in it is replaced."""
+    """Writes the folder, and replaces a build in it."""
     files = sources()
     texts = "".join(f"{path}\n{text}" for path, text in sorted(files.items()))
     digest = hashlib.sha256(texts.encode()).hexdigest()[:10]
@@ -74,7 +74,7 @@ def sources() -> dict[str, str]:
 
 
 def with_relative_imports(path: str, text: str) -> str:
-    """A file's text where what it imports of fasttfm is relative to its folder."""
+    """A file's text, with imports from fasttfm made relative to its folder."""
     dots = "." * (1 + path.count("/"))
     return _IMPORT.sub(lambda found: f"{found[1]}from {dots}{(found[2] or '')[1:]} import ", text)
 

@@ -1,9 +1,10 @@
 """Makes the small graph and the questions of the commonsense task: ``python tools/make_commonsense.py``.
 
-The graph is this project's own: everyday things, what they are, where they are found, what they are for and made of.
-Questions are made from its edges by rule. A thing of the dev set is asked about in no question of the training set, so
-that a model can only know by the graph. Of four wrong choices two answer the same kind of question about other things,
-and two belong to the thing that is asked about in another way. The same input gives the same files.
+The graph is written for this project: everyday things, what they are, where they are found, and what they are used for
+and made of. Questions are derived from its edges by rules. Questions of the dev set are about things that no question
+of the training set is about, so that a model can answer them only by the graph. Of the four wrong choices, two answer
+the same kind of question about other things, and two are related to the same thing in another way. The output is
+deterministic.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ chessboard: toy | club | planning_moves | wood
 swing: toy | playground | going_up_and_down | rope_and_wood
 """
 
-# Kinds: what they are in turn, and where all of their kind are found; an answer over two steps.
+# Kinds: their own kind, and where all things of the kind are found, which is an answer over two edges.
 KINDS = """
 vessel: container | cupboard
 tool: device | hardware_store
@@ -206,7 +207,7 @@ def questions(graph: list[Edge], random: np.random.Generator) -> dict[str, list[
 
 
 def _row(name: str, question: str, choices: list[str], right: int) -> dict[str, object]:
-    """A question as CommonsenseQA has it."""
+    """A question in the format of CommonsenseQA."""
     listed = [{"label": "ABCDE"[i], "text": choice.replace("_", " ")} for i, choice in enumerate(choices)]
     concept = name.partition("-")[0].replace("_", " ")
     asked = {"question_concept": concept, "choices": listed, "stem": question.replace("_", " ")}

@@ -1,8 +1,8 @@
 """Makes the texts and labelled sets that ship with fasttfm: ``python tools/make_corpus.py FOLDER``.
 
-FOLDER holds ``sotu.jsonl.gz`` (one address a line: ``id``, such as 1790_george_washington_n, and ``text``) and
-``moby-dick.txt.gz``; python/fasttfm/data/corpus/README.md says where they come from. The Korean sample's text is in
-corpus_korean.py. The same input gives the same files.
+FOLDER contains ``sotu.jsonl.gz`` (one address per line: ``id``, such as 1790_george_washington_n, and ``text``) and
+``moby-dick.txt.gz``; python/fasttfm/data/corpus/README.md names their sources. The text of the Korean sample is in
+corpus_korean.py. The output is deterministic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import corpus_tasks
 from fasttfm.data.sentences import sentence_starts
 
 OUTPUT = Path(__file__).resolve().parent.parent / "python" / "fasttfm" / "data" / "corpus"
-# Of the addresses of at most this many characters, two of three; of the book, the beginning and the end.
+# Two of three addresses of at most this many characters, and the beginning and the end of the book.
 LONGEST = 45_000
 CHAPTERS = {*range(1, 61), 133, 134, 135}
 
@@ -79,7 +79,7 @@ def sentences(text: str) -> list[str]:
 
 
 def write(path: Path, documents: dict[str, list[str]]) -> None:
-    """One sentence a line, a blank line between documents."""
+    """One sentence per line, and a blank line between documents."""
     text = "\n\n".join("\n".join(lines) for lines in documents.values()) + "\n"
     data = gzip.compress(text.encode(), 9, mtime=0)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,7 @@ def write(path: Path, documents: dict[str, list[str]]) -> None:
 
 
 def write_korean(path: Path) -> None:
-    """A sentence or a verse a line, a blank line between documents."""
+    """One sentence or verse per line, and a blank line between documents."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(
         "\n\n".join("\n".join(sentences(text)) for text in corpus_korean.DOCUMENTS) + "\n", encoding="utf-8"

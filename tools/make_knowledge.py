@@ -2,9 +2,9 @@
 
     python tools/make_knowledge.py
 
-Places are found by their names in the shipped State of the Union addresses (make_corpus.py); corpus_places.py says what
-they are. The same input gives the same files. Dev sets are about places that the training sets do not name at all: of
-these a model knows only what the graph says.
+Places are found by their names in the shipped State of the Union addresses (make_corpus.py); corpus_places.py lists
+them. The output is deterministic. The dev sets are about places that do not occur in the training sets, so that a model
+knows them only from the graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import corpus_places as places
 import numpy as np
 
 CORPUS = Path(__file__).resolve().parent.parent / "python" / "fasttfm" / "data" / "corpus"
-LONGEST, CLAUSE = 260, 160  # characters of a passage, and of what is around two mentions
+LONGEST, CLAUSE = 260, 160  # characters of a passage, and of the context of two mentions
 REGIONS = {place: region for region, names in places.CONTINENTS.items() for place in names.split()}
 REGIONS |= dict.fromkeys(places.STATES.split(), "United States")
 KINDS = {
@@ -30,7 +30,7 @@ KINDS = {
     "United States": "country",
 }
 RELATIONS = ("part_of", "both_in_Europe", "both_in_Asia", "both_in_America", "both_in_States", "apart")
-PARTS = {**REGIONS, **places.CAPITALS}  # what each place lies in
+PARTS = {**REGIONS, **places.CAPITALS}  # the region or country that contains each place
 _WORDS = sorted([*KINDS, *places.NAMES, *places.NOT_PLACES], key=len, reverse=True)
 PLACE = re.compile(r"\b(?:" + "|".join(map(re.escape, _WORDS)) + r")\b")
 
@@ -112,8 +112,8 @@ def relation(head: str, tail: str) -> str:
 
 
 def relations(sentences: list[str]) -> dict[str, str]:
-    """Which of ``RELATIONS`` holds between two places of a sentence. The head is the part of the other, or the first in
-    the text. A sentence is in one of the sets only."""
+    """Which of ``RELATIONS`` holds between two places of a sentence. The head is the place that is part of the other,
+    or the first in the text. A sentence is in only one of the sets."""
     rows: dict[str, list[dict[str, Any]]] = {"train": [], "dev": []}
     for text in sentences:
         first = {each.entity: each for each in reversed(mentions(text))}  # of each place, the first mention
@@ -132,7 +132,7 @@ def relations(sentences: list[str]) -> dict[str, str]:
 
 
 def _clause(text: str, start: int, end: int) -> tuple[int, int]:
-    """What is around two mentions: whole words, up to 25 characters to either side."""
+    """The context of two mentions: whole words, up to 25 characters on either side."""
     low, high = max(0, start - 25), min(len(text), end + 25)
     low = text.rfind(" ", 0, low) + 1
     following = text.find(" ", high)
@@ -156,7 +156,7 @@ def _balanced(rows: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
 
 
 def types(sentences: list[str]) -> dict[str, str]:
-    """What kind of place a mention is, and where it lies."""
+    """The kind of place of a mention, and its region."""
     rows: dict[str, list[dict[str, Any]]] = {"train": [], "dev": []}
     seen: dict[str, int] = {}
     for text in sentences:

@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""Makes the labelled images that ship with the package: grey pictures of six shapes, drawn by a random generator.
+"""Makes the labelled images that ship with the package: grey images of six shapes with random parameters.
 
     python tools/make_shapes.py [FOLDER]
 
-Every shape has a place, a size, an angle, a brightness and a background of its own, and stripes of noise. The same
-pictures come out each time.
+Every image has its own position, size, angle, brightness, background and noise. The output is deterministic.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ SHAPES: dict[str, Callable[[Plane, Plane], Plane]] = {
 
 
 def draw(shape: str, generator: np.random.Generator) -> np.ndarray:
-    """One picture, uint8 [SIZE, SIZE]."""
+    """One image, uint8 [SIZE, SIZE]."""
     radius = generator.uniform(7.5, 11)
     centre = generator.uniform(12, 16, size=2)
     angle = generator.uniform(-0.35, 0.35)
@@ -73,7 +72,7 @@ def draw(shape: str, generator: np.random.Generator) -> np.ndarray:
 
 
 def make(part: str) -> dict[str, np.ndarray]:
-    """The arrays of a part: images, the numbers of their labels, and the labels' names."""
+    """The arrays of a set: images, label ids, and label names."""
     generator = np.random.default_rng(SEEDS[part])
     names = list(SHAPES)
     labels = np.arange(COUNTS[part]) % len(names)

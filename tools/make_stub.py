@@ -1,8 +1,8 @@
 """Writes the functions of the native core into python/fasttfm/_C.pyi: ``python tools/make_stub.py``.
 
 The head of the stub, up to the line that names this file, is written by hand. Everything after it comes from the
-docstrings of a built core (csrc/binding.h writes them). Functions that this build lacks, because it has no CUDA or no
-kernels for Hopper, keep the text they have.
+docstrings of a built core (csrc/binding.h writes them). Functions that this build does not have, because it has no CUDA
+or no kernels for Hopper, keep their present definitions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def written(text: str) -> dict[str, str]:
 
 
 def stub(text: str, core: ModuleType) -> str:
-    """The stub's text, brought up to date with the core."""
+    """The text of the stub with the functions of the core."""
     head, mark, rest = text.partition(MARK)
     by_hand = set(re.findall(r"^def (\w+)", head, re.MULTILINE))
     complete = "90a" in core.cuda_archs.split()

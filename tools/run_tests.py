@@ -1,15 +1,15 @@
-"""Runs pytest's tests in several processes: ``python tools/run_tests.py [options] [paths]``; needs only pytest.
+"""Runs tests in several processes: ``python tools/run_tests.py [options] [paths]``; it needs only pytest.
 
-Each worker is one long-lived pytest session: it imports and collects everything once, and then takes group after group
-of tests from a queue. A group is a run of consecutive tests of one file; those that are expected to take longest are
-handed out first. Tests marked ``large_memory`` form one group, so that one of them runs at a time. A worker that
-crashes, hangs or loses its CUDA context is reported with the test that it was in, and replaced; what it had left of its
-group is run by the new one.
+Each worker is one long-lived pytest session: it imports and collects everything once, and then takes groups of tests
+from a queue. A group consists of consecutive tests of one file; the groups that are expected to take longest come
+first. Tests marked ``large_memory`` form one group, so that only one of them runs at a time. A worker that crashes,
+hangs or loses its CUDA context is reported with the test that was running, and replaced; the new one runs the rest of
+its group.
 
 The log folder receives ``results.jsonl`` (one line per test), ``failures.txt``, ``durations.json`` (mean seconds of
-each test function, and of each long test, which ``--durations`` reads) and what each worker printed. The exit code is
-0 if every test passed or was skipped, 1 if one failed, and 2 if tests were not run: the time limit, or an error of
-collection.
+each test function, and seconds of each long test; ``--durations`` reads it) and the output of each worker. The exit
+code is 0 if every test passed or was skipped, 1 if one failed, and 2 if tests were not run because of the time limit or
+a collection error.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from pathlib import Path
 
 import pytest
 
-UNKNOWN_SECONDS = 0.3  # a test that no durations are known of
-UNKNOWN_SLOW_SECONDS = 20.0  # the same, marked slow
-OWN_DURATION = 5.0  # a test that takes longer has a duration of its own in the log
+UNKNOWN_SECONDS = 0.3  # assumed for a test without a known duration
+UNKNOWN_SLOW_SECONDS = 20.0  # assumed for one that is marked slow
+OWN_DURATION = 5.0  # tests that take longer have durations of their own in the log
 LONGEST_GROUP = 64  # tests
-KEPT_OUTPUT = 6000  # characters of what a failing test or a crashed worker printed
-TEST_LINE = "\n[test] "  # begins the line in a worker's log that names the test which begins
-CACHED_GPU_BYTES = 4 << 30  # freed memory that a worker may keep between tests
+KEPT_OUTPUT = 6000  # characters of the output of a failing test or a crashed worker
+TEST_LINE = "\n[test] "  # prefix of the line in a worker's log that names the test that starts
+CACHED_GPU_BYTES = 4 << 30  # memory that torch's caching allocator may keep between tests
 DONE = "done"
 GOOD_ENDS = {f"exit code {code}" for code in (0, 1, 5)}  # pytest's, of a session whose tests were all run
 
@@ -51,7 +51,7 @@ GOOD_ENDS = {f"exit code {code}" for code in (0, 1, 5)}  # pytest's, of a sessio
 
 
 class Worker:
-    """The pytest plugin that runs what the parent process sends."""
+    """The pytest plugin that runs the tests that the parent process sends."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -144,7 +144,8 @@ class Result:
     text: str = ""
 
     def add(self, outcome: str, seconds: float, text: str) -> None:
-        """One of the test's phases (setup, call, teardown): the first that did not pass decides, a failure over all."""
+        """Adds a phase of the test (setup, call, teardown). A failure of any phase is the outcome; otherwise it is that
+        of the first phase that did not pass."""
         self.seconds += seconds
         if outcome == "failed" or (outcome != "passed" and self.outcome == "passed"):
             self.outcome = outcome
@@ -153,7 +154,7 @@ class Result:
 
 @dataclass
 class Schedule:
-    """Which tests there are, which are done, and the groups still to be handed out; used by one thread per worker."""
+    """The tests, their results, and the groups that have not been taken; used by one thread per worker."""
 
     processes: int
     known: dict[str, float]  # mean seconds of test functions, and seconds of long tests
@@ -164,7 +165,7 @@ class Schedule:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def collected(self, tests: list[tuple[str, list[str]]]) -> None:
-        """The list of the first worker that has one; all collect the same."""
+        """Takes the list of the first worker; all workers collect the same tests."""
         with self.lock:
             if self.tests or self.errors:
                 return
@@ -184,7 +185,7 @@ class Schedule:
         with self.lock:
             return self.groups.popleft() if self.groups else []
 
-    def give_back(self, group: list[str]) -> None:
+    def put_back(self, group: list[str]) -> None:
         with self.lock:
             if group:
                 self.groups.appendleft(group)
@@ -199,7 +200,7 @@ class Schedule:
 
 
 def _cut(tests: list[str], seconds: dict[str, float], processes: int) -> list[list[str]]:
-    """Consecutive tests of one file, in groups small enough that every process ends at about the same time."""
+    """Groups of consecutive tests of one file, small enough that all processes end at about the same time."""
     longest = sum(seconds[nodeid] for nodeid in tests) / (8 * processes)
     groups: list[list[str]] = []
     file, total = "", 0.0
@@ -221,14 +222,14 @@ def function_of(nodeid: str) -> str:
 
 
 class Slot(threading.Thread):
-    """One worker process after the other, until there is nothing left to do."""
+    """Runs one worker process after the other, until all tests are done."""
 
     def __init__(self, number: int, schedule: Schedule, options: argparse.Namespace, log: Path, scratch: Path) -> None:
         super().__init__(daemon=True)
         self.number, self.schedule, self.options, self.scratch = number, schedule, options, scratch
         self.log_file = log / f"worker-{number}.log"
         self.process: subprocess.Popen[bytes] | None = None
-        self.pending: list[str] = []  # given to the worker, and not finished
+        self.pending: list[str] = []  # sent to the worker, and not finished
         self.current = ""
         self.finished = 0  # tests of this worker process
         self.stopped = False
@@ -236,19 +237,19 @@ class Slot(threading.Thread):
     def run(self) -> None:
         while not self.stopped:
             self.finished = 0
-            told = self._one_worker()
+            end = self._one_worker()
             self._end()
-            if self.stopped or told == DONE:
+            if self.stopped or end == DONE:
                 return
             if self.current:
-                text = f"The worker process {told}\n--- {self.log_file.name}\n{self._printed()}"
+                text = f"The worker process {end}\n--- {self.log_file.name}\n{self._printed()}"
                 self._record(Result(self.current, "failed", 0.0, text))
             elif not self.finished or not self.pending:
-                self.schedule.error(f"worker {self.number} {told}\n--- {self.log_file.name}\n{self._printed()}")
+                self.schedule.error(f"worker {self.number} {end}\n--- {self.log_file.name}\n{self._printed()}")
                 return
 
     def _one_worker(self) -> str:
-        """Runs a worker to its end: DONE, or what happened to it."""
+        """Runs a worker to its end; returns DONE, or what happened to it."""
         address = str(self.scratch / f"socket-{self.number}")
         Path(address).unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listener:
@@ -276,7 +277,7 @@ class Slot(threading.Thread):
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "passive",  # tests that ask for more threads would spin on the cores of other processes
+            "OMP_WAIT_POLICY": "passive",  # the threads of a test would spin on the cores of other processes
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONHASHSEED": "0",
@@ -285,7 +286,7 @@ class Slot(threading.Thread):
         command = [
             *shlex.split(self.options.wrap.replace("{worker}", str(self.number))),
             *(sys.executable, str(Path(__file__).resolve()), "--worker", address),
-            # What the native code prints goes to the worker's log: a crash would take a captured file with it.
+            # Output of native code goes to the worker's log, because a crash would lose a captured file.
             *("-q", "--tb=short", "--capture=sys", "-p", "no:cacheprovider", f"--basetemp={temporary}"),
             *(("-m", self.options.marker) if self.options.marker else ()),
             *(("-k", self.options.keyword) if self.options.keyword else ()),
@@ -313,7 +314,7 @@ class Slot(threading.Thread):
                 if kind == "collected":
                     tests, pid = message
                     self.schedule.collected(tests)
-                    self.schedule.give_back(self.pending)
+                    self.schedule.put_back(self.pending)
                     self.pending = []
                 elif kind == "left out":
                     nodeid, reason = message
@@ -349,7 +350,7 @@ class Slot(threading.Thread):
     def _exit(self) -> str:
         assert self.process is not None
         try:
-            code = self.process.wait(60)  # a busy machine takes its time to end a process
+            code = self.process.wait(60)  # on a busy machine a process ends slowly
         except subprocess.TimeoutExpired:
             return "it closed its connection and went on"
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -360,7 +361,8 @@ class Slot(threading.Thread):
         return text[text.rfind(TEST_LINE) :][:KEPT_OUTPUT] if TEST_LINE in text else text[-KEPT_OUTPUT:]
 
     def _end(self) -> None:
-        """Waits for the process, which a tool around it may need to write its summary, or ends it with its children."""
+        """Waits for the process, because a tool that runs it may have to write a summary, or kills it with its
+        children."""
         if self.process is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -370,7 +372,7 @@ class Slot(threading.Thread):
         self.process.wait()
 
 
-# ---- what is printed -------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def write_log(schedule: Schedule, log: Path) -> None:
@@ -473,9 +475,11 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--time-limit", type=float, default=0.0, help="seconds after which everything is stopped")
     found.add_argument("--test-timeout", type=float, default=300.0, help="seconds after which a test counts as hanging")
     found.add_argument("--log", default="build/tests", help="folder for the log; emptied first")
-    found.add_argument("--durations", default="", help="a durations.json of an earlier run: longest first")
+    found.add_argument(
+        "--durations", default="", help="durations.json of an earlier run, by which the longest tests run first"
+    )
     found.add_argument("--wrap", default="", help="command that the workers run under; {worker} is the worker's number")
-    found.add_argument("--every", type=float, default=15.0, help="seconds between lines that say how far it is")
+    found.add_argument("--every", type=float, default=15.0, help="seconds between progress lines")
     return found
 
 

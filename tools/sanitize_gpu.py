@@ -1,9 +1,9 @@
-"""CUDA kernels under compute-sanitizer's four tools at once: ``python tools/sanitize_gpu.py [options]``.
+"""Runs CUDA kernels under compute-sanitizer's four tools at the same time: ``python tools/sanitize_gpu.py [options]``.
 
-Each tool watches the same tests (tools/run_tests.py runs them, in some processes per tool). Before that, memcheck and
-initcheck must notice a kernel that is given a wrong buffer: a filter that matches no kernel would find no error either.
-The table at the end has one row per op and tool; the log folder holds every finding (findings.txt) and what the tools
-printed. The exit code is 0 if all tests were run, all passed, and nothing was found.
+Each tool checks the same tests (tools/run_tests.py runs them, in several processes per tool). Before that, memcheck and
+initcheck must report a control, a kernel that gets a wrong buffer: a filter that matches no kernel would find no error
+either. The table at the end has one row per op and tool; the log folder receives all findings (findings.txt) and the
+output of the tools. The exit code is 0 if all tests ran and passed and there are no findings.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ TESTS = (
     "tests/test_gelu_product.py::test_less_is_wanted",
     "tests/test_gelu_product.py::test_rows_apart_and_odd_addresses",
 )
-# Without torch's caching allocator no graph can be captured: an allocation is a cudaMalloc.
+# Without torch's caching allocator, allocations are calls of cudaMalloc, which cannot be captured in a CUDA graph.
 KEYWORD = "not graph"
-# Under racecheck a 16-bit cuBLAS GEMM ends with an illegal memory access that the tool cannot handle, although the
-# filter leaves it out: the kernels of linear_gelu and mlp are watched in test_gelu_product and bias_gelu's cases.
+# Under racecheck a 16-bit cuBLAS GEMM ends with an illegal memory access, although the filter excludes it. The kernels
+# of linear_gelu and mlp are checked by test_gelu_product and bias_gelu's cases instead.
 KEYWORDS = {"racecheck": f"{KEYWORD} and not linear_gelu and not mlp"}
 CONTROL_SECONDS = 90
 OURS = "fasttfm"  # the namespace of all kernels, and so part of their names
 
-# initcheck has to watch torch's kernels too, or what they write would count as uninitialized; what it says of their own
-# reads is left out.
+# initcheck has to instrument torch's kernels too, otherwise what they write would count as uninitialized; its findings
+# about their own reads are ignored.
 COMMON = (
     "--target-processes application-only --report-api-errors no --show-backtrace device --print-limit 100"
     " --launch-timeout 300"  # seconds until a process has started: several tools start many at once
@@ -65,7 +65,7 @@ CONTROLS = {
     "initcheck": CONTROL.format(x="empty", missing=""),
 }
 
-# How lines begin that are no finding.
+# Prefixes of lines that are not findings.
 NO_FINDING = (
     *("COMPUTE-SANITIZER", "ERROR SUMMARY", "RACECHECK SUMMARY", "LEAK SUMMARY"),
     *("Error: process didn't", "Target application"),
@@ -79,8 +79,8 @@ class Finding:
 
 
 def findings(log: str, tool: str) -> Iterator[Finding]:
-    """The errors in what a tool printed, each with the test that was running: a line whose text begins right after the
-    tool's mark, and the indented ones that follow."""
+    """The errors in the output of a tool, each with the test that was running: a line whose text begins right after the
+    tool's prefix, and the indented lines that follow."""
     test, block = "", []
     for line in [*log.splitlines(), "[test] "]:
         begins = line.startswith("[test] ")
@@ -121,9 +121,9 @@ def start(tool: str, options: argparse.Namespace, log: Path) -> subprocess.Popen
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 
 
-def control_notices(tool: str, log: Path) -> bool:
-    """Whether the tool reports the control's error. A program whose CUDA context the tool has destroyed may never end:
-    what was printed until then counts."""
+def reports_control(tool: str, log: Path) -> bool:
+    """Whether the tool reports the control's error. A program whose CUDA context the tool has destroyed may never end,
+    so that only its output up to a time limit is read."""
     command = [*command_of(tool).split(), sys.executable, "-c", CONTROLS[tool]]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     printed = log / f"control-{tool}.txt"
@@ -168,7 +168,7 @@ def main(arguments: list[str]) -> int:
     shutil.rmtree(log, ignore_errors=True)
     log.mkdir(parents=True)
     running = {tool: start(tool, options, log) for tool in tools}
-    blind = [tool for tool in tools if tool in CONTROLS and not control_notices(tool, log)]
+    blind = [tool for tool in tools if tool in CONTROLS and not reports_control(tool, log)]
     codes = {tool: process.wait() for tool, process in running.items()}
     rows, texts = table(log, tools)
     (log / "findings.txt").write_text("\n".join(texts))

@@ -1,8 +1,8 @@
-"""What a release uploads: ``python tools/wheel.py sdist|build|repair|test|release|version``. The Makefile calls it.
+"""Builds and tests what a release uploads: ``python tools/wheel.py sdist|build|repair|test|release|version``. The
+Makefile calls it.
 
-A wheel for each Python holds the whole native core. The core does not depend on Python: only the bindings in csrc/ are
-compiled for each, and all builds share the other objects in ``FASTTFM_BUILD_DIR``. ``release`` builds and tests a wheel
-for each ``--python``.
+There is a wheel for each Python, with the whole native core. Only the bindings in csrc/ depend on Python; all builds
+share the other objects in ``FASTTFM_BUILD_DIR``. ``release`` builds and tests a wheel for each ``--python``.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def release(pythons: Sequence[str], torch: str | None, output: Path) -> None:
 
 
 def build(output: Path, python: Path = THIS) -> Path:
-    """Builds, repairs and describes a wheel for a Python. The tools of the build are those of this Python; for another
-    one pip installs them, in their tested versions, where they do no harm."""
+    """Builds, repairs and describes a wheel for a Python. The build tools are those of this Python; for another Python,
+    pip installs their tested versions into an isolated environment."""
     raw = OBJECTS / "wheels"
     for old in raw.glob("*.whl"):
         old.unlink()
@@ -90,9 +90,9 @@ def build(output: Path, python: Path = THIS) -> Path:
 
 
 def repair(wheel: Path, output: Path) -> Path:
-    """auditwheel gives the oldest manylinux tag that the libraries and symbols in use allow. No library is copied into
-    the wheel and none needs to be excluded: the CUDA runtime is linked statically, and the driver, cuBLASLt, the BLAS
-    and the OpenMP runtime of torch are found in the process."""
+    """Gives the wheel the oldest manylinux tag that the libraries and symbols in use allow (auditwheel). No library is
+    copied into the wheel and none needs to be excluded: the CUDA runtime is linked statically, and the driver,
+    cuBLASLt, the BLAS and the OpenMP runtime of torch are found in the process."""
     before = set(output.glob("*.whl")) if output.exists() else set()
     run(sys.executable, "-m", "auditwheel", "repair", "--strip", "--wheel-dir", output, wheel)
     made = sorted(set(output.glob("*.whl")) - before, key=lambda path: path.stat().st_mtime)
@@ -114,8 +114,8 @@ def megabytes(size: int) -> str:
 
 
 def install_and_check(wheel: Path, torch: str | None, folder: Path, base: Path) -> None:
-    """Installs without a build: a wheel that does not fit this machine is an error. ``base``: the Python of the
-    environment."""
+    """Installs the wheel, never from source, so that a wheel that does not fit this machine is an error. ``base``: the
+    Python of the environment."""
     run(base, "-m", "venv", "--clear", folder)
     python = folder / "bin" / "python"
     constraints = ("-c", str(ROOT / "constraints.txt")) if torch is None else ()

@@ -1,4 +1,4 @@
-"""Which tiles attention's Triton kernels are fastest with: ``python benchmarks/lab/attention_tiles.py [--only TEXT]``.
+"""Finds the fastest tiles of attention's Triton kernels: ``python benchmarks/lab/attention_tiles.py [--only TEXT]``.
 
 Every configuration is checked against plain torch before it is timed. Configurations are compiled first, in parallel
 processes. Prints every time, then the best of each case next to the peers' times in the same run.
@@ -25,7 +25,7 @@ from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
 from fasttfm.kernels.attention.tuning import Tiles
 from fasttfm.kernels.common import philox
 
-Choice = dict[str, Tiles | None]  # function of tuning -> what it answers
+Choice = dict[str, Tiles | None]  # function of tuning -> its result
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Case:
     D: int = 64
     causal: bool = False
     p: float = 0.0
-    packed: bool = False  # lengths from S / 8 to S, in no order
+    packed: bool = False  # lengths from S / 8 to S, in random order
 
     def __str__(self) -> str:
         marks = [f"S{self.S}", f"D{self.D}"]
@@ -139,7 +139,7 @@ def chosen(choice: Choice) -> Iterator[None]:
 
 
 class Problem:
-    """Tensors of a case, and plain torch's answer for its last sequence."""
+    """Tensors of a case, and the result of plain torch for its last sequence."""
 
     def __init__(self, case: Case) -> None:
         generator = torch.Generator("cuda").manual_seed(1)
@@ -196,7 +196,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def compile_one(task: tuple[Case, Choice, bool]) -> str:
-    """Runs a small problem that compiles to the same code; returns what went wrong."""
+    """Runs a small problem that compiles to the same code; returns the error, if there is one."""
     case, choice, backward = task
     try:
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -214,7 +214,7 @@ def compile_one(task: tuple[Case, Choice, bool]) -> str:
 
 
 def measure(run: Callable[[], object]) -> float:
-    """Milliseconds of one call, from replays of a graph that holds several: launches cost nothing there."""
+    """Milliseconds of one call, from replays of a CUDA graph of several calls, which have no launch overhead."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -253,7 +253,7 @@ def measure(run: Callable[[], object]) -> float:
 
 
 def peer_times(case: Case, data: Problem) -> Iterator[tuple[str, float, float]]:
-    """Name, forward and backward ms of what users would call instead."""
+    """Name, forward and backward ms of each peer."""
     if case.packed:
         yield from varlen_times(case, data)
         return

@@ -1,8 +1,9 @@
 """Reads the hardware counters of the Hopper kernels and of their peers: ``python benchmarks/lab/counters.py`` on a GPU.
 
-Runs itself under Nsight Compute, which must be allowed to read counters, and prints a line a kernel: its time, and for
-how much of it the tensor cores, the warp schedulers, shared memory, L2 and DRAM were busy. Under the profiler kernels
-are serialized and replayed for groups of counters: times are longer than in a benchmark, but the ratios are meaningful.
+Runs itself under Nsight Compute, which needs permission to read counters, and prints a line for each kernel: its time,
+and the fraction of it for which the tensor cores, the warp schedulers, shared memory, L2 and DRAM were busy. Under the
+profiler kernels are serialized and replayed for groups of counters: times are longer than in a benchmark, but the
+ratios are meaningful.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "hz": 1e-9, "Ghz": 1.0, "GHz": 1.0, "
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """What is measured: a name, and one call whose kernels are listed under it."""
+    """The measured calls: a name, and one call whose kernels are listed under it."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -70,7 +71,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def run() -> None:
-    """The calls, each once before it is measured; a kernel that writes one number marks where the next call begins."""
+    """Runs each call once before it is measured; a kernel that writes one number marks where the next call begins."""
     import torch
 
     mark = torch.zeros(1, device="cuda")
@@ -86,7 +87,7 @@ def run() -> None:
 
 
 def tensor_counters() -> list[str]:
-    """The busy cycles of the tensor cores, under the names that this chip has for them."""
+    """The names of this GPU's counters for the busy cycles of the tensor cores."""
     listed = subprocess.run(["ncu", "--query-metrics", "--chip", "gh100"], capture_output=True, text=True).stdout
     names = re.findall(r"^(sm__pipe_tensor\w*cycles_active)\b", listed, re.MULTILINE)
     return [f"{name}.avg.pct_of_peak_sustained_elapsed" for name in dict.fromkeys(names)]

@@ -1,11 +1,11 @@
-"""Lists loads from shared memory that are still under way where a thread arrives at a barrier.
+"""Lists loads from shared memory that are still in flight when a thread arrives at a barrier.
 
     nvcc -arch=sm_90a -cubin ... && nvdisasm -c KERNEL.cubin > KERNEL.sass
     python benchmarks/lab/late_loads.py KERNEL.sass ...
 
 An arrival does not wait for earlier loads: if it releases a buffer, TMA may overwrite what has not been read yet. So
-some instruction must have used the loaded value. It only looks at straight-line code, and its list has to be reviewed:
-loads from memory that is not overwritten are harmless.
+some instruction must have used the loaded value. The script only analyzes straight-line code, and its list has to be
+reviewed: loads from memory that is not overwritten are harmless.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-REACH = 250  # instructions before an arrival that are looked at
+REACH = 250  # instructions before an arrival that are analyzed
 WIDTHS = {"128": 4, "64": 2}  # registers of a load
 
 
@@ -23,7 +23,7 @@ def registers(first: str, count: int) -> set[str]:
 
 
 def used_by(instruction: str) -> set[str]:
-    """Registers that it reads, and perhaps a few more."""
+    """The registers that an instruction reads, possibly with a few more."""
     body = re.sub(r"^@!?U?P\d+\s+", "", instruction)
     name, _, operands = body.partition(" ")
     if name.startswith("HGMMA"):

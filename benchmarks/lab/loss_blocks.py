@@ -1,9 +1,9 @@
-"""What a loss over a vocabulary takes on a GPU, and how to cut its blocks: ``python benchmarks/lab/loss_blocks.py``.
+"""Times the parts of a loss over a vocabulary, for several block sizes: ``python benchmarks/lab/loss_blocks.py``.
 
 For masked-LM heads (4915 predicted rows of 32,768, V = 30,522) and a causal one (32,768 rows, V = 50,257), in bf16: the
-three matrix products of a block, of all words and up to a multiple of 8, 64 or 128; the small kernels around them; the
-pass over the logits with several tiles; the whole op at several block sizes, with its memory; and what its kernels
-take, one by one. Under a minute.
+three GEMMs of a block, with V as it is and rounded down to a multiple of 8, 64 or 128; the small kernels around them;
+the pass over the logits with several tiles; the whole op at several block sizes, with its memory; and the time of each
+of its kernels. It takes less than a minute.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def measure(calls: Calls) -> dict[str, float]:
-    """Median milliseconds of each call, as CUDA graphs that take turns. One that fails is left out and said so."""
+    """Median milliseconds of each call, as CUDA graphs that alternate. The error of a call that fails is printed."""
     stream = torch.cuda.Stream()
     graphs = {}
     with torch.cuda.stream(stream):
@@ -37,7 +37,7 @@ def measure(calls: Calls) -> dict[str, float]:
                     call()
                 work = timing.Work(lambda call=call: [call() for _ in range(CALLS)], CALLS)
                 graphs[name] = timing.captured(work, stream)
-            except Exception as error:  # a way that this machine cannot go
+            except Exception as error:  # a variant that this machine does not support
                 print(f"  {name}: {timing.reason(error)}")
         samples = timing.measure(graphs, timing.CudaClock(), timing.Effort(1e-3, 0.03))
     for name, why in samples.failures.items():
@@ -53,7 +53,7 @@ def tensors(rows: int, columns: int, words: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def products(columns: int, words: int, counts: tuple[int, ...]) -> None:
-    """Each product of one block."""
+    """Each GEMM of one block."""
     dweight = torch.zeros(words, columns, device="cuda")
     for step in (1, 8, 64, 128):
         even = words // step * step
@@ -102,7 +102,7 @@ def small_kernels(columns: int = 1024, words: int = 30522, rows: int = 1024, cou
 
 
 def passes(words: int, rows: int) -> None:
-    """The pass over a block of logits with several tiles; TB/s of one read and one write."""
+    """The pass over a block of logits with several tiles: TB/s of one read and one write."""
     stride = vocabulary.padded(words)
     logits = torch.randn(rows, stride, device="cuda").bfloat16()
     bias = torch.randn(stride, device="cuda").bfloat16()
@@ -130,7 +130,7 @@ def passes(words: int, rows: int) -> None:
 
 
 def whole(name: str, step: Callable[[], object], flops: float, cuts: tuple[tuple[int, int], ...]) -> None:
-    """The op, forward and backward, with other numbers of rows in a block."""
+    """The op, forward and backward, with several numbers of rows per block."""
     print(f"\n{name}: forward and backward")
     for rows, blocks in cuts:
         with mock.patch.multiple(vocabulary, _ROWS=rows, _BLOCKS=blocks, _BYTES=2**31):

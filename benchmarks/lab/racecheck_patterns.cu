@@ -1,6 +1,6 @@
-// What racecheck makes of handing shared memory from one warp to another by mbarriers, and of barriers that only some
-// of a block's warps pass. Each kernel is right by the PTX memory model; those that racecheck reports are patterns that
-// it does not know.
+// Patterns that racecheck may report as races: shared memory that one warp passes to another by mbarriers, and barriers
+// that only some warps of a block pass. Each kernel is correct under the PTX memory model, so a report is a false
+// positive.
 //
 //   nvcc -std=c++17 -arch=sm_90a -Ikernels -o /tmp/patterns benchmarks/lab/racecheck_patterns.cu
 //   compute-sanitizer --tool racecheck /tmp/patterns
@@ -63,8 +63,8 @@ __global__ void hand_over(const float* from, float* to) {
   }
 }
 
-// Two groups of warps meet at barriers of their own (SAME: both equally often, else the first one only), then the whole
-// block exchanges values, kRounds times, between calls of __syncthreads().
+// Two groups of warps sync at their own named barriers (SAME: both equally often, otherwise only the first one), then
+// the whole block exchanges values, kRounds times, between calls of __syncthreads().
 template <bool SAME>
 __global__ void meet_in_groups(const float* from, float* to) {
   __shared__ float buffer[2 * kGroup];

@@ -1,10 +1,10 @@
-"""What sharing torch's threads is worth: a torch operation and ours in turn, on three ways to get threads.
+"""Measures the benefit of sharing torch's threads: a torch operation and ours alternate, with three kinds of threads.
 
     python benchmarks/lab/threads.py
 
-``openmp``: the pool that torch runs, as the core uses it. ``threads``: threads started for each call, as the core does
-where it finds no OpenMP. ``second pool``: another copy of the same OpenMP runtime, which is what a library linked to an
-OpenMP of its own brings along. Each is timed in fresh processes, in turn; the table shows the best of the rounds.
+``openmp``: torch's own pool, which the core uses. ``threads``: threads started for each call, which the core uses if it
+finds no OpenMP runtime. ``second pool``: another copy of the same OpenMP runtime, as in a library that links its own
+OpenMP. Each is timed in new processes, in turn; the table shows the best of the rounds.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def use(runtime: str) -> None:
     elif runtime == "second pool":
         copy = Path(tempfile.mkdtemp()) / "libsecond_openmp.so"
         shutil.copy(path, copy)
-        ctypes.CDLL(str(copy))  # another file: the loader gives it threads and data of its own
+        ctypes.CDLL(str(copy))  # another file, so that the loader creates a second runtime
         loaded, reason = _C.share_openmp(str(copy))
         assert loaded == str(copy), reason
         shutil.rmtree(copy.parent)
 
 
 def milliseconds_per_turn(rows: int, columns: int) -> float:
-    """One forward pass of torch's layer_norm and one of ours, one after the other: the turn that one in ten beats.
+    """The 10% quantile of the time of one forward of torch's layer_norm followed by one of ours.
 
-    A low quantile, because other programs disturb the rest; a second pool disturbs every turn."""
+    A low quantile, because other processes disturb single turns, while a second pool disturbs every turn."""
     x = torch.randn(rows, columns)
     turns = []
     end = time.perf_counter() + SECONDS

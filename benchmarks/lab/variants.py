@@ -4,8 +4,8 @@
 
 A variant is a name and the macros that its build defines; write the change as ``#ifdef LAB_...`` in the kernel. Every
 variant is a build of the whole package in a folder of its own, compiled as the wheel is. The op's GPU tests run on each
-build in a process with a time limit, for kernels that hang. Those that pass are timed in turns by ``fasttfm bench``, so
-that they meet the chip at the same clocks: the table has the median over the rounds of each call's device time.
+build in a process with a time limit, for kernels that hang. ``fasttfm bench`` times those that pass, in turns, so that
+they run at the same clock rates. The table has the median over the rounds of each call's device time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def variant(text: str) -> tuple[str, str]:
 
 
 def build(folder: Path, macros: str) -> str:
-    """Builds the package under ``folder``; what the compiler said if it failed, else nothing."""
+    """Builds the package under ``folder``; returns the compiler's output if that failed, else an empty string."""
     command = [sys.executable, "setup.py", "--quiet", "build", "--build-base", folder, "--build-lib", folder / "lib"]
     environment = {**os.environ, "CUDAFLAGS": macros, "FASTTFM_CUDA": "ON", "FASTTFM_CUDA_ARCHS": "90a"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -42,7 +42,7 @@ def build(folder: Path, macros: str) -> str:
 
 
 def on(folder: Path, arguments: list[str], seconds: float) -> tuple[bool, str]:
-    """Whether Python with the build of ``folder`` ended well and in time, and what it printed."""
+    """Runs Python with the build of ``folder``; whether it succeeded within the time limit, and its output."""
     environment = {**os.environ, "PYTHONPATH": str(folder / "lib")}
     command = [sys.executable, *arguments]
     try:
@@ -53,7 +53,7 @@ def on(folder: Path, arguments: list[str], seconds: float) -> tuple[bool, str]:
 
 
 def check(folder: Path, op: str, select: str, seconds: float) -> str:
-    """Nothing, or what the op's tests found."""
+    """The output of the op's tests if they failed, else an empty string."""
     tests = ["-m", "pytest", "-q", "-x", "-m", "gpu", f"tests/ops/test_{op}.py", *(["-k", select] if select else [])]
     good, printed = on(folder, tests, seconds)
     return "" if good else printed[-2000:]

@@ -19,7 +19,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Replaces Llama's and its relatives'."""
+    """Replaces the RMSNorm modules of Llama and similar models."""
 
     has_backward = True
     can_torch_compile = True

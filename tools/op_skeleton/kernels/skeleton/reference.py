@@ -8,8 +8,9 @@ Arithmetic is fp32 (fp64 for fp64 input); only y and dx are rounded to the tenso
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from fasttfm.kernels.common.linear import accumulate
 
 
 def skeleton(x: Tensor, factor: float) -> Tensor:
@@ -19,13 +20,10 @@ def skeleton(x: Tensor, factor: float) -> Tensor:
 
 def skeleton_forward(x: Tensor, factor: float) -> Tensor:
     """Returns y in x's shape and type, contiguous."""
-    return (_accumulate(x) * factor).to(x.dtype).contiguous()
+    return (accumulate(x) * factor).to(x.dtype).contiguous()
 
 
 def skeleton_backward(dy: Tensor, x: Tensor, factor: float) -> Tensor:
-    """Returns dx in x's shape and type, contiguous. What is saved comes after the gradient, then the options."""
-    return (_accumulate(dy) * factor).to(x.dtype).contiguous()
-
-
-def _accumulate(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    """Returns dx in x's shape and type, contiguous. The arguments are the gradient, the saved tensors and the
+    options."""
+    return (accumulate(dy) * factor).to(x.dtype).contiguous()
