@@ -109,10 +109,10 @@ asan_environment = PYTHONPATH=$(CURDIR)/build/asan/lib PYTHONMALLOC=malloc \
   LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)"
 
 asan_tests = $(wildcard tests/native/test_*.py) tests/native/under_sanitizers.py tests/ops/test_attention.py::test_random_packed_batches \
-  tests/ops/test_attention.py::test_nothing_leaks_from_beyond_a_sequence tests/ops/test_pack.py::test_wrong_boundaries_reach_nothing_outside \
-  tests/ops/test_embedding.py::test_a_kernel_notes_a_wrong_id_and_goes_on \
-  tests/ops/test_linear_cross_entropy.py::test_a_kernel_notes_a_wrong_label_and_goes_on \
-  tests/ops/test_masked_lm_loss.py::test_a_kernel_notes_a_wrong_position_and_goes_on
+  tests/ops/test_attention.py::test_nothing_leaks_from_beyond_a_sequence tests/ops/test_pack.py::test_wrong_boundaries_access_nothing_outside_of_the_tensors \
+  tests/ops/test_embedding.py::test_a_kernel_records_a_wrong_id_and_continues \
+  tests/ops/test_linear_cross_entropy.py::test_a_kernel_records_a_wrong_label_and_continues \
+  tests/ops/test_masked_lm_loss.py::test_a_kernel_records_a_wrong_position_and_continues
 
 .PHONY: asan
 asan: .venv/installed ## every op's CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer

@@ -57,7 +57,7 @@ FAMILIES = (
 )
 MASKS = {
     "full": torch.ones(B, S, dtype=torch.int64),
-    "behind": torch.arange(S).expand(B, S) < torch.tensor([[4], [9], [1]]),
+    "right": torch.arange(S).expand(B, S) < torch.tensor([[4], [9], [1]]),
     "anywhere": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 0]]),
 }
 generator = torch.Generator().manual_seed(0)
@@ -182,7 +182,7 @@ def check_layout(name: str, ours: Any, theirs: Any, kind: str, *, packed: bool, 
 def check_multiple_choice(ours: Any, theirs: Any) -> None:
     ids = IDS[:2].unsqueeze(0).repeat(2, 1, 1)
     ids[1] = ids[1].flip(-1)
-    mask = MASKS["behind"].long()[:2].repeat(2, 1, 1)
+    mask = MASKS["right"].long()[:2].repeat(2, 1, 1)
     labels = torch.tensor([1, 0])
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:

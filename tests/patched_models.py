@@ -28,7 +28,7 @@ B, S = 16, 16
 _generator = torch.Generator().manual_seed(0)
 MASKS = {
     "full": torch.ones(B, S, dtype=torch.int64),
-    "behind": (torch.arange(S) < torch.tensor([16, 3, 9, 1, 12, 16, 5, 14] * 2)[:, None]).long(),
+    "right": (torch.arange(S) < torch.tensor([16, 3, 9, 1, 12, 16, 5, 14] * 2)[:, None]).long(),
     "anywhere": (torch.rand(B, S, generator=_generator) < 0.7).long(),
 }
 IDS = torch.randint(5, PAD, (B, S), generator=_generator)
@@ -53,7 +53,7 @@ def pair(name: str, *, dropout: float = 0.0, **changes: Any) -> tuple[Any, Any]:
     return ours, theirs
 
 
-def batch(name: str, mask: str = "behind") -> dict[str, Tensor]:
+def batch(name: str, mask: str = "right") -> dict[str, Tensor]:
     """What a model is called with, to make a loss; padding's words and labels are what tokenizers and collators make of
     them."""
     tokens = MASKS[mask].bool()

@@ -114,7 +114,7 @@ def test_sums_on_the_cpu(layout: str, dtype: torch.dtype) -> None:
     check_sums(dqkv, sums)
 
 
-def test_a_missing_row_is_noticed() -> None:
+def test_a_missing_row_is_detected() -> None:
     dqkv, sums = Call("packed", dtype=torch.bfloat16, device="cpu", backend=None, head_dim=16).with_sums(torch.float32)
     row = dqkv.flatten(1)[600].float()
     with pytest.raises(AssertionError):
@@ -125,7 +125,7 @@ def test_a_missing_row_is_noticed() -> None:
     ("head_dim", "tokens", "sequences", "expected"),
     [(64, 32768, 64, True), (64, 32768, 512, True), (64, 32768, 513, False), (128, 32768, 64, False)],
 )
-def test_when_the_kernel_gives_them(head_dim: int, tokens: int, sequences: int, expected: bool) -> None:
+def test_when_the_kernel_computes_column_sums(head_dim: int, tokens: int, sequences: int, expected: bool) -> None:
     bounds = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
     problem = AttentionProblem(cu_seqlens=bounds, max_seqlen=512, max_seqlen_k=512)
     q = torch.empty(tokens, 16, head_dim, device="meta")
@@ -134,7 +134,7 @@ def test_when_the_kernel_gives_them(head_dim: int, tokens: int, sequences: int, 
     assert attention_native.sums_columns(dense, problem._replace(cu_seqlens=None)) is expected
 
 
-def test_the_packed_layer_asks_for_them_where_the_bias_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packed_layer_requests_column_sums_for_a_trained_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def spy(*arguments: Any) -> tuple[Tensor, Tensor]:

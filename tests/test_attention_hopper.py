@@ -82,7 +82,7 @@ def test_which_backward_is_faster(shape: tuple[int, ...], options: dict[str, Any
 
 
 @pytest.mark.usefixtures("_an_h200")
-def test_keys_count_where_queries_are_few() -> None:
+def test_the_number_of_keys_matters_for_few_queries() -> None:
     q, k = empty(64 * 16, 16, 64), empty(1000 * 16, 16, 64)
     options = {"cu_seqlens": starts(*[64] * 16), "cu_seqlens_k": starts(*[1000] * 16), "max_seqlen": 64}
     assert HOPPER.backward_reason(None, q, k, k, **options, max_seqlen_k=1000) is None
@@ -97,7 +97,7 @@ def test_keys_count_where_queries_are_few() -> None:
         (empty(4, 100, 2, 80), 2, {}, "goes backward with head dims of 32, 64 and 128, got 80"),
     ],
 )
-def test_what_the_backward_cannot(q: Tensor, kv_heads: int, options: dict[str, Any], said: str) -> None:
+def test_calls_that_the_backward_does_not_support(q: Tensor, kv_heads: int, options: dict[str, Any], said: str) -> None:
     k = empty(*q.shape[:2], kv_heads, q.shape[-1])
     for requested in (None, "cuda"):
         assert HOPPER.backward_reason(requested, q, k, k, **options) == said
@@ -122,7 +122,9 @@ def test_what_the_backward_cannot(q: Tensor, kv_heads: int, options: dict[str, A
     ],
 )
 @pytest.mark.usefixtures("_an_h200")
-def test_which_windows_go_backward(head_dim: int, length: int, options: dict[str, Any], said: str | None) -> None:
+def test_which_windows_the_backward_supports(
+    head_dim: int, length: int, options: dict[str, Any], said: str | None
+) -> None:
     q = empty(*(() if "cu_seqlens" in options else (8,)), length, 16, head_dim)
     reason = HOPPER.backward_reason(None, q, q, q, **options)
     assert reason is None if said is None else reason is not None and reason.endswith(said)
@@ -137,7 +139,7 @@ def test_windows_have_no_dropout() -> None:
 
 @pytest.mark.gpu
 @on_hopper
-def test_explain_names_who_goes_backward() -> None:
+def test_explain_names_the_backend_of_the_backward() -> None:
     q = torch.zeros(8, 512, 16, 64, dtype=torch.bfloat16, device="cuda")
     own = fasttfm.explain("attention", q, q, q)
     assert (own.chosen, own.backward) == ("cuda", "cuda")
@@ -354,7 +356,7 @@ def test_windows_against_the_reference(case: str, head_dim: int, dtype: torch.dt
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("head_dim", HEADS)
-def test_a_window_ends_what_is_no_number(head_dim: int) -> None:
+def test_nan_outside_of_the_window_has_no_effect(head_dim: int) -> None:
     """Rows of the neighbouring sequence, and tiles outside of a query's window, are not read."""
     function, inputs, dout = window_call("64 and 64", head_dim, torch.bfloat16)
     for x in inputs:

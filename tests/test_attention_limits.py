@@ -61,7 +61,7 @@ _TENSORS = tuple(torch.zeros(1, 1, 1, 8).expand(1, tokens, 1, 8) for tokens in (
 
 
 @pytest.mark.parametrize("name", WORKSPACES)
-def test_no_size_of_a_workspace_wraps(name: str) -> None:
+def test_workspace_sizes_do_not_overflow(name: str) -> None:
     """Whatever numbers come: a positive size that is large enough, or an error."""
     function = getattr(_native.core(), name)
     types = re.findall(r": ([^,)]*)", function.__doc__.partition("->")[0])
@@ -82,7 +82,7 @@ def test_no_size_of_a_workspace_wraps(name: str) -> None:
 # ---- kernels whose blocks wait for each other ------------------------------------------------------------------------
 
 
-def test_a_kernel_that_does_not_fit_yields(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_fit_leaves_the_call_to_the_next_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not an error, unless the backend was requested by name."""
     table = backends.tables()["attention"]
 
@@ -144,7 +144,7 @@ def backward_in_a_green_context(head_dim: int) -> None:
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_green_context_is_served(head_dim: int) -> None:
+def test_the_backward_in_a_green_context(head_dim: int) -> None:
     """In a process of its own: no other test gets memory that belongs to a stream of a destroyed context."""
     command = [sys.executable, __file__, str(head_dim)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -156,7 +156,7 @@ def test_a_green_context_is_served(head_dim: int) -> None:
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_two_streams_of_different_priority_end(head_dim: int) -> None:
+def test_two_streams_of_different_priority_do_not_deadlock(head_dim: int) -> None:
     """Each launch has all its blocks on the chip or none: two of them do not keep each other from it."""
     q, k, v, dout = torch.randn(4, 1, 4096, 8, head_dim, dtype=torch.bfloat16, device="cuda")
     out, lse = attention(q, k, v, return_lse=True, backend="cuda")

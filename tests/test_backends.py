@@ -44,7 +44,7 @@ def served() -> Iterator[list[str]]:
     object.__setattr__(TABLE, "backends", before)
 
 
-def test_the_first_backend_that_can_serves(served: list[str]) -> None:
+def test_the_first_backend_that_supports_the_call_runs_it(served: list[str]) -> None:
     layer_norm(X)
     layer_norm(X.double())
     assert served == ["cpu forward", "reference forward"]
@@ -75,7 +75,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
         return pool.submit(function).result()
 
 
-def test_blocks_of_two_threads_overlap(served: list[str]) -> None:
+def test_contexts_of_two_threads_overlap(served: list[str]) -> None:
     first, second = use_backend("reference"), use_backend("cpu")
     with ThreadPoolExecutor(1) as other:  # one thread
         first.__enter__()
@@ -95,7 +95,7 @@ def test_blocks_of_two_threads_overlap(served: list[str]) -> None:
     assert backends.requested(None) is None
 
 
-def test_a_thread_without_a_block_follows_the_others(served: list[str]) -> None:
+def test_a_thread_without_a_context_follows_the_others(served: list[str]) -> None:
     with use_backend("reference"):
         in_thread(lambda: layer_norm(X))
         with use_backend(None):
@@ -103,7 +103,7 @@ def test_a_thread_without_a_block_follows_the_others(served: list[str]) -> None:
     assert [call.split()[0] for call in served] == ["reference", "cpu"]
 
 
-def test_blocks_of_generators_are_left_in_any_order(served: list[str]) -> None:
+def test_contexts_of_generators_end_in_any_order(served: list[str]) -> None:
     def block(name: str) -> Iterator[None]:
         with use_backend(name):
             yield
@@ -118,7 +118,7 @@ def test_blocks_of_generators_are_left_in_any_order(served: list[str]) -> None:
     assert backends.requested(None) is None
 
 
-def test_a_compiled_function_follows_the_block_of_its_thread(served: list[str]) -> None:
+def test_a_compiled_function_follows_the_context_of_its_thread(served: list[str]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: layer_norm(x), fullgraph=True, backend="aot_eager")
 
@@ -137,7 +137,7 @@ def test_a_compiled_function_follows_the_block_of_its_thread(served: list[str]) 
     assert names == ["cpu", "reference", "reference", "cpu", "reference", "cpu"]
 
 
-def test_backward_uses_what_the_forward_was_asked_for(served: list[str]) -> None:
+def test_the_backward_uses_the_backend_requested_for_the_forward(served: list[str]) -> None:
     x = X.clone().requires_grad_()
     with use_backend("reference"):
         y = layer_norm(x)
@@ -198,7 +198,7 @@ def test_no_backend_at_all_raises_with_every_reason(monkeypatch: pytest.MonkeyPa
     assert str(refused.value) == expected
 
 
-def test_explain_says_who_serves_and_why_not_the_others() -> None:
+def test_explain_names_the_backend_and_why_not_the_others() -> None:
     free = fasttfm.explain("layer_norm", X)
     assert free.chosen == "cpu"
     assert str(free).startswith("layer_norm: cpu\n")

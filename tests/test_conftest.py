@@ -28,7 +28,7 @@ def test_imports_another():
 }
 
 
-def test_what_needs_an_absent_package_is_skipped(tmp_path: Path) -> None:
+def test_tests_that_need_a_missing_package_are_skipped(tmp_path: Path) -> None:
     conftest = Path(__file__).with_name("conftest.py").read_text()
     (tmp_path / "conftest.py").write_text(conftest.replace('"accelerate"', '"no_such_package"'))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")

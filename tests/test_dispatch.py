@@ -150,7 +150,7 @@ def test_a_subclass_in_any_parameter_of_a_layer_is_seen(name: str, train: bool) 
         assert same_bits(gradients[0], unwrapped(gradients[1]))
 
 
-def test_no_tensor_with_elements_passes_for_none() -> None:
+def test_a_tensor_with_elements_is_not_taken_for_none() -> None:
     assert _native.address(None) == _native.address(torch.empty(0)) == 0
     for tensor in (torch.empty(3, device="meta"), Wrapped(torch.ones(3))):
         with pytest.raises(TypeError, match="expected tensors with memory of their own, got "):

@@ -26,7 +26,7 @@ def _broken_links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_point_to_files(page: Path) -> None:
     assert _broken_links(page) == []
 
 
@@ -95,7 +95,7 @@ def test_every_block_runs_by_itself(page: Path, number: int, folder: Path, monke
     run_blocks(page, [block])
 
 
-def test_a_block_that_is_not_complete_is_found(tmp_path: Path) -> None:
+def test_an_incomplete_block_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(model)\n```\n")
     with pytest.raises(NameError, match="model"):
@@ -175,7 +175,7 @@ def _wrong_speeds(text: str) -> list[str]:
     return wrong
 
 
-def test_the_readme_s_speeds_are_rows() -> None:
+def test_the_speeds_of_the_readme_are_rows() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(_speed_rows(text)) == text.count("x |\n") > 10
     assert _wrong_speeds(text) == []
@@ -187,7 +187,7 @@ def test_a_speed_without_a_row_is_found() -> None:
     assert _wrong_speeds(table) == ["999.9 ms is no row of benchmarks/results", "182.6 / 124.7 is not 2.0"]
 
 
-def test_the_readme_s_chart_shows_the_rows() -> None:
+def test_the_chart_of_the_readme_shows_the_rows() -> None:
     image = pytest.importorskip("PIL.Image")
     chart = runpy.run_path(str(ROOT / "benchmarks" / "overview_chart.py"))
     stem = RESULTS / "nvidia-h200"

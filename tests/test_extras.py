@@ -35,6 +35,6 @@ def test_no_message_writes_the_command_itself() -> None:
     assert [path.name for path in written] == ["extras.py"]
 
 
-def test_the_sentence() -> None:
+def test_the_message() -> None:
     found = str(extras.missing("the progress bar", "tqdm", "train"))
     assert found == "the progress bar needs tqdm: pip install 'fasttfm[train]' (from a clone: pip install '.[train]')"

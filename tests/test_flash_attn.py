@@ -81,7 +81,7 @@ def test_packed(options: dict[str, Any]) -> None:
     close(q.grad, copy.grad)
 
 
-def test_packed_projections_are_views_of_the_others() -> None:
+def test_packed_projections_match_the_separate_ones() -> None:
     qkv = drawn(2, 6, 3, 4, 8)
     plain = flash.flash_attn_func(*qkv.unbind(2), causal=True)
     assert torch.equal(flash.flash_attn_qkvpacked_func(qkv, causal=True), plain)

@@ -141,7 +141,7 @@ def test_registration(wanted: bool) -> None:
     torch.library.opcheck(scaled, (x, transposed, slope, bias, wanted, None))
 
 
-def test_what_hoppers_kernels_do_not_take() -> None:
+def test_what_the_hopper_kernels_do_not_support() -> None:
     x, weight, bias, *_ = draw(Case(8, 16, 24), torch.float32, "cpu")
     assert gelu_product.refuse_cuda(x, weight, bias) == "takes bfloat16 and float16, got float32"
     assert gelu_product.kept_beside(None, x, weight) == PRODUCT
@@ -182,7 +182,7 @@ def test_refusals_on_the_gpu() -> None:
 
 @pytest.mark.gpu
 @on_hopper
-def test_less_is_wanted() -> None:
+def test_results_that_are_not_needed() -> None:
     case = Case(900, 256, 512)
     given = draw(case, torch.bfloat16)
     x, weight, bias, h, slope = given
@@ -201,7 +201,7 @@ def test_less_is_wanted() -> None:
 
 @pytest.mark.gpu
 @on_hopper
-def test_rows_apart_and_odd_addresses() -> None:
+def test_strides_and_odd_addresses() -> None:
     case = Case(500, 128, 512)
     given = draw(case, torch.bfloat16)
     expected = fused(given, case.kind)
@@ -262,7 +262,7 @@ def test_a_cuda_graph_gives_the_same_bits() -> None:
 
 @pytest.mark.gpu
 @on_hopper
-def test_mlp_takes_them() -> None:
+def test_mlp_uses_them() -> None:
     def leaves(**options: Any) -> dict[str, Tensor]:
         torch.manual_seed(0)
         shapes = {"x": (300, 256), "w1": (512, 256), "b1": (512,), "w2": (264, 512), "b2": (264,)}

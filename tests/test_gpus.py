@@ -30,11 +30,11 @@ COLUMNS = (8, 256, 512, 768, 1024, 2048, 4096, 8192)
 
 
 @pytest.mark.parametrize(("driver", "toolkit"), [(13000, 13000), (13010, 13000), (13000, 13010), (14000, 13000)])
-def test_drivers_of_the_same_or_a_later_major_version_serve(driver: int, toolkit: int) -> None:
+def test_drivers_of_the_same_or_a_later_major_version_are_supported(driver: int, toolkit: int) -> None:
     assert _gpus.refuse_driver(driver, toolkit) is None
 
 
-def test_an_older_driver_is_refused_in_words() -> None:
+def test_an_older_driver_is_refused() -> None:
     assert _gpus.refuse_driver(12040, 13010) == (
         "the GPU driver supports CUDA up to 12.4, and the native core was built with CUDA 13.1, "
         "which needs a driver for 13.0 or newer"
@@ -43,12 +43,12 @@ def test_an_older_driver_is_refused_in_words() -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 86, 87, 89, 90, 100, 103, 110, 120, 121])
-def test_gpus_that_the_default_build_serves(capability: int) -> None:
+def test_gpus_that_the_default_build_supports(capability: int) -> None:
     assert _gpus.refuse_capability(capability, ARCHS, 13000, 13000) is None
 
 
 @pytest.mark.parametrize("capability", [60, 70, 75])
-def test_older_gpus_are_refused_in_words(capability: int) -> None:
+def test_older_gpus_are_refused(capability: int) -> None:
     expected = f"the native core was built for compute capability 8.0, 9.0 and newer, the GPU has {capability / 10}"
     assert _gpus.refuse_capability(capability, ARCHS, 13000, 13000) == expected
 
@@ -60,7 +60,7 @@ def test_ptx_needs_a_driver_that_is_not_older_than_the_toolkit() -> None:
     assert _gpus.refuse_capability(89, ARCHS, 13000, 13010) is None  # machine code of 8.0
 
 
-def test_machine_code_serves_its_own_major_version_from_its_minor_version_on() -> None:
+def test_machine_code_runs_on_its_major_version_from_its_minor_version_on() -> None:
     archs = "86 100a 86-virtual"
     assert _gpus.refuse_capability(86, archs, 13000, 13010) is None
     assert _gpus.refuse_capability(89, archs, 13000, 13010) is None
@@ -124,7 +124,7 @@ def test_a_machine_with_an_old_gpu(on: Any) -> None:
     assert "the GPU has 7.5" in str(_native.missing_cuda())
 
 
-def test_a_machine_with_an_old_gpu_beside_a_new_one(on: Any) -> None:
+def test_a_machine_with_an_old_gpu_and_a_new_one(on: Any) -> None:
     on(13000, 75, 90)
     assert _native.missing_cuda() is None
     assert "the GPU has 7.5" in str(_native.missing_on(0))
@@ -149,7 +149,7 @@ def test_tensors_on_the_old_gpu_are_refused(on: Any) -> None:
     assert backends.refuse_cuda(OnGpu(1)) is None  # type: ignore[arg-type]
 
 
-def test_shared_memory_is_asked_of_the_device(on: Any) -> None:
+def test_shared_memory_is_queried_from_the_device(on: Any) -> None:
     on(13000, 86, 90)
     memory = {BLOCK_MEMORY[86]: 150_000, BLOCK_MEMORY[90]: 200_000}.__getitem__
     assert backends.refuse_cuda_memory(0, memory) == (
@@ -187,7 +187,7 @@ CALLS: list[tuple[Any, ...]] = [
 @with_cuda
 @pytest.mark.parametrize("chip", BLOCK_MEMORY)
 @pytest.mark.parametrize(("op", "dtype", "residual", "linear_bias"), CALLS)
-def test_row_kernels_fit_every_chip(op: str, dtype: str, residual: str | None, linear_bias: bool, chip: int) -> None:
+def test_row_kernels_fit_every_gpu(op: str, dtype: str, residual: str | None, linear_bias: bool, chip: int) -> None:
     """Up to 4096 columns everywhere: what models have. Wider rows take Triton where they do not fit."""
     limit = BLOCK_MEMORY[chip]
     for columns in COLUMNS:
@@ -200,7 +200,7 @@ def test_row_kernels_fit_every_chip(op: str, dtype: str, residual: str | None, l
 
 @with_cuda
 @pytest.mark.parametrize(("op", "dtype", "residual", "linear_bias"), CALLS)
-def test_a_hopper_takes_its_own_shapes(op: str, dtype: str, residual: str | None, linear_bias: bool) -> None:
+def test_hopper_has_its_own_shapes(op: str, dtype: str, residual: str | None, linear_bias: bool) -> None:
     """The smaller blocks are only for GPUs with less shared memory."""
     for columns in COLUMNS:
         needed = [_memory(op, columns, dtype, limit, residual, linear_bias) for limit in (BLOCK_MEMORY[90], 10**9)]
@@ -208,14 +208,14 @@ def test_a_hopper_takes_its_own_shapes(op: str, dtype: str, residual: str | None
 
 
 @with_cuda
-def test_the_memory_of_what_kernels_do_not_take_is_0() -> None:
+def test_the_shared_memory_of_unsupported_calls_is_0() -> None:
     core = _native.core()
     assert core.layer_norm_backward_memory_cuda(12, 0, 10**9) == 0
     assert core.layer_norm_backward_memory_cuda(8, 3, 10**9) == 0
 
 
 @with_cuda
-def test_fp32_bert_base_on_99_kilobytes() -> None:
+def test_fp32_bert_base_fits_99_kilobytes() -> None:
     """Its rows of 768 numbers did not fit."""
     assert _memory("layer_norm", 768, "float32", 10**9) > BLOCK_MEMORY[86]
     assert _memory("layer_norm", 768, "float32", BLOCK_MEMORY[86]) < 99 * 1024
@@ -224,7 +224,7 @@ def test_fp32_bert_base_on_99_kilobytes() -> None:
 PAGE = Path(__file__).parents[1] / "docs" / "gpus.md"
 
 
-def test_the_page_says_how_much_shared_memory_chips_have() -> None:
+def test_the_page_lists_the_shared_memory_of_gpus() -> None:
     rows = [line.strip("|").split("|")[1:] for line in PAGE.read_text().splitlines() if line.startswith("|")]
     head, _, memory = rows[:3]
     found = {
@@ -245,7 +245,7 @@ ROWS = {
 
 @with_cuda
 @pytest.mark.parametrize("op", ROWS)
-def test_the_page_says_which_rows_99_kilobytes_hold(op: str) -> None:
+def test_the_page_lists_the_rows_that_fit_99_kilobytes(op: str) -> None:
     limit = BLOCK_MEMORY[86]
     wide = [dtype for dtype in CODE if _memory(op, 8192, dtype, limit) <= limit]
     assert wide == ([] if "fp32" not in ROWS[op] else ["bfloat16", "float16"])
@@ -257,7 +257,7 @@ def test_the_page_says_which_rows_99_kilobytes_hold(op: str) -> None:
 
 
 @pytest.mark.parametrize("dropout", [False, True])
-def test_wide_heads_take_smaller_tiles_where_memory_is_short(dropout: bool) -> None:
+def test_wide_heads_have_smaller_tiles_with_little_shared_memory(dropout: bool) -> None:
     calls = {chip: tuning.Call(chip == 90, 256, 2, 4096, 4096, dropout, BLOCK_MEMORY[chip]) for chip in BLOCK_MEMORY}
     for choose in (tuning.query_tiles, tuning.key_tiles):
         tiles = {chip: choose(call) for chip, call in calls.items()}
@@ -265,19 +265,19 @@ def test_wide_heads_take_smaller_tiles_where_memory_is_short(dropout: bool) -> N
         assert tiles[86].queries < tiles[80].queries
 
 
-def test_wide_fp32_heads_go_backward_where_their_tiles_fit() -> None:
+def test_the_backward_of_wide_fp32_heads_needs_tiles_that_fit() -> None:
     refused = [chip for chip, memory in BLOCK_MEMORY.items() if tuning.refuse_backward(256, 4, memory) is not None]
     assert refused == [80, 86, 89, 120]
     assert all(tuning.refuse_backward(*call, 99 * 1024) is None for call in ((128, 4), (256, 2)))
 
 
-def test_fp32_heads_of_128_take_smaller_tiles_where_memory_is_short() -> None:
+def test_fp32_heads_of_128_have_smaller_tiles_with_little_shared_memory() -> None:
     calls = {chip: tuning.Call(chip == 90, 128, 4, 4096, 4096, True, BLOCK_MEMORY[chip]) for chip in (80, 86, 90)}
     tiles = {chip: tuning.key_tiles(call) for chip, call in calls.items()}
     assert tiles[86].queries < tiles[80].queries == tiles[90].queries
 
 
-def test_other_heads_take_the_same_tiles_on_all_chips_but_hopper() -> None:
+def test_other_heads_have_the_same_tiles_on_all_gpus_but_hopper() -> None:
     for head_dim in (16, 64, 128):
         calls = [tuning.Call(False, head_dim, 2, 4096, 4096, False, BLOCK_MEMORY[chip]) for chip in (80, 86, 100)]
         for choose in (tuning.forward_tiles, tuning.query_tiles, tuning.key_tiles):
@@ -309,7 +309,7 @@ def machine_code() -> list[Usage]:
 
 
 @with_cuda
-def test_kernels_declare_no_more_shared_memory_than_every_chip_has(machine_code: list[Usage]) -> None:
+def test_static_shared_memory_fits_every_gpu(machine_code: list[Usage]) -> None:
     assert {"sm_80", "sm_90"} <= {usage.machine for usage in machine_code}
     assert not [usage for usage in machine_code if usage.shared > STATIC_MEMORY]
 
@@ -348,7 +348,7 @@ def test_the_kernels_of_smaller_gpus(
 
 
 @pytest.mark.gpu
-def test_a_launch_that_fails_leaves_no_error_behind() -> None:
+def test_a_launch_that_fails_leaves_no_pending_error() -> None:
     x = torch.randn(4, 64, device="cuda")
     y, statistics = torch.empty_like(x), torch.empty(2, 4, device="cuda")
     core = _native.core()
@@ -363,7 +363,7 @@ def test_a_launch_that_fails_leaves_no_error_behind() -> None:
 
 
 @pytest.mark.gpu
-def test_what_the_core_says_of_the_device() -> None:
+def test_device_properties_of_the_core() -> None:
     core = _native.core()
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)

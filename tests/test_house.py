@@ -39,7 +39,7 @@ def dedent(text: str) -> str:
 # ---- the tree --------------------------------------------------------------------------------------------------------
 
 
-def test_every_op_is_in_every_room() -> None:
+def test_every_op_has_all_its_files() -> None:
     assert "layer_norm" in rules.ops_found(ROOT)
     assert rules.missing_rooms(ROOT) == []
 
@@ -232,7 +232,7 @@ def test_long_cpp_functions_are_found(header: str, limit: int) -> None:
     assert rules.long_cpp_functions("a.cpp", file(limit + 1)) != []
 
 
-def test_cpp_functions_are_told_from_other_braces() -> None:
+def test_cpp_functions_are_distinguished_from_other_braces() -> None:
     text = """
         namespace fasttfm {
         struct Params { int x; };

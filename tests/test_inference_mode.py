@@ -26,7 +26,7 @@ def first_call(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(errors, "_devices", {})
 
 
-def test_words_for_bad_indices_can_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_words_can_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_errors, "_all", [])
     errors = IndexErrors("op", ("ids",))
     with torch.inference_mode():
@@ -38,7 +38,7 @@ def test_words_for_bad_indices_can_be_reset(monkeypatch: pytest.MonkeyPatch) -> 
     errors.raise_if_any()
 
 
-def test_words_for_bad_indices_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_words_are_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their copy is read by the host, whatever torch's default device is."""
     monkeypatch.setattr(index_errors, "_all", [])
     with torch.device("meta"):

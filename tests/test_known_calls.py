@@ -104,7 +104,7 @@ def test_a_known_call_follows_use_backend(name: str) -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_gradients_flow_where_they_are_wanted(inference: bool) -> None:
+def test_gradients_flow_where_they_are_required(inference: bool) -> None:
     x, weight = X.clone().requires_grad_(), torch.nn.Parameter(W.clone())
     with torch.inference_mode(inference):
         y = ops.layer_norm(x, weight, weight)
@@ -131,7 +131,7 @@ def test_a_wrapper_that_outlived_its_transform() -> None:
 
 
 @pytest.mark.parametrize("change", ["types", "columns", "alignment", "strides", "absent"])
-def test_what_the_choice_depends_on_is_told_apart(change: str) -> None:
+def test_calls_for_which_the_choice_may_differ_are_distinguished(change: str) -> None:
     if _native.signature("r", X) is None:
         pytest.skip("torch has no DLPack exchange table")
     known = _native.signature("rpp", X, W, W)
@@ -146,7 +146,7 @@ def test_what_the_choice_depends_on_is_told_apart(change: str) -> None:
     assert other != known
 
 
-def test_a_function_mode_is_no_obstacle() -> None:
+def test_a_function_mode_is_supported() -> None:
     class Mode(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return function(*args, **(kwargs or {}))

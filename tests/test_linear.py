@@ -14,7 +14,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns)).to(dtype)
 
 
-def test_casts_go_together_and_leave_alone_what_has_the_type() -> None:
+def test_tensors_are_cast_together_unless_they_have_the_type() -> None:
     weight, bias, narrow = matrix(3, 5), matrix(1, 5)[0], matrix(2, 2, torch.bfloat16)
     given = [weight, None, narrow, torch.nn.Parameter(bias)]
     with torch.no_grad(), torch.profiler.profile() as profile:
@@ -46,7 +46,7 @@ def test_a_dispatch_mode_sees_every_cast() -> None:
 
 @pytest.mark.parametrize("shape", [None, (2, 2, 3)], ids=["matrix", "shaped"])
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
-def test_autocast_leaves_products_alone(shape: tuple[int, ...] | None, biased: bool) -> None:
+def test_autocast_does_not_change_the_types_of_products(shape: tuple[int, ...] | None, biased: bool) -> None:
     a, b, bias = matrix(4, 8), matrix(8, 3), matrix(1, 3)[0] if biased else None
     expected = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -68,7 +68,7 @@ def test_products_in_autocasts_own_type() -> None:
 
 @pytest.mark.parametrize("rows", [2, 17, 40])
 @pytest.mark.parametrize("columns", [3, 15, 16, 42, 80, 96])
-def test_products_read_no_number_behind_a_row(rows: int, columns: int) -> None:
+def test_gemms_read_nothing_past_a_row(rows: int, columns: int) -> None:
     """torch's bf16 product on CPUs with AMX does, unless the number of columns is a multiple of 32."""
     wide = torch.full((rows, columns + 3), torch.nan, dtype=torch.bfloat16)
     wide[:, :columns] = matrix(rows, columns)

@@ -58,14 +58,14 @@ CALLS += [(name, torch.float32, "cuda") for name in OPS if name not in HOPPER]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "dtype", "backend"), CALLS)
-def test_the_start_changes_no_bit_of_the_result(name: str, dtype: torch.dtype, backend: str | None) -> None:
+def test_the_alignment_changes_no_bit_of_the_result(name: str, dtype: torch.dtype, backend: str | None) -> None:
     with fasttfm.use_backend(backend):
         expected, found = (_gradients(OPS[name], dtype, "cuda", before=before) for before in (0, 3))
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)
 
 
-def test_the_copy_starts_where_kernels_can_read_it() -> None:
+def test_the_copy_is_aligned() -> None:
     whole = _draw(3 + 8 * C)
     part = whole[3:].view(8, C)
     assert part.is_contiguous()

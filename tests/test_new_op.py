@@ -55,7 +55,7 @@ def test_the_new_op_is_imported_from_the_copy(tree: Path, written: list[str]) ->
     assert result.stdout.strip() == str(tree / "python/fasttfm/ops/scale_rows.py"), result.stderr
 
 
-def test_it_lists_what_it_wrote(tree: Path, written: list[str]) -> None:
+def test_it_lists_the_files_that_it_wrote(tree: Path, written: list[str]) -> None:
     paths = [tree / path for path in written]
     names = {path.name for path in paths}
     assert names >= {"reference.py", "scale_rows.py", "test_scale_rows.py", "bench_scale_rows.py", "scale_rows.md"}
@@ -63,7 +63,7 @@ def test_it_lists_what_it_wrote(tree: Path, written: list[str]) -> None:
     assert not any("skeleton" in path.read_text().lower() for path in paths)
 
 
-def test_the_new_files_are_laid_out(tree: Path, written: list[str]) -> None:
+def test_the_new_files_are_formatted(tree: Path, written: list[str]) -> None:
     pytest.importorskip("ruff", reason="ruff is not installed: pip install -e '.[dev]'")
     files = [path for path in written if path.endswith(".py")]
     for command in (("check",), ("format", "--check")):

@@ -73,7 +73,7 @@ def check(ours: list[nn.Parameter], optimizer: AdamW, steps: int, clip: float | 
 # ---- on a CPU --------------------------------------------------------------------------------------------------------
 
 
-def test_a_cpu_takes_torchs_own_step() -> None:
+def test_a_cpu_uses_the_step_of_torch() -> None:
     ours, theirs = made(SIZES[:8]), made(SIZES[:8])
     optimizer, other = AdamW(in_groups(ours), **OPTIONS), torch.optim.AdamW(in_groups(theirs), **OPTIONS, fused=True)
     run(optimizer, ours, 4)
@@ -202,7 +202,7 @@ def model_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("model_of_the_kernel")
-def test_the_kernels_table_says_all() -> None:
+def test_the_table_describes_the_whole_step() -> None:
     ours = made(SIZES)
     optimizer = AdamW(in_groups(ours), **OPTIONS)
     versions = [each._version for each in ours]
@@ -212,7 +212,7 @@ def test_the_kernels_table_says_all() -> None:
 
 
 @pytest.mark.usefixtures("model_of_the_kernel")
-def test_a_step_writes_the_copies_that_forwards_want() -> None:
+def test_a_step_writes_the_copies_that_forwards_request() -> None:
     wanted, other = parameters = made((40, 50))
     optimizer = AdamW(parameters, **OPTIONS, weight_copies=True)
     assert weight_copies.copy_of(wanted, torch.bfloat16) is None
@@ -243,7 +243,7 @@ def test_a_step_writes_the_copies_that_forwards_want() -> None:
         (lambda o, p: o.param_groups[0].update(maximize=True), "maximize: expected False"),
     ],
 )
-def test_what_the_kernel_cannot_take_is_refused(change: Callable[[AdamW, Tensor], None], sentence: str) -> None:
+def test_what_the_kernel_does_not_support_is_refused(change: Callable[[AdamW, Tensor], None], sentence: str) -> None:
     (parameter,) = parameters = made((4,))
     optimizer = AdamW(parameters, **OPTIONS)
     run(optimizer, parameters, 1)
@@ -255,7 +255,7 @@ def test_what_the_kernel_cannot_take_is_refused(change: Callable[[AdamW, Tensor]
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("max_norm", [1.0, float("inf")])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.0])
-def test_a_norm_that_is_not_finite_leaves_everything(bad: float, max_norm: float, device: str) -> None:
+def test_a_norm_that_is_not_finite_changes_nothing(bad: float, max_norm: float, device: str) -> None:
     """Where ``found_inf`` is given."""
     parameters = made((40, 5, 20000), device)
     before = [each.detach().clone() for each in parameters]
@@ -277,7 +277,7 @@ def test_a_norm_that_is_not_finite_leaves_everything(bad: float, max_norm: float
 
 @GPU
 @pytest.mark.parametrize("clip", [None, 0.5, 1e6])
-def test_a_gpus_step(clip: float | None) -> None:
+def test_a_step_on_a_gpu(clip: float | None) -> None:
     results = []
     for _ in range(2):
         ours = made(SIZES, "cuda")
@@ -312,7 +312,7 @@ def test_16_bit_gradients_on_a_gpu(dtype: torch.dtype) -> None:
 @GPU
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_spreads_as_torchs(bad: float, clip: float | None) -> None:
+def test_nan_and_infinity_propagate_as_in_torch(bad: float, clip: float | None) -> None:
     found = []
     for ours in (True, False):
         parameters = made((40, 5, 20000), "cuda")
@@ -331,7 +331,7 @@ def test_what_is_not_finite_spreads_as_torchs(bad: float, clip: float | None) ->
 
 
 @GPU
-def test_the_scalers_numbers_are_followed() -> None:
+def test_grad_scale_and_found_inf_are_used() -> None:
     ours, theirs = made(SIZES, "cuda"), made(SIZES, "cuda")
     pairs = [(AdamW(ours, **OPTIONS), ours), (torch.optim.AdamW(theirs, **OPTIONS, fused=True), theirs)]
     for step, bad in enumerate((0.0, 1.0, 0.0)):
@@ -347,7 +347,7 @@ def test_the_scalers_numbers_are_followed() -> None:
 
 
 @GPU
-def test_a_graph_holds_the_step() -> None:
+def test_a_step_can_be_captured() -> None:
     """With a rate on the device, clipping and copies; and it goes on where parameters have been changed."""
     results = []
     for graphed in (False, True):
@@ -396,7 +396,7 @@ def _with_gaps() -> Tensor:
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("gradient", [_transposed, _with_gaps, lambda: torch.randn(3, 1).expand(3, 5)])
 @pytest.mark.parametrize("parameter", [lambda: torch.randn(3, 5), _transposed, _with_gaps])
-def test_every_layout_gets_its_own_step(
+def test_every_memory_layout(
     parameter: Callable[[], Tensor], gradient: Callable[[], Tensor], clip: float | None
 ) -> None:
     """torch's fused step on a CPU takes elements in the order of memory."""

@@ -74,7 +74,7 @@ def metadata(wheel: Path) -> str:
         return archive.read(next(name for name in archive.namelist() if name.endswith("/METADATA"))).decode()
 
 
-def test_the_sdist_holds_everything_needed_to_build_and_test(sdist: Path) -> None:
+def test_the_sdist_contains_everything_needed_to_build_and_test(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"CMakeLists.txt", "LICENSE", "setup.py", "constraints.txt", "Makefile", "docs/ops/layer_norm.md"} <= names
@@ -90,7 +90,7 @@ def test_the_sdist_holds_everything_needed_to_build_and_test(sdist: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {
@@ -130,7 +130,7 @@ def test_the_wheel_of_the_sdist_has_the_trees_modules(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_package_asks_for_three_others_only(metadata: str) -> None:
+def test_the_package_has_three_dependencies(metadata: str) -> None:
     required = re.findall(r"^Requires-Dist: (.+)$", metadata, re.MULTILINE)
     assert sorted(line for line in required if "extra ==" not in line) == ["numpy", "safetensors", "torch>=2.9"]
     # The torch that is installed brings its own Triton.

@@ -71,7 +71,7 @@ def choices(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out.partition("positional arguments:")[2].partition("}")[0]
 
 
-def test_its_checkpoints_are_known(toy: Path) -> None:
+def test_its_checkpoints_are_recognized(toy: Path) -> None:
     assert family_of(toy) is FAMILY
     assert model_class(FAMILY, Head.NONE) is ToyModel
     assert ToyModel(ToyConfig())(torch.zeros(1, 3, 8, 8)).shape == (1, 4, 8)
@@ -79,7 +79,7 @@ def test_its_checkpoints_are_known(toy: Path) -> None:
         open_model(toy, Head.MASKED_LM)
 
 
-def test_pretraining_on_text_refuses_it_in_words(capsys: pytest.CaptureFixture[str], toy: Path) -> None:
+def test_pretraining_on_text_refuses_it(capsys: pytest.CaptureFixture[str], toy: Path) -> None:
     assert FAMILY.name not in trained_on_text()
     assert "toy" not in choices(capsys)
     with pytest.raises(ValueError, match="model: Toy has no pre-training objective on text"):
@@ -96,7 +96,7 @@ def test_pretraining_offers_it_once_it_reads_text(
     assert pretrain_command.FAMILIES["toy"].default_size == "base"
 
 
-def test_tasks_on_text_refuse_it_in_words(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_on_text_refuse_it(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="tag: expected a model that reads text, got Toy, which has no tokenizer"):
         prepare("tag", toy, [])
     reading = replace(FAMILY, tokenizer="bpe")

@@ -80,7 +80,7 @@ def test_steps_are_make_targets_and_actions_are_pinned(path: Path) -> None:
     assert unpinned_actions(text) == []
 
 
-def test_strange_steps_are_found() -> None:
+def test_steps_outside_of_the_makefile_are_found() -> None:
     text = "- run: make lint\n- run: make nothing\n- run: pip install .\n- uses: actions/cache@v4.0.0\n"
     assert strange_commands(text, {"lint"}) == ["make nothing", "pip install ."]
     assert unpinned_actions(text) == ["actions/cache@v4.0.0"]

@@ -33,7 +33,7 @@ def test_a_wrong_result_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert selftest.WRONG in capsys.readouterr().out
 
 
-def test_a_kernel_that_fails_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_kernel_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     spec = all_specs()["layer_norm"]
 
     def fails(*_: Any, **__: Any) -> torch.Tensor:

@@ -45,7 +45,7 @@ def with_copy(dtype: torch.dtype = BF16) -> tuple[nn.Parameter, Tensor]:
     return parameter, found
 
 
-def test_nobody_has_a_copy_unasked() -> None:
+def test_there_is_no_copy_unless_it_is_requested() -> None:
     parameter = nn.Parameter(torch.randn(4))
     assert weight_copies.copy_of(parameter, BF16) is None
     assert to_write(parameter) is None
@@ -70,7 +70,7 @@ def test_nobody_has_a_copy_unasked() -> None:
     ],
     ids=["init", "detached", "other memory", "optimizer", "fused optimizer", "step on a CPU"],
 )
-def test_a_copy_counts_for_the_parameter_as_it_stands(change: Callable[[nn.Parameter], Any]) -> None:
+def test_a_copy_is_valid_until_the_parameter_changes(change: Callable[[nn.Parameter], Any]) -> None:
     parameter, found = with_copy()
     parameter.grad = torch.ones(4, 6)
     AdamW([parameter], weight_copies=True)  # which has torch's optimizers listened to
@@ -81,7 +81,7 @@ def test_a_copy_counts_for_the_parameter_as_it_stands(change: Callable[[nn.Param
     assert torch.equal(found, parameter.bfloat16())
 
 
-def test_what_torch_does_not_count_must_be_told() -> None:
+def test_changes_that_torch_does_not_count_need_a_full_refresh() -> None:
     parameter, found = with_copy()
     parameter.data.zero_()
     assert weight_copies.copy_of(parameter, BF16) is found
@@ -112,7 +112,7 @@ def test_copies_go_with_their_optimizer() -> None:
     assert weight_copies.copy_of(parameter, BF16) is None
 
 
-def test_another_tensor_at_the_same_place_has_none() -> None:
+def test_another_tensor_at_the_same_address_has_no_copy() -> None:
     parameter, _ = with_copy()
     key = id(parameter)
     del parameter
@@ -120,7 +120,7 @@ def test_another_tensor_at_the_same_place_has_none() -> None:
     assert weight_copies._entries[key]().reference() is None
 
 
-def test_copied_and_pickled_modules_have_none() -> None:
+def test_copied_and_pickled_modules_have_no_copies() -> None:
     parameter, _ = with_copy()
     module = nn.Module()
     module.weight = parameter
@@ -130,7 +130,7 @@ def test_copied_and_pickled_modules_have_none() -> None:
         assert weight_copies.copy_of(each.get_parameter("weight"), BF16) is None
 
 
-def test_a_captured_step_withdraws_what_it_does_not_write() -> None:
+def test_a_captured_step_invalidates_copies_that_it_does_not_write() -> None:
     kept, found = with_copy()
     stale, _ = with_copy()
     nn.init.zeros_(stale)
@@ -151,7 +151,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_steps_look_copies_up_again_after_a_change(name: str) -> None:
+def test_steps_look_up_copies_again_after_a_change(name: str) -> None:
     parameter, found = with_copy()
     other = nn.Parameter(torch.randn(3))
     HELD.extend(weight_copies.enroll([other]))
@@ -203,7 +203,7 @@ def test_entries_of_others_are_not_held() -> None:
     assert gone() is None
 
 
-def test_a_backward_notices_that_a_copy_has_changed() -> None:
+def test_a_backward_detects_a_changed_copy() -> None:
     parameter, found = with_copy()
     y = (torch.ones(3, 6, dtype=BF16, requires_grad=True) @ found.t()).sum()
     step = weight_copies.StepCopies([parameter], own=True)
@@ -213,7 +213,7 @@ def test_a_backward_notices_that_a_copy_has_changed() -> None:
         y.backward()
 
 
-def test_casts_are_made_for_what_has_no_copy() -> None:
+def test_tensors_without_a_copy_are_cast() -> None:
     parameter, found = with_copy()
     other = nn.Parameter(torch.randn(5))
     given = [other, None, parameter]

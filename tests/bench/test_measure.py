@@ -119,7 +119,7 @@ class FakeClock:
         pass
 
 
-def test_contenders_take_turns_and_setup_is_not_timed() -> None:
+def test_contenders_alternate_and_setup_is_not_timed() -> None:
     clock, order = FakeClock(), []
 
     def spend(name: str, seconds: float) -> Callable[[], None]:
@@ -136,7 +136,7 @@ def test_contenders_take_turns_and_setup_is_not_timed() -> None:
 
 
 @pytest.mark.parametrize("good_calls", [0, 1, 3])
-def test_a_contender_that_raises_leaves_the_others_alone(good_calls: int) -> None:
+def test_a_contender_that_raises_does_not_affect_the_others(good_calls: int) -> None:
     count = iter(range(100))
 
     def fail() -> None:
@@ -210,7 +210,7 @@ def test_backends_that_are_used_only_by_name_are_contenders_on_a_gpu(monkeypatch
 
 
 @pytest.mark.usefixtures("_fixed_ceilings")
-def test_backend_that_served_is_observed() -> None:
+def test_the_backend_that_ran_is_observed() -> None:
     names = ("fasttfm", "fasttfm:reference", "fasttfm:nonsense")
     rows = measure.bench_case(_spec(), CASE, torch.float32, CPU, contenders=names, effort=BRIEF)
     assert [row.backend for row in rows[:2]] == ["cpu", "reference"]
@@ -235,7 +235,7 @@ def test_backends_of_both_directions_are_observed(monkeypatch: pytest.MonkeyPatc
     }
 
 
-def test_a_failed_capture_costs_only_the_device_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_loses_only_the_device_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of a GPU, with the host's clock and with graphs that replay by calling again."""
 
     def captured(work: Work, stream: object) -> Work:
@@ -270,7 +270,7 @@ def test_a_failed_capture_costs_only_the_device_time(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
-def test_device_time_and_memory_are_taken_on_a_gpu() -> None:
+def test_device_time_and_memory_are_measured_on_a_gpu() -> None:
     device = torch.device("cuda")
     case = OpCase("256x512", {"shape": (256, 512)}, {"eps": 1e-5})
     effort = timing.effort_for(device, quick=True)
@@ -366,7 +366,7 @@ def test_curves_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_fixed_ceilings")
-def test_a_peer_may_be_differentiated_in_tensors_of_its_own() -> None:
+def test_a_peer_may_have_its_own_tensors() -> None:
     gradients: list[int] = []
 
     def build(inputs: Inputs, options: Mapping[str, Any]) -> PeerCall:
@@ -382,14 +382,14 @@ def test_a_peer_may_be_differentiated_in_tensors_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("_fixed_ceilings")
-def test_a_backward_with_nothing_to_do_is_not_measured_alone() -> None:
+def test_no_backward_is_measured_if_the_forward_computes_gradients() -> None:
     spec = replace(_spec(), gradients_in_forward=True)
     rows = measure.bench_case(spec, CASE, torch.float32, CPU, contenders=("fasttfm",), effort=BRIEF)
     assert [row.direction for row in rows] == ["forward", "forward+backward"]
 
 
 @pytest.mark.usefixtures("_fixed_ceilings")
-def test_a_forward_alone_is_held_against_what_it_must_do() -> None:
+def test_a_forward_is_compared_with_its_own_cost() -> None:
     spec = replace(_spec(), inference_cost=lambda case, dtype: Cost(bytes=7.0))
     rows = measure.bench_case(spec, CASE, torch.float32, CPU, contenders=("fasttfm",), effort=BRIEF)
     alone, _, both = rows
@@ -411,7 +411,7 @@ def test_file_stem(monkeypatch: pytest.MonkeyPatch, name: str, stem: str) -> Non
     assert timing.file_stem(CPU) == stem
 
 
-def test_a_cpu_whose_name_has_no_number_is_named_by_its_model() -> None:
+def test_a_cpu_without_a_model_number_in_its_name() -> None:
     lscpu = "Vendor ID:  GenuineIntel\nModel name:  {}\nCPU family:  6\nModel:  207\nBIOS Model name:  pc-q35\n"
     assert timing._cpu_name(lscpu.format("Neoverse-N1")) == "Neoverse-N1"
     named = timing._cpu_name(lscpu.format("Intel(R) Xeon(R) Processor"))
@@ -425,7 +425,7 @@ def test_a_cpu_whose_name_has_no_number_is_named_by_its_model() -> None:
 
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize(("gradients_in_forward", "directions"), [(False, 3), (True, 2)])
-def test_pytest_benchmark_holds_the_same_numbers(
+def test_pytest_benchmark_has_the_same_numbers(
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,
     everything: bool,
@@ -515,7 +515,9 @@ def test_a_killed_run_leaves_the_rows_it_had(tmp_path: Path, monkeypatch: pytest
         (("--device", "cpu", "--cases", "nonsense"), "no such cases"),
     ],
 )
-def test_command_refuses(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_of_the_command(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         _command(*arguments)
     assert re.search(message, capsys.readouterr().err)

@@ -39,7 +39,7 @@ def of_model(directory: Path, texts: list[str], **settings: Any) -> np.ndarray:
     return np.stack(list(embed(open_model(directory, Head.NONE), load_tokenizer(directory), iter(texts), **settings)))
 
 
-def test_a_text_is_a_line_a_document_or_a_file(bert_directory: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_text_is_a_line_or_a_document_or_a_file(bert_directory: Path, texts: Path, tmp_path: Path) -> None:
     found = run(bert_directory, texts, tmp_path / "lines.npy")
     assert found is not None
     assert np.allclose(found, of_model(bert_directory, TEXTS), atol=1e-5)
@@ -72,7 +72,7 @@ def test_truncated_texts_are_counted(bert_directory: Path, tmp_path: Path, capsy
         of_model(bert_directory, ["The army and the navy of the United States.", "War."], max_length=5)
 
 
-def test_a_gpts_text_without_tokens_has_a_vector_of_zeros(
+def test_a_text_without_tokens_has_a_vector_of_zeros(
     gpt_directory: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = run(gpt_directory, texts, tmp_path / "vectors.npy", "--tokens-per-batch", 1)
@@ -148,7 +148,7 @@ def test_normalized_vectors(bert_directory: Path, texts: Path, tmp_path: Path, p
         (("--prompt-name", "query"), "prompt_name: expected one of the model's prompts (none), got 'query'"),
     ],
 )
-def test_sentences_say_what_is_wrong(
+def test_wrong_arguments_are_reported(
     options: tuple[str, ...], sentence: str, bert_directory: Path, texts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = texts.with_name("vectors.npy")
@@ -160,7 +160,7 @@ def test_sentences_say_what_is_wrong(
     assert not list(texts.parent.glob("*.partial"))
 
 
-def test_layers_are_joined_as_asked(wordpiece: Tokenizer, tmp_path: Path) -> None:
+def test_layers_are_combined_as_requested(wordpiece: Tokenizer, tmp_path: Path) -> None:
     from small_models import save_bert
 
     directory = save_bert(wordpiece, tmp_path / "model", num_hidden_layers=4, hidden_size=32)

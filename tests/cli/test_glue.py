@@ -47,7 +47,7 @@ def glue(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_task_that_is_there(
+def test_every_task_with_files(
     glue: Path, bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["glue", "--model", str(bert_directory), "--data", str(glue), "--device", "cpu", "--quiet"]
@@ -87,7 +87,7 @@ def test_every_task_that_is_there(
         (["--resume"], "--resume: expected --output"),
     ],
 )
-def test_what_cannot_be_done(
+def test_impossible_requests_are_reported(
     more: list[str], sentence: str, glue: Path, bert_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -96,7 +96,7 @@ def test_what_cannot_be_done(
     assert sentence in capsys.readouterr().err
 
 
-def test_scores_are_the_leaderboards() -> None:
+def test_scores_are_those_of_the_leaderboard() -> None:
     tasks = {each.name: each for each in GLUE}
     gold, predicted = ["1", "1", "0", "0"], ["1", "0", "0", "1"]
     assert tasks["MRPC"].scores(gold, predicted, {"accuracy": 0.5, "f1": 0.9}) == {"f1": 0.5, "accuracy": 0.5}

@@ -105,7 +105,7 @@ def test_info_with_a_gpu_that_the_build_has_no_code_for() -> None:
     assert line_of(text, "cuda:0").endswith("compute capability 7.5; no CUDA kernels: it is too old")
 
 
-def test_info_says_when_threads_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_reports_threads_that_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "shared_openmp", lambda: ("", "torch has no OpenMP"))
     assert line_of(info.report(), "threads").endswith("started per call: torch has no OpenMP")
 
@@ -139,7 +139,7 @@ def test_backend_table_numbers_each_reason_once() -> None:
         (["pretrain", "bert", "--step-s=3"], "unrecognized arguments: --step-s=3; did you mean --steps?\n"),
     ],
 )
-def test_a_wrong_argument_exits_with_2_and_a_sentence(
+def test_a_wrong_argument_exits_with_2_and_a_message(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:

@@ -42,7 +42,7 @@ def stopped(capsys: pytest.CaptureFixture[str], arguments: Sequence[Any]) -> tup
 
 
 @pytest.mark.parametrize("pooling", ["mean", "first", "last"])
-def test_vectors_are_the_models_states(
+def test_vectors_are_the_hidden_states(
     pooling: str, bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")
@@ -72,7 +72,7 @@ def test_vectors_are_the_models_states(
         assert np.allclose(vector, expected, atol=1e-5)
 
 
-def test_several_layers_stand_one_behind_the_other(wordpiece: Tokenizer, tmp_path: Path) -> None:
+def test_several_layers_are_concatenated(wordpiece: Tokenizer, tmp_path: Path) -> None:
     directory = save_bert(wordpiece, tmp_path / "model", num_hidden_layers=3)
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     call = ("embed", "--model", directory, "--data", tmp_path / "texts.jsonl", "--device", "cpu")
@@ -84,7 +84,7 @@ def test_several_layers_stand_one_behind_the_other(wordpiece: Tokenizer, tmp_pat
     assert not np.allclose(one, two[:, :64], atol=1e-2)
 
 
-def test_a_gpt_gives_vectors_too(gpt_directory: Path, tmp_path: Path) -> None:
+def test_vectors_of_a_gpt(gpt_directory: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
     output = tmp_path / "vectors.npy"
     assert run("embed", "--model", gpt_directory, "--data", tmp_path, "--output", output, "--device", "cpu") == 0
@@ -94,7 +94,7 @@ def test_a_gpt_gives_vectors_too(gpt_directory: Path, tmp_path: Path) -> None:
     assert np.allclose(np.load(output)[2], expected, atol=1e-5)
 
 
-def test_vectors_are_not_overwritten_unless_asked_to(
+def test_vectors_are_not_overwritten_unless_requested(
     bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
@@ -119,7 +119,7 @@ def continued(directory: Path, prompt: str, **options: Any) -> str:
     return tokenizer.decode(found)
 
 
-def test_the_terminal_shows_what_generate_gives(gpt_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_shows_the_output_of_generate(gpt_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     call = (
         "generate",
         "--model",
@@ -144,9 +144,7 @@ def test_the_terminal_shows_what_generate_gives(gpt_directory: Path, capsys: pyt
     )
 
 
-def test_examples_come_in_front_of_the_prompt(
-    gpt_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_examples_precede_the_prompt(gpt_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shots = tmp_path / "examples.jsonl"
     shots.write_text("".join(json.dumps({"input": f"{n} plus 1", "output": str(n + 1)}) + "\n" for n in range(3)))
     call = ("generate", "--model", gpt_directory, "--prompt", "4 plus 1", "--device", "cpu", "--show-prompt")
@@ -156,7 +154,7 @@ def test_examples_come_in_front_of_the_prompt(
     assert capsys.readouterr().out == prompt + continued(gpt_directory, prompt, max_new_tokens=1) + "\n"
 
 
-def test_examples_that_do_not_fit_are_told(
+def test_examples_that_do_not_fit_are_reported(
     gpt_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shots = tmp_path / "examples.jsonl"
@@ -253,7 +251,7 @@ def test_a_tinybert_in_two_stages(wordpiece: Tokenizer, corpus: Path, tmp_path: 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
 
 
-def test_sentences_say_what_is_wrong(
+def test_wrong_arguments_are_reported(
     bert_directory: Path, gpt_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finetune = ("finetune", "--model", bert_directory, "--output", tmp_path / "out", "--task")
@@ -294,7 +292,7 @@ def test_sentences_say_what_is_wrong(
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_trained_that_could_not_be_scored(
+def test_nothing_is_trained_that_cannot_be_scored(
     bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)

@@ -131,7 +131,7 @@ def test_files_without_labels(
             assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == records
 
 
-def test_labels_that_the_model_lacks_are_told(
+def test_labels_that_the_model_does_not_have_are_reported(
     trained: dict[str, tuple[Path, Any, Any, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _, task, _ = trained["classify"]

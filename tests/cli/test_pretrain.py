@@ -25,9 +25,7 @@ def arguments(corpus: dict[str, Path], output: Path, *more: str) -> list[str]:
     return ["pretrain", "bert", "--device", "cpu", *paths, *small, *more]
 
 
-def test_a_run_says_what_it_reached(
-    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_prints_its_results(corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(corpus, tmp_path / "run")) == 0
     said = capsys.readouterr()
     assert re.search(r"bert tiny: 0.5 million parameters, vocabulary of 2\d\d; 36 documents", said.err)
@@ -94,7 +92,7 @@ def test_a_new_folder_for_every_run(corpus: dict[str, Path], tmp_path: Path, mon
         (["--held-out", "0.01"], 1, "the data are too small, 1 documents here"),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_impossible_requests_are_reported(
     more: list[str],
     status: int,
     sentence: str,
@@ -119,7 +117,7 @@ def test_resume_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_main_job(tmp_path: Path) -> None:
+def test_the_default_run(tmp_path: Path) -> None:
     """The README's numbers, loosely: the loss that `fasttfm pretrain` reaches, and that transformers opens the rest."""
     transformers = pytest.importorskip("transformers")
     begun = time.perf_counter()

@@ -78,9 +78,7 @@ def test_a_resumed_run_does_not_need_the_checkpoint_that_it_started_from(
     assert "randomly initialized" not in capsys.readouterr().err
 
 
-def test_masked_lm_only_leaves_the_other_head(
-    corpus: dict[str, Path], trained: dict[str, Path], tmp_path: Path
-) -> None:
+def test_masked_lm_only_drops_the_other_head(corpus: dict[str, Path], trained: dict[str, Path], tmp_path: Path) -> None:
     given = arguments(corpus, tmp_path / "run", "--init", str(trained["bert"] / "latest"), "--objective", "mlm")
     assert main([*given, "--spans", "--masking", "0.2"]) == 0
     config = json.loads((tmp_path / "run" / "latest" / "config.json").read_text())
@@ -145,7 +143,7 @@ def test_electra_starts_from_both_models(
         (["--more-steps", "5"], "--more-steps: expected a number above 0, with --resume, got 5"),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_impossible_requests_are_reported(
     more: list[str],
     sentence: str,
     corpus: dict[str, Path],
@@ -158,7 +156,7 @@ def test_what_cannot_be_done_is_said(
     assert not (tmp_path / "run").exists()
 
 
-def test_shares_of_masks(corpus: dict[str, Path]) -> None:
+def test_fractions_of_masks(corpus: dict[str, Path]) -> None:
     """ELECTRA's generator reads [MASK] wherever it predicts; the others 80% [MASK], 10% random tokens."""
 
     def shares(family: str, **changes: Any) -> tuple[float, float]:

@@ -35,7 +35,7 @@ def evaluation(gpt_directory: Path) -> Evaluation:
     )
 
 
-def test_likelihoods_are_the_models(evaluation: Evaluation) -> None:
+def test_likelihoods_are_those_of_the_model(evaluation: Evaluation) -> None:
     encode = evaluation.tokenizer.encode
     pairs = [(encode("The state of"), encode(" the Union")), (encode("War"), encode(" and peace, and so on"))]
     evaluation.tokens_per_batch = 8  # a batch each

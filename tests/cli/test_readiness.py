@@ -53,7 +53,7 @@ def test_a_gpu_that_torch_does_not_see(torch_cuda: str | None, said: str) -> Non
     assert said in to_do
 
 
-def test_info_begins_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_begins_with_the_readiness(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = info.report().splitlines()
     assert lines[2] == "this machine"
     assert lines[3].split("  ")[1] == readiness(this_machine())[0][0]

@@ -45,7 +45,7 @@ def folder(bert_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors", "jsonl", "csv"])
-def test_matches_are_those_of_a_whole_product(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matches_are_those_of_the_full_product(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     vectors, queries = random.normal(size=(50, 8)).astype(np.float32), random.normal(size=(3, 8)).astype(np.float32)
     vectors[7] = vectors[33] = queries[1]
@@ -85,7 +85,7 @@ def test_a_text_finds_itself(
     assert capsys.readouterr().out.count("query ") == len(TEXTS)
 
 
-def test_sentences_say_what_is_wrong(
+def test_wrong_arguments_are_reported(
     folder: Path, bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vectors = ("search", "--vectors", folder / "vectors.npy")
@@ -112,7 +112,7 @@ def test_sentences_say_what_is_wrong(
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt"])
-def test_the_page_has_the_models_weights(
+def test_the_page_has_the_weights_of_the_model(
     family: str, bert_directory: Path, gpt_directory: Path, tmp_path: Path
 ) -> None:
     directory = {"bert": bert_directory, "gpt": gpt_directory}[family]
@@ -134,7 +134,7 @@ def test_the_page_has_the_models_weights(
     assert (len(data["tokens"]), data["layers"], data["heads"]) == (len(ids), [1], [1, 2])
 
 
-def test_a_picture_of_chosen_heads(bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_image_of_selected_heads(bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="it draws the picture")
     call = ("show", "attention", "--model", bert_directory, "--text", "War and peace", "--device", "cpu")
     assert run(*call, "--second", "a </script> b", "--heads", "2", "--output", tmp_path / "maps.png") == 0

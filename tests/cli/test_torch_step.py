@@ -55,7 +55,7 @@ def renamed(name: str, names: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize(("config", "names"), [(bert(), BERT), (gpt(), GPT)], ids=["bert", "gpt2"])
-def test_both_have_the_same_loss(config: Any, names: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_steps_have_the_same_loss(config: Any, names: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[tuple[torch.nn.Module, Any]] = []
     monkeypatch.setattr(torch_step, "_step", lambda model, loss, device: found.append((model, loss)))
     device = torch.device("cpu")

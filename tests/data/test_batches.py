@@ -69,7 +69,7 @@ def half(count: int, total: int) -> bool:
 # ---- what a sequence is ----------------------------------------------------------------------------------------------
 
 
-def test_next_sentences(traced: Traced) -> None:
+def test_next_sentence_pairs(traced: Traced) -> None:
     found = sequences(list(stream(traced.shards, "nsp", epochs=3)))
     for ids, types, label in found:
         a, b = halves(ids, types)
@@ -140,7 +140,7 @@ def test_end_tokens(tmp_path: Path) -> None:
     ]
 
 
-def test_masks_are_drawn_anew(tmp_path: Path) -> None:
+def test_masks_are_drawn_again_in_every_epoch(tmp_path: Path) -> None:
     """One sequence, the same in every epoch, is masked otherwise each time."""
     corpus = trace(tmp_path, [[30] * 2])
     batches = list(stream(corpus.shards, "single", short_probability=0, epochs=10))
@@ -290,7 +290,7 @@ def test_epochs_and_seeds_differ(traced: Traced, reference: list[list[Any]]) -> 
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
-def test_ranks_take_turns(traced: Traced, reference: list[list[Any]], ranks: int) -> None:
+def test_ranks_alternate(traced: Traced, reference: list[list[Any]], ranks: int) -> None:
     for rank in range(ranks):
         batches = stream(traced.shards, **SETTINGS, rank=rank, world_size=ranks)
         assert [contents(batch) for batch in batches] == reference[rank::ranks]
@@ -308,7 +308,7 @@ def test_workers_change_nothing(traced: Traced, reference: list[list[Any]], work
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_going_on_at_a_batch(traced: Traced, reference: list[list[Any]], workers: int) -> None:
+def test_resuming_at_a_batch(traced: Traced, reference: list[list[Any]], workers: int) -> None:
     stops = (*range(0, len(reference), 3), len(reference)) if not workers else (0, 41, len(reference) - 1)
     for stop in stops:
         before = stream(traced.shards, **SETTINGS, workers=workers)
@@ -324,7 +324,7 @@ def test_going_on_at_a_batch(traced: Traced, reference: list[list[Any]], workers
 EMPTY = Batch(*[None] * 9)  # type: ignore[arg-type]
 
 
-def test_going_on_in_all_the_rest(traced: Traced, reference: list[list[Any]]) -> None:
+def test_a_resumed_stream_has_all_remaining_batches(traced: Traced, reference: list[list[Any]]) -> None:
     before = stream(traced.shards, **SETTINGS)
     list(itertools.islice(before, 37))
     after = stream(traced.shards, **SETTINGS)
@@ -333,7 +333,9 @@ def test_going_on_in_all_the_rest(traced: Traced, reference: list[list[Any]]) ->
 
 
 @pytest.mark.parametrize(("ranks", "later"), [(2, 2), (2, 1), (3, 2), (1, 4)])
-def test_another_number_of_ranks_goes_on(traced: Traced, reference: list[list[Any]], ranks: int, later: int) -> None:
+def test_resuming_with_another_number_of_ranks(
+    traced: Traced, reference: list[list[Any]], ranks: int, later: int
+) -> None:
     for rank, steps in itertools.product(range(ranks), (4, 12)):
         before = stream(traced.shards, **SETTINGS, rank=rank, world_size=ranks)
         list(itertools.islice(before, steps))
@@ -343,7 +345,7 @@ def test_another_number_of_ranks_goes_on(traced: Traced, reference: list[list[An
             assert [contents(batch) for batch in after] == reference[steps * ranks + new :: later]
 
 
-def test_a_finished_stream_begins_anew(traced: Traced) -> None:
+def test_a_finished_stream_starts_again(traced: Traced) -> None:
     batches = stream(traced.shards)
     assert [contents(batch) for batch in batches] == [contents(batch) for batch in batches]
 
@@ -355,7 +357,7 @@ def test_an_endless_stream_goes_through_epochs(traced: Traced, reference: list[l
     assert endless.state_dict()["epoch"] == 2
 
 
-def test_another_process_makes_the_same(traced: Traced, reference: list[list[Any]]) -> None:
+def test_another_process_makes_the_same_batches(traced: Traced, reference: list[list[Any]]) -> None:
     """What a worker gets that is started anew, not forked."""
     batches = stream(traced.shards, **SETTINGS)
     list(itertools.islice(batches, 3))
@@ -372,12 +374,12 @@ def test_another_process_makes_the_same(traced: Traced, reference: list[list[Any
     [{"seed": 2}, {"tokens_per_batch": 2048}, {"masking": Masking(0.2)}, {"kind": "sop"}, {"length": 32}],
     ids=str,
 )
-def test_other_settings_do_not_go_on(traced: Traced, change: dict[str, Any]) -> None:
+def test_resuming_with_other_settings_is_refused(traced: Traced, change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"BatchStream: state\['\w+'\]: expected this stream's"):
         stream(traced.shards, **change).load_state_dict(stream(traced.shards).state_dict())
 
 
-def test_other_texts_do_not_go_on(traced: Traced) -> None:
+def test_resuming_with_other_texts_is_refused(traced: Traced) -> None:
     part, _ = traced.shards.split(0.1)
     with pytest.raises(ValueError, match=r"state\['corpus'\]"):
         stream(part).load_state_dict(stream(traced.shards).state_dict())

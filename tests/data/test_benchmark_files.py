@@ -61,7 +61,7 @@ def test_tsv(tmp_path: Path, name: str, text: str, expected: TextExample) -> Non
     assert read_texts(write(tmp_path, "train.tsv", text)) == [expected]
 
 
-def test_lines_that_are_left_out_are_counted(tmp_path: Path) -> None:
+def test_skipped_lines_are_counted(tmp_path: Path) -> None:
     """QQP's broken lines, and SNLI's examples on which people did not agree."""
     qqp = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\tA?\tB?\t0\n1\t1\tA?\n2\t1\t2\tC?\tD?\t1\n"
     with pytest.warns(UserWarning, match=r"train\.tsv: 1 lines that do not have 6 columns are left out"):

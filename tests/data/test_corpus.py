@@ -75,7 +75,7 @@ def naive_bayes(train: list[tuple[str, str]], dev: list[tuple[str, str]]) -> flo
     return sum(max(counts, key=lambda each: score(text, each)) == label for text, label in dev) / len(dev)
 
 
-def test_there_is_something_to_learn() -> None:
+def test_the_labels_can_be_learnt() -> None:
     """A count of words is far above the majority: what a model that learns has to beat, too."""
     train, dev = (
         [(example.first, example.label or "") for example in read_texts(path)]
@@ -98,5 +98,5 @@ def test_an_unknown_task() -> None:
         data.shipped_task("squad")
 
 
-def test_it_is_where_the_package_is() -> None:
+def test_the_corpus_is_in_the_package() -> None:
     assert data.shipped_corpus() == Path(data.__file__).parent / "corpus"

@@ -60,7 +60,7 @@ def test_triples(tmp_path: Path) -> None:
         read_triples(tmp_path / "graph.tsv", relations=["hunts"])
 
 
-def test_a_split_leaves_every_entity_something_to_learn() -> None:
+def test_a_split_leaves_training_facts_for_every_entity() -> None:
     graph = read_triples(shipped_knowledge("triples"))
     train, test = graph.split(0.1, seed=0)
     assert len(train) + len(test) == len(graph.triples)
@@ -102,7 +102,7 @@ BAD_SPANS = [
 
 
 @pytest.mark.parametrize(("span", "message"), BAD_SPANS)
-def test_spans_that_cannot_be(span: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_spans(span: Any, message: str, tmp_path: Path) -> None:
     path = written(tmp_path / "mentions.jsonl", {"text": TEXT}, {"text": TEXT, "entities": [span]})
     with pytest.raises(DataError, match=message):
         read_mentions(path)
@@ -144,7 +144,7 @@ BAD_ROWS: list[tuple[Callable[[Path], Any], Any, str]] = [
 
 
 @pytest.mark.parametrize(("read", "row", "message"), BAD_ROWS)
-def test_rows_that_cannot_be(read: Callable[[Path], Any], row: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_rows(read: Callable[[Path], Any], row: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         read(written(tmp_path / "rows.jsonl", row))
 

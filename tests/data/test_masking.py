@@ -41,7 +41,7 @@ def close(found: int, count: int, share: float) -> bool:
 @pytest.mark.parametrize(
     "masking", [Masking(), Masking(whole_word=True), Masking(ngram=3), Masking(whole_word=True, ngram=3)], ids=str
 )
-def test_shares(masking: Masking) -> None:
+def test_fractions(masking: Masking) -> None:
     before, after, text, positions, labels = apply(masking, [500] * 400)
     longest = 1 if masking == Masking() else 40
     assert round(0.15 * len(text)) - longest < len(positions) <= round(0.15 * len(text))
@@ -60,13 +60,13 @@ def test_shares(masking: Masking) -> None:
     assert close(int((random < SIZE // 2).sum()), len(random), (SIZE // 2 - FIRST) / (SIZE - FIRST))
 
 
-def test_other_shares() -> None:
+def test_other_fractions() -> None:
     _, after, _, positions, labels = apply(Masking(0.4, mask_share=0.5, random_share=0.5), [500] * 100)
     assert close(int((after[positions] == MASK).sum()), len(positions), 0.5)
     assert close(int((after[positions] == labels).sum()), len(positions), 0.5 / (SIZE - FIRST))
 
 
-def test_every_place_is_as_likely() -> None:
+def test_every_position_is_equally_likely() -> None:
     counts = np.zeros(52)
     for seed in range(2000):
         _, _, _, positions, _ = apply(Masking(0.2), [50], seed)
@@ -108,7 +108,7 @@ def test_ngrams(whole_word: bool) -> None:
         assert np.isin(predicted[predicted > 0] / np.bincount(words)[predicted > 0], [1.0]).all()
 
 
-def test_ngrams_end_with_their_part() -> None:
+def test_ngrams_end_with_their_sequence() -> None:
     """Parts of two tokens, n-grams of eight: never more than the two together."""
     groups = Masking(ngram=8)._groups(*sequences([2] * 500), VOCABULARY, generator())
     assert np.bincount(groups).max() == 2

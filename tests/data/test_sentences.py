@@ -79,6 +79,6 @@ def test_the_korean_sample_gives_pairs_of_sentences(kind: str, family: str, tmp_
     assert tokenizer.decode(tokenizer.encode("엄마야 누나야 강변 살자")) == "엄마야 누나야 강변 살자"
 
 
-def test_another_sample() -> None:
+def test_unknown_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="language: expected one of english, korean, got 'latin'"):
         data.shipped_corpus("latin")

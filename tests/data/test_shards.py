@@ -103,7 +103,7 @@ def test_any_texts(tmp_path_factory: pytest.TempPathFactory, texts: list[str], k
     check_texts(make(tmp_path_factory.mktemp("any"), tokenizer, iter(texts)), tokenizer, texts)
 
 
-def test_sentences_begin_behind_ends_and_on_lines(tmp_path: Path) -> None:
+def test_sentences_begin_after_ends_and_on_lines(tmp_path: Path) -> None:
     for kind in ("wordpiece", "bpe"):
         text = "The whale swims. The boat follows!\nNo end here\n\nMr. Starbuck sings."
         tokenizer = train_tokenizer(kind, [text], 300)  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ def test_half_replaced_shards_do_not_open(tmp_path: Path, tokenizer: Tokenizer) 
 
 
 @pytest.mark.parametrize("count", [0, 1, 20, 39])
-def test_goes_on_after_an_interruption(tmp_path: Path, tokenizer: Tokenizer, count: int) -> None:
+def test_preparing_continues_after_an_interruption(tmp_path: Path, tokenizer: Tokenizer, count: int) -> None:
     make(tmp_path / "whole", tokenizer)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "part", tokenizer, interrupted(count))
@@ -192,7 +192,7 @@ def test_goes_on_after_an_interruption(tmp_path: Path, tokenizer: Tokenizer, cou
     assert {name: now[name] for name in done} == done
 
 
-def test_what_a_killed_process_leaves_is_made_again(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_shards_of_a_killed_process_are_rewritten(tmp_path: Path, tokenizer: Tokenizer) -> None:
     make(tmp_path, tokenizer)
     whole = files(tmp_path)
     (tmp_path / "shards.json").unlink()
@@ -285,13 +285,13 @@ def test_a_flipped_byte_anywhere_is_named_and_repaired(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"digest": 1}', '{"digest": null, "files": 3}', "\xff"])
-def test_a_damaged_record_of_a_shard_is_made_again(content: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_shard_with_a_damaged_record_is_rewritten(content: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
     whole = prepare(iter(TEXTS), tokenizer, tmp_path, progress=False)
     (tmp_path / "00000.json").write_text(content, encoding="latin-1")
     assert prepare(iter(TEXTS), tokenizer, tmp_path, progress=False).fingerprint == whole.fingerprint
 
 
-def test_files_of_others_stay(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_other_files_are_kept(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "20240101.txt").write_text("a diary")
     (tmp_path / "7.json").write_text("{}")
     prepare(iter(TEXTS), tokenizer, tmp_path, progress=False, shard_characters=10)
@@ -301,13 +301,13 @@ def test_files_of_others_stay(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert len(list(tmp_path.glob("*.tokens.npy"))) == 1
 
 
-def test_nothing_to_open(tmp_path: Path) -> None:
+def test_missing_shards(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"expected prepared shards \(shards\.json\), got nothing"):
         TokenShards.open(tmp_path / "none")
 
 
 @pytest.mark.parametrize("texts", [[], ["", " \n "]])
-def test_no_text_at_all(tmp_path: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
+def test_texts_without_tokens(tmp_path: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
     with pytest.raises(DataError, match="expected text, got no document with a token"):
         make(tmp_path, tokenizer, iter(texts))
     empty = tmp_path / "empty.txt"
@@ -316,7 +316,7 @@ def test_no_text_at_all(tmp_path: Path, tokenizer: Tokenizer, texts: list[str]) 
         make(tmp_path / "shards", tokenizer, empty)
 
 
-def test_a_tokenizer_without_what_an_objective_needs(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_tokenizer_without_the_special_tokens_of_an_objective(tmp_path: Path, tokenizer: Tokenizer) -> None:
     from fasttfm.data import BatchStream, SequenceFormat
 
     bare = Tokenizer(tokenizer.backend, SpecialIds(unk=1))

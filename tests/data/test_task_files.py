@@ -202,7 +202,7 @@ def test_a_long_text_of_a_csv_file(tmp_path: Path) -> None:
     assert read_texts(write(tmp_path, f"text,label\n{text},1\n")) == [TextExample(text, None, "1")]
 
 
-def test_repeated_columns_that_are_not_read_may_be_there(tmp_path: Path) -> None:
+def test_repeated_columns_are_allowed_if_they_are_not_read(tmp_path: Path) -> None:
     assert read_texts(write(tmp_path, "text,a,a,label\nx,1,2,3\n")) == [TextExample("x", None, "3")]
 
 

@@ -140,7 +140,7 @@ def test_foreign_files(tmp_path: Path, name: str, content: bytes, message: str) 
         documents(tmp_path / name)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"none\.txt: expected a file, a folder or a pattern that matches one, got nothing"
     ):

@@ -172,7 +172,7 @@ def test_settings_name_special_tokens(bpe: Tokenizer, tmp_path: Path) -> None:
         ("vocab.txt", "", r"vocab\.txt: expected a WordPiece vocabulary with \[UNK\]"),
     ],
 )
-def test_no_tokenizers(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_invalid_tokenizer_files(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
         load_tokenizer(tmp_path / name)

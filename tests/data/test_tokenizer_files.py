@@ -174,7 +174,7 @@ def test_sentencepiece_itself_agrees(tmp_path: Path) -> None:
         (field(2, field(3, 3)), "expected a unigram or BPE model of SentencePiece, got words"),
     ],
 )
-def test_no_sentencepiece(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_sentencepiece_files(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "a.model").write_bytes(content)
     with pytest.raises(DataError, match=f"a.model: {message}"):
         load_tokenizer(tmp_path / "a.model")

@@ -27,7 +27,7 @@ def test_a_plan_keeps_to_its_budgets(max_tokens: int, max_batch: int) -> None:
         assert len(group) * max(tokens) <= max(2 * max_tokens, max(tokens))
 
 
-def test_no_sequence_is_in_no_plan() -> None:
+def test_a_plan_of_no_sequences() -> None:
     assert plan([], 10, 10) == plan([0, 0], 10, 10) == []
 
 
@@ -72,7 +72,7 @@ def test_a_bucket_changes_no_result(
         assert bool(network.run(output, inputs).isfinite().all())
 
 
-def test_a_graph_is_made_when_its_shape_comes_again() -> None:
+def test_a_graph_is_captured_when_its_shape_repeats() -> None:
     made: list[str] = []
     cache: GraphCache[str] = GraphCache(lambda key: made.append(key) or key.upper(), limit=2)  # type: ignore[func-returns-value]
     assert [cache.get("a"), cache.get("a"), cache.get("a")] == [None, "A", "A"]
@@ -85,7 +85,7 @@ def test_a_graph_is_made_when_its_shape_comes_again() -> None:
     assert (cache.counts.captured, cache.counts.evicted) == (3, 1)
 
 
-def test_shapes_in_turn_do_not_replace_each_other() -> None:
+def test_alternating_shapes_do_not_evict_each_other() -> None:
     """More shapes than fit: the graphs that there are stay, and are used."""
     cache: GraphCache[int] = GraphCache(lambda key: key, limit=8)
     for _ in range(1000):

@@ -47,7 +47,7 @@ def test_waiting_requests_are_computed_together() -> None:
     dispatcher.close()
 
 
-def test_errors_reach_the_futures_and_the_rest_goes_on() -> None:
+def test_errors_reach_the_futures_and_the_rest_continues() -> None:
     worker = Worker()
     worker.gate.set()
     dispatcher = Dispatcher(worker.launch, max_tokens=1, max_waiting=100)
@@ -59,7 +59,7 @@ def test_errors_reach_the_futures_and_the_rest_goes_on() -> None:
     dispatcher.close()
 
 
-def test_a_full_queue_refuses_and_a_cancelled_request_is_left_out() -> None:
+def test_a_full_queue_raises_and_a_cancelled_request_is_skipped() -> None:
     worker = Worker()
     dispatcher = Dispatcher(worker.launch, max_tokens=1, max_waiting=2)
     first = dispatcher.submit(1, 1)
@@ -75,7 +75,7 @@ def test_a_full_queue_refuses_and_a_cancelled_request_is_left_out() -> None:
     assert worker.groups == [[1], [3]]
 
 
-def test_closing_computes_what_waits() -> None:
+def test_closing_computes_waiting_requests() -> None:
     worker = Worker()
     dispatcher = Dispatcher(worker.launch, max_tokens=2, max_waiting=100)
     futures = [dispatcher.submit(item, 1) for item in range(10)]
@@ -108,7 +108,7 @@ def test_many_threads_get_their_own_results() -> None:
     assert wrong == []
 
 
-def test_a_dispatcher_that_is_given_up_ends_its_thread() -> None:
+def test_the_thread_of_a_deleted_dispatcher_ends() -> None:
     worker = Worker()
     dispatcher = Dispatcher(worker.launch, max_tokens=1, max_waiting=100)
     futures = [dispatcher.submit(item, 1) for item in range(5)]

@@ -43,7 +43,7 @@ def check(found: Any, model: Any, ids: Sequence[int], pooled: bool) -> None:
     assert comparison.ok, str(comparison)
 
 
-def test_results_are_the_models_in_order(bert: Any, sentences: Ids) -> None:
+def test_results_are_those_of_the_model_in_order(bert: Any, sentences: Ids) -> None:
     with Session(bert, max_tokens=200) as session:
         vectors, states = session.encode(sentences), session.encode(sentences, output="states")
         logits = session.encode(sentences, output="logits")
@@ -60,7 +60,7 @@ def test_results_are_the_models_in_order(bert: Any, sentences: Ids) -> None:
     assert session.counts.tokens == 3 * sum(map(len, sentences))
 
 
-def test_a_sentence_alone_and_among_127_others(bert: Any, sentences: Ids) -> None:
+def test_a_sentence_by_itself_and_among_127_others(bert: Any, sentences: Ids) -> None:
     with Session(bert, max_tokens=100_000) as session:
         together = session.encode(sentences)
         for index in (5, 64):
@@ -95,7 +95,7 @@ def test_requests_of_threads(bert: Any, sentences: Ids) -> None:
         session.submit(sentences[0])
 
 
-def test_what_is_given_stays(sentences: Ids) -> None:
+def test_a_session_does_not_change_the_model(sentences: Ids) -> None:
     model = small_bert().train()
     parameter = next(model.parameters())
     session = Session(model, dtype=torch.bfloat16)
@@ -179,7 +179,7 @@ def test_rows_of_several_batches_and_of_sequences_without_tokens(bert: Any, sent
         assert session.encode([given[0]]).base is None
 
 
-def test_a_prompt_that_is_not_pooled(wordpiece: Tokenizer, tmp_path: Path) -> None:
+def test_a_prompt_that_is_excluded_from_pooling(wordpiece: Tokenizer, tmp_path: Path) -> None:
     directory = save_bert(wordpiece, tmp_path)
     settings = EmbedSettings(prompt="query: ", pool_prompt=False)
     with Session(directory, settings=settings) as session, Session(directory) as plain:
@@ -216,7 +216,7 @@ def test_a_prompt_that_is_not_pooled(wordpiece: Tokenizer, tmp_path: Path) -> No
         ),
     ],
 )
-def test_sentences_say_what_is_wrong(bert: Any, call: Any, sentence: str) -> None:
+def test_wrong_arguments_are_reported(bert: Any, call: Any, sentence: str) -> None:
     with pytest.raises((TypeError, ValueError), match=sentence):
         call(Session(bert))
 
@@ -227,7 +227,7 @@ def vit() -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, {"precision": "int8"}])
-def test_training_the_model_changes_no_mode(sentences: Ids, options: dict[str, Any]) -> None:
+def test_training_the_model_does_not_change_the_session(sentences: Ids, options: dict[str, Any]) -> None:
     """Nothing is dropped, and the model learns on."""
     model = small_bert(hidden_dropout_prob=0.5)
     with Session(model, **options) as session:
@@ -271,7 +271,7 @@ def test_a_child_process_has_a_session(bert: Any, sentences: Ids) -> None:
         assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_a_session_that_is_given_up_is_freed(sentences: Ids) -> None:
+def test_a_deleted_session_is_freed(sentences: Ids) -> None:
     session = Session(small_bert())
     session.submit(sentences[0]).result(30)
     gone, thread = weakref.ref(session), session._dispatcher._thread

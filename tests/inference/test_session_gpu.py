@@ -49,7 +49,7 @@ def pooled(model: Any, ids: Sequence[int]) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_graphs_give_the_models_numbers(name: str, dtype: torch.dtype, sentences: Ids) -> None:
+def test_graphs_give_the_results_of_the_model(name: str, dtype: torch.dtype, sentences: Ids) -> None:
     torch.manual_seed(0)
     model = FAMILIES[name]().eval()
     cuda = copy.deepcopy(model).cuda().to(dtype)

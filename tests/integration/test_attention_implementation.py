@@ -84,15 +84,15 @@ def test_fasttfm_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ours(IDS)
     assert len(calls) == 2
     assert "lengths_k" not in calls[0]
-    ours(IDS, attention_mask=MASKS["behind"])
-    assert calls[2]["lengths_k"].tolist() == MASKS["behind"].sum(1).tolist()
+    ours(IDS, attention_mask=MASKS["right"])
+    assert calls[2]["lengths_k"].tolist() == MASKS["right"].sum(1).tolist()
     ours(IDS, attention_mask=MASKS["full"])  # no padding after all
     assert "lengths_k" not in calls[4]
 
 
-def test_weights_are_given_where_they_are_asked_for() -> None:
+def test_attention_weights_are_returned_if_requested() -> None:
     ours, theirs = twins("BertModel")
-    given = {"attention_mask": MASKS["behind"], "output_attentions": True}
+    given = {"attention_mask": MASKS["right"], "output_attentions": True}
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
         return {f"weights {layer}": weights for layer, weights in enumerate(module(IDS, **given).attentions)}
@@ -167,7 +167,7 @@ def test_generation_with_a_cache_and_padding_in_front(decoder: str) -> None:
 def test_a_sequence_in_parts(decoder: str) -> None:
     """With a cache, several tokens at a time, and padding between them."""
     ours, theirs = DECODERS[decoder]()
-    tokens = MASKS["behind"][:4].bool()
+    tokens = MASKS["right"][:4].bool()
     tokens[:, 9:] = torch.tensor([[1, 1, 1, 0, 1, 1, 1]]).bool()
     for padded in (False, True):
         cache, parts = None, []

@@ -73,7 +73,7 @@ def test_windows_under_masks(make: Any, mask: str, calls: list[dict[str, Any]]) 
     ours, theirs = make()
     tokens = MASKS[mask].bool()
     if mask == "anywhere":  # only at both ends
-        tokens = (torch.arange(16) >= 3) & MASKS["behind"].bool() | (torch.arange(16) == 3)
+        tokens = (torch.arange(16) >= 3) & MASKS["right"].bool() | (torch.arange(16) == 3)
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"states": module(IDS, attention_mask=tokens.long()).logits[tokens]}
@@ -83,7 +83,7 @@ def test_windows_under_masks(make: Any, mask: str, calls: list[dict[str, Any]]) 
     assert windows == ({(-1, -1), (2, 2)} if make is modern_bert else {(3, 3)})
 
 
-def test_fasttfms_other_name_reads_windows_from_masks() -> None:
+def test_the_fasttfm_implementation_reads_windows_from_masks() -> None:
     ours, theirs = decoder()
     ours.set_attn_implementation("fasttfm")
     check_patched(ours, theirs, lambda module, _: {"states": module(IDS).logits})
@@ -160,7 +160,7 @@ def test_documents_in_rows_of_a_batch(implementation: str, calls: list[dict[str,
     assert all(each["cu_seqlens"].tolist() == [0, 6, 16, 17, 32] for each in calls)
 
 
-def test_packed_documents_give_their_weights() -> None:
+def test_attention_weights_of_packed_documents() -> None:
     ours, theirs = decoder()
     theirs.set_attn_implementation("eager")
     given = flattened()[0]
@@ -204,7 +204,7 @@ def test_the_functions_that_transformers_looks_up() -> None:
     assert paged is None
     assert (dense.__name__, varlen.__name__) == ("flash_attn_func", "flash_attn_varlen_func")
     q, k, v = torch.randn(3, 4, 16, 2, 8, generator=torch.Generator().manual_seed(0))
-    mask = MASKS["behind"][:4].bool()
+    mask = MASKS["right"][:4].bool()
     options = {"query_length": 16, "is_causal": True, "sliding_window": 4, "attn_implementation": NAME}
     found = _flash_attention_forward(q, k, v, mask, **options)
     expected = ops.attention(q, k, v, causal=True, window=(3, 0), lengths=mask.sum(1).int())
@@ -216,7 +216,7 @@ def test_the_functions_that_transformers_looks_up() -> None:
             _flash_attention_forward(q, k, v, None, **options, **{name: torch.ones(1)})
 
 
-def test_the_other_implementations_stay() -> None:
+def test_other_implementations_are_not_changed() -> None:
     with pytest.raises((ImportError, ValueError)):
         lazy_import_flash_attention("flash_attention_9")
     lazy_import_flash_attention(NAME)

@@ -58,7 +58,7 @@ def test_training_loss_and_gradients(name: str, mask: str) -> None:
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
-def test_evaluation_gives_logits_beside_the_loss(name: str) -> None:
+def test_evaluation_gives_logits_and_the_loss(name: str) -> None:
     ours, theirs = pair(name)
     check_patched(ours, theirs, caller(batch(name), "loss", "logits"))
 
@@ -80,14 +80,14 @@ def test_other_heads(name: str) -> None:
         "DistilBertForSequenceClassification",
     ],
 )
-def test_a_first_column_of_padding_is_classified_as_before(name: str) -> None:
+def test_a_first_column_of_padding_is_classified_as_unpatched(name: str) -> None:
     ours, theirs = pair(name)
     mask = torch.arange(S) >= torch.tensor([0, 3, 9, 1, 12, 0, 5, 14] * 2)[:, None]
     given = {"input_ids": IDS.where(mask, 1), "attention_mask": mask.long(), "labels": torch.arange(B) % 2}
     check_patched(ours, theirs, caller(given, "loss", "logits"))
 
 
-def test_question_answering_reads_paddings_rows_as_before() -> None:
+def test_question_answering_reads_rows_of_padding_as_unpatched() -> None:
     ours, theirs = pair("BertForQuestionAnswering")
     given = batch("BertForQuestionAnswering")
 
@@ -100,8 +100,8 @@ def test_question_answering_reads_paddings_rows_as_before() -> None:
 @pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "AlbertModel", "DistilBertModel", "GPT2Model"])
 def test_hidden_states_and_attentions(name: str) -> None:
     ours, theirs = pair(name, attn_implementation="eager")
-    given = {"attention_mask": MASKS["behind"], "output_hidden_states": True, "output_attentions": True}
-    mask = MASKS["behind"].bool()
+    given = {"attention_mask": MASKS["right"], "output_hidden_states": True, "output_attentions": True}
+    mask = MASKS["right"].bool()
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
         found = tensors(module(IDS, **given), mask)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def test_hidden_states_and_attentions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "DistilBertModel"])
-def test_embeddings_with_all_they_may_be_given(name: str) -> None:
+def test_embeddings_with_all_arguments(name: str) -> None:
     ours, theirs = pair(name)
     own = {} if name == "DistilBertModel" else {"token_type_ids": SEGMENTS if name == "BertModel" else 0 * SEGMENTS}
     positions = torch.arange(S).flip(0)[None]
@@ -128,7 +128,7 @@ def test_embeddings_with_all_they_may_be_given(name: str) -> None:
     check_patched(ours, theirs, call, {"embedded": embedded})
 
 
-def test_padding_word_of_roberta_learns_no_position() -> None:
+def test_the_padding_token_of_roberta_has_no_position_gradient() -> None:
     ours, theirs = pair("RobertaModel")
     ids = IDS.clone()
     ids[:, 5:] = theirs.config.pad_token_id
@@ -153,7 +153,7 @@ def test_an_explicit_mask_is_kept() -> None:
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
-def test_dropout_is_applied_in_training_alone(name: str) -> None:
+def test_dropout_is_applied_only_in_training(name: str) -> None:
     ours, _ = pair(name, dropout=0.1)
     given = batch(name)
 
@@ -221,12 +221,12 @@ def test_logits_in_training() -> None:
 
 def test_positional_arguments() -> None:
     ours, theirs = (module.train() for module in pair("BertForMaskedLM"))
-    labels = WORDS.where(MASKS["behind"].bool(), -100)
-    given = (IDS, MASKS["behind"], SEGMENTS, None, None, None, None, labels)
+    labels = WORDS.where(MASKS["right"].bool(), -100)
+    given = (IDS, MASKS["right"], SEGMENTS, None, None, None, None, labels)
     torch.testing.assert_close(ours(*given).loss, theirs(*given).loss)
 
 
-def test_gpt_loss_by_the_number_of_a_larger_batch() -> None:
+def test_gpt_loss_divided_by_the_count_of_a_larger_batch() -> None:
     ours, theirs = (module.train() for module in pair(CAUSAL))
     losses = [module(IDS, labels=IDS, num_items_in_batch=torch.tensor(77)).loss for module in (ours, theirs)]
     torch.testing.assert_close(*losses)
@@ -245,7 +245,7 @@ def test_gpt_loss_of_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(fused) == 3
 
 
-def test_report_says_what_was_done_in_words() -> None:
+def test_the_report_lists_what_is_fused() -> None:
     report = fasttfm.patch(theirs_of("GPT2LMHeadModel"))
     text = str(report)
     assert text.startswith("GPT2LMHeadModel, patched by fasttfm")
@@ -258,12 +258,12 @@ def test_report_says_what_was_done_in_words() -> None:
     assert other.left["language-modelling loss"] == "requested"
 
 
-def test_an_activation_without_a_kernel_is_transformers() -> None:
+def test_an_activation_without_a_kernel_is_that_of_transformers() -> None:
     ours, theirs = (module.train() for module in pair("BertForMaskedLM", hidden_act="gelu_10"))
     check_patched(ours, theirs, caller(batch("BertForMaskedLM"), "loss"))
 
 
-def test_refusals_name_what_was_given() -> None:
+def test_errors_name_what_was_given() -> None:
     module = theirs_of("BertModel")
     with pytest.raises(TypeError, match=r"expected a BERT, .* got torch\.nn\.modules\.linear\.Linear"):
         fasttfm.patch(torch.nn.Linear(3, 3))
@@ -327,7 +327,7 @@ def test_a_forward_that_was_replaced_is_called_and_reported() -> None:
         fasttfm.unpatch(ours)
 
 
-def test_dropout_taken_out() -> None:
+def test_removed_dropout_modules() -> None:
     ours, _ = pair("DistilBertForMaskedLM", dropout=0.1)
     for module in list(ours.modules()):
         for name, child in module.named_children():
@@ -407,7 +407,7 @@ def test_hooks_of_every_module_are_called_in_training(name: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["attention.self", "attention.self.dropout", "attention.output.dropout"])
-def test_dropout_modules_decide_for_themselves_as_in_transformers(part: str) -> None:
+def test_dropout_modules_have_their_own_training_mode_as_in_transformers(part: str) -> None:
     """As in Monte Carlo dropout. transformers reads the rate of attention's dropout and not whether it trains."""
     ours, theirs = (module.eval() for module in pair("BertModel"))
     for module in (ours, theirs):
@@ -421,7 +421,7 @@ def test_dropout_modules_decide_for_themselves_as_in_transformers(part: str) -> 
     check_altered(ours, theirs, call, {})
 
 
-def test_tables_that_do_more_than_look_rows_up_are_called() -> None:
+def test_altered_embedding_tables_are_called() -> None:
     ours, theirs = pair("BertModel")
     for module in (ours, theirs):
         module.embeddings.word_embeddings.max_norm = 0.5

@@ -44,7 +44,7 @@ def without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_layers_ask_for_no_bf16_products(family: str, autocast: bool, without_instructions: None) -> None:
+def test_layers_run_no_bf16_gemms(family: str, autocast: bool, without_instructions: None) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(vocab_size=99, **FAMILIES[family])
     model = getattr(transformers, f"{family}Model")(config).eval()
@@ -66,7 +66,7 @@ def test_layers_ask_for_no_bf16_products(family: str, autocast: bool, without_in
         assert functional.cosine_similarity(found, expected).min() > 0.999
 
 
-def test_gradients_go_through(without_instructions: None) -> None:
+def test_gradients_without_bf16_instructions(without_instructions: None) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(5, 32), torch.randn(7, 32), torch.randn(7)
     given = [each.bfloat16().requires_grad_() for each in (x, weight, bias)]
@@ -88,7 +88,7 @@ def test_gradients_go_through(without_instructions: None) -> None:
     ("kind", "rows", "in_bf16"),
     [("none", 1, False), ("emulated", 15, True), ("emulated", 16, False), ("instructions", 64, True)],
 )
-def test_products_that_are_emulated_are_fp32_unless_rows_are_few(
+def test_emulated_gemms_are_fp32_unless_rows_are_few(
     kind: str, rows: int, in_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows are those of the activations, also in the product of the weight's gradient."""

@@ -20,7 +20,7 @@ SIZES = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256}
 GPT_SIZES = {"n_embd": 128, "n_head": 2}
 
 
-def on_gpu(name: str, mask: str = "behind", **changes: Any) -> tuple[Any, Any, dict[str, Tensor]]:
+def on_gpu(name: str, mask: str = "right", **changes: Any) -> tuple[Any, Any, dict[str, Tensor]]:
     sizes = GPT_SIZES if "GPT" in name else SIZES
     ours, theirs = (module.cuda().train() for module in pair(name, **sizes, **changes))
     return ours, theirs, {key: value.cuda() for key, value in batch(name, mask).items()}
@@ -62,7 +62,7 @@ def test_evaluation_gives_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel"])
-def test_a_step_without_mask_waits_for_nothing(name: str) -> None:
+def test_a_step_without_mask_does_not_synchronize(name: str) -> None:
     """A masked-LM loss synchronizes for the number of its labels; a causal LM loss has no such number."""
     ours, _, given = on_gpu(name, "full")
     ours.config.pad_token_id = None  # transformers itself looks for it, on the host, where there is no mask

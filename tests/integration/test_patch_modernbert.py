@@ -38,7 +38,7 @@ def runs(model: Any) -> list[int]:
     ("name", "mask"),
     [
         *(("ModernBertModel", mask) for mask in MASKS),
-        ("ModernBertForMaskedLM", "behind"),
+        ("ModernBertForMaskedLM", "right"),
         ("ModernBertForSequenceClassification", "full"),
     ],
 )
@@ -68,9 +68,9 @@ def test_evaluation_biases_and_other_inputs() -> None:
 
     def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         by_id = module(IDS, position_ids=positions)
-        given = module(inputs_embeds=inputs["embedded"], attention_mask=MASKS["behind"], output_hidden_states=True)
+        given = module(inputs_embeds=inputs["embedded"], attention_mask=MASKS["right"], output_hidden_states=True)
         return {"by id": by_id.logits} | {
-            f"state {number}": state[MASKS["behind"].bool()] for number, state in enumerate(given.hidden_states)
+            f"state {number}": state[MASKS["right"].bool()] for number, state in enumerate(given.hidden_states)
         }
 
     check_patched(ours, theirs, call, {"embedded": embedded})
@@ -79,13 +79,13 @@ def test_evaluation_biases_and_other_inputs() -> None:
 
 def test_flattened_inputs_and_dropout() -> None:
     ours, theirs = pair("ModernBertModel", **SMALL)
-    lengths = MASKS["behind"].sum(1)
-    packed = IDS[MASKS["behind"].bool()][None]
+    lengths = MASKS["right"].sum(1)
+    packed = IDS[MASKS["right"].bool()][None]
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
     places = torch.cat([torch.arange(int(length)) for length in lengths])[None]
     named = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": S, "max_length_k": S}
     with torch.no_grad():
-        expected = theirs(IDS, attention_mask=MASKS["behind"]).last_hidden_state[MASKS["behind"].bool()]
+        expected = theirs(IDS, attention_mask=MASKS["right"]).last_hidden_state[MASKS["right"].bool()]
         found = ours(packed, position_ids=places, **named).last_hidden_state[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     dropping, _ = pair("ModernBertModel", dropout=0.0, **SMALL, attention_dropout=0.3, mlp_dropout=0.3)

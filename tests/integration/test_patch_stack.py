@@ -51,12 +51,12 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def states(model: Any, mask: str = "behind") -> Tensor:
+def states(model: Any, mask: str = "right") -> Tensor:
     out: Tensor = model(IDS, attention_mask=MASKS[mask]).last_hidden_state
     return out[MASKS[mask].bool()]
 
 
-@pytest.mark.parametrize("mask", ["full", "behind"])
+@pytest.mark.parametrize("mask", ["full", "right"])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_a_stack_computes_what_its_layers_do(name: str, mask: str, stacks: list[bool]) -> None:
     ours, _ = pair(name)
@@ -117,7 +117,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_changes_later_is_seen(change: Callable[[Any], Any], stacks: list[bool]) -> None:
+def test_later_changes_are_seen(change: Callable[[Any], Any], stacks: list[bool]) -> None:
     ours, theirs = pair("BertModel")
     states(ours)
     for model in (ours, theirs):
@@ -128,7 +128,7 @@ def test_what_changes_later_is_seen(change: Callable[[Any], Any], stacks: list[b
     assert stacks == [True, False]
 
 
-def test_hooks_that_are_taken_away_again_and_those_that_collect_outputs(stacks: list[bool]) -> None:
+def test_removed_hooks_and_hooks_that_collect_outputs(stacks: list[bool]) -> None:
     ours, _ = pair("BertModel")
     seen: list[Any] = []
     handle = ours.encoder.layer[0].register_forward_hook(lambda *_: seen.append(1))
@@ -161,7 +161,7 @@ def test_copies_pickles_and_unpatched_models_have_no_stack(stacks: list[bool]) -
 
 
 @pytest.mark.parametrize("change", ["data", "in place", "load_state_dict", "assigned"])
-def test_weights_are_read_anew_in_every_call(change: str) -> None:
+def test_weights_are_read_in_every_call(change: str) -> None:
     """Also those that torch does not count as changed."""
     ours, theirs = pair("BertModel")
     with torch.no_grad():
@@ -184,7 +184,7 @@ def test_padding_that_is_kept_is_computed(stacks: list[bool]) -> None:
     theirs = pair("BertModel")[1]
     ours = copy.deepcopy(theirs)
     fasttfm.patch(ours, remove_padding=False)
-    for mask in ("behind", "full"):
+    for mask in ("right", "full"):
         given = {"attention_mask": MASKS[mask]}
         torch.testing.assert_close(ours(IDS, **given)[0], theirs(IDS, **given)[0], rtol=1e-4, atol=1e-4)
     assert stacks == [True]  # without padding
@@ -199,7 +199,7 @@ class Wrapper(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def test_a_layer_with_something_around_it(stacks: list[bool]) -> None:
+def test_a_wrapped_layer(stacks: list[bool]) -> None:
     ours, theirs = pair("BertModel")
     ours.encoder.layer[0] = Wrapper(ours.encoder.layer[0])
     torch.testing.assert_close(states(ours), states(theirs), rtol=1e-4, atol=1e-4)
@@ -243,7 +243,7 @@ def test_a_mask_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(reads) == 1
 
 
-def test_a_tree_notices_every_change() -> None:
+def test_a_tree_detects_every_change() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
     tree = Tree(model)
     assert tree.is_unchanged()

@@ -70,7 +70,7 @@ def test_evaluation(name: str) -> None:
     check_patched(ours, theirs, caller(batch(name), "loss", "logits", "last_hidden_state"))
 
 
-def test_mpnet_gives_attention_weights() -> None:
+def test_attention_weights_of_mpnet() -> None:
     ours, theirs = pair("MPNetModel")
     given = batch("MPNetModel") | {"output_attentions": True}
 
@@ -95,7 +95,7 @@ def test_dropout_of_mpnet() -> None:
     assert torch.equal(states(0), states(1))
 
 
-def test_reports_say_what_is_left() -> None:
+def test_reports_list_what_is_not_patched() -> None:
     report = fasttfm.patch(theirs_of("MPNetForMaskedLM"))
     assert "relative positions" in report.left["attention"]
     assert sum(report.changed.values()) > 10
@@ -184,7 +184,7 @@ def test_training_on_pairs(sentence_model: Any) -> None:
     check_patched(ours, theirs, call)
 
 
-def test_the_librarys_trainer(sentence_model: Any, tmp_path: Path) -> None:
+def test_the_trainer_of_sentence_transformers(sentence_model: Any, tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     datasets = pytest.importorskip("datasets", reason="the trainer's examples are one")
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 KINDS = ("patched", "ours", "plain")
-LABELS = WORDS.where(MASKS["behind"].bool(), -100)
+LABELS = WORDS.where(MASKS["right"].bool(), -100)
 LABELS[:, 0] = IDS[:, 0]  # every sequence has something to predict
 STEPS, BATCH = 5, 4
 # Adam divides by gradients' sizes: a large epsilon keeps it from enlarging the roundings of those that are nearly 0.
@@ -46,7 +46,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return len(IDS)
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
-        return {"input_ids": IDS[row], "attention_mask": MASKS["behind"][row], "labels": LABELS[row]}
+        return {"input_ids": IDS[row], "attention_mask": MASKS["right"][row], "labels": LABELS[row]}
 
 
 def evaluated(module: Any) -> float:
@@ -99,7 +99,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_trainer_follows_the_plain_model_saves_and_goes_on(kind: str, tmp_path: Path, plain: Any) -> None:
+def test_trainer_follows_the_plain_model_saves_and_resumes(kind: str, tmp_path: Path, plain: Any) -> None:
     run = trainer(kind, tmp_path)
     run.train()
     expected = losses_of(plain)
@@ -120,7 +120,7 @@ def test_trainer_predicts_by_a_patched_model(tmp_path: Path, plain: Any) -> None
     run.model.load_state_dict(plain.model.state_dict())
     found, expected = run.predict(Rows()), plain.predict(Rows())
     assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-5)
-    tokens = MASKS["behind"].bool().numpy()
+    tokens = MASKS["right"].bool().numpy()
     assert (found.predictions[tokens].argmax(-1) == expected.predictions[tokens].argmax(-1)).all()
     run.save_model()
     read = transformers.BertForMaskedLM.from_pretrained(tmp_path)
@@ -185,7 +185,7 @@ def test_grad_scaler_in_fp16(kind: str, device: str) -> None:
     module = make(kind).to(device).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**40)  # too large: the first steps have to be left out
-    batch = {"input_ids": IDS, "attention_mask": MASKS["behind"], "labels": LABELS}
+    batch = {"input_ids": IDS, "attention_mask": MASKS["right"], "labels": LABELS}
     batch = {name: value.to(device) for name, value in batch.items()}
     before = [parameter.detach().clone() for parameter in module.parameters()]
     losses, scales = [], []

@@ -42,7 +42,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "mask"), [(BERT, "behind"), (CAUSAL, "full")])
+@pytest.mark.parametrize(("name", "mask"), [(BERT, "right"), (CAUSAL, "full")])
 def test_a_training_step_is_one_graph(name: str, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     sizes = {"n_layer": 1} if name == CAUSAL else {"num_hidden_layers": 1}
@@ -81,9 +81,9 @@ def exported(module: torch.nn.Module, *inputs: Tensor) -> Any:
 
 def test_a_patched_encoder_is_exported_for_any_batch() -> None:
     ours, theirs = (Encoder(module) for module in pair("BertModel"))
-    program = exported(ours, IDS, MASKS["behind"])
+    program = exported(ours, IDS, MASKS["right"])
     for rows, columns in ((B, S), (5, 9)):
-        ids, mask = IDS[:rows, :columns], MASKS["behind"][:rows, :columns]
+        ids, mask = IDS[:rows, :columns], MASKS["right"][:rows, :columns]
         kept = mask.bool()
         exact = copy.deepcopy(theirs).double()(ids, mask)[kept]
         with torch.no_grad():
@@ -123,7 +123,7 @@ def test_our_encoder_is_exported_for_any_packed_batch() -> None:
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
-def test_copies_are_patched_train_alike_and_can_be_unpatched(name: str, duplicate: Any) -> None:
+def test_copies_are_patched_and_train_equally_and_can_be_unpatched(name: str, duplicate: Any) -> None:
     ours, _ = pair(name, dropout=0.1)
     twin = duplicate(ours.train())
     assert [type(each) for each in twin.modules()] == [type(each) for each in ours.modules()]
@@ -143,7 +143,7 @@ def test_other_types_and_plain_bf16() -> None:
     loss, *gradients = step(half.train(), given)
     assert loss.isfinite()
     assert all(gradient.dtype == torch.bfloat16 and gradient.isfinite().all() for gradient in gradients)
-    kept = MASKS["behind"].bool()
+    kept = MASKS["right"].bool()
     double = ours.double()(**given).logits[kept]
     torch.testing.assert_close(double, theirs.double()(**given).logits[kept], rtol=1e-9, atol=1e-9)
 
@@ -163,7 +163,7 @@ def test_autocast(name: str) -> None:
     assert all(parameter.grad.dtype == torch.float32 for parameter in ours.parameters())
 
 
-def test_a_model_without_memory_is_patched_and_filled() -> None:
+def test_a_meta_model_is_patched_and_materialized() -> None:
     source = theirs_of(BERT)
     with torch.device("meta"):
         module = transformers.BertForMaskedLM(source.config)
@@ -193,9 +193,9 @@ def test_activation_checkpointing_changes_nothing_but_memory(name: str) -> None:
     assert saved_bytes(lambda: ours(**given)) < 0.75 * kept
 
 
-def test_a_patched_model_keeps_less_for_the_backward() -> None:
+def test_a_patched_model_saves_less_for_the_backward() -> None:
     ours, theirs = (module.train() for module in pair(BERT, dropout=0.1))
-    for mask in ("full", "behind"):
+    for mask in ("full", "right"):
         given = batch(BERT, mask)
         assert saved_bytes(lambda: ours(**given)) < saved_bytes(lambda: theirs(**given))  # noqa: B023
 
@@ -205,7 +205,7 @@ def test_a_patched_model_keeps_less_for_the_backward() -> None:
 
 def half_of_a_batch(part: slice) -> dict[str, Tensor]:
     """Every half has as many labels."""
-    given = {name: value[part] for name, value in batch(BERT, "behind").items()}
+    given = {name: value[part] for name, value in batch(BERT, "right").items()}
     labels = torch.full_like(given["labels"], -100)
     labels[:, 0] = given["input_ids"][:, 0]
     return given | {"labels": labels}

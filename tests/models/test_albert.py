@@ -33,13 +33,13 @@ NARROW = {"embedding_size": 20, "num_hidden_layers": 3}
 TWO_LABELS = {**NARROW, "num_labels": 2}
 LAYOUTS = [
     ("AlbertModel", "full", True),
-    ("AlbertModel", "behind", False),
-    ("AlbertForPreTraining", "behind", True),
+    ("AlbertModel", "right", False),
+    ("AlbertForPreTraining", "right", True),
     ("AlbertForPreTraining", "full", False),
-    ("AlbertForMaskedLM", "behind", False),
+    ("AlbertForMaskedLM", "right", False),
     ("AlbertForMaskedLM", "anywhere", True),
-    ("AlbertForSequenceClassification", "behind", True),
-    ("AlbertForTokenClassification", "behind", True),
+    ("AlbertForSequenceClassification", "right", True),
+    ("AlbertForTokenClassification", "right", True),
     ("AlbertForTokenClassification", "anywhere", False),
 ]
 
@@ -55,7 +55,7 @@ def test_groups(layers: int, groups: int, inner: int, tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": layers, "num_hidden_groups": groups, "inner_group_num": inner}
     ours, theirs = pair("AlbertForMaskedLM", tmp_path, embedding_size=20, **sizes)
     assert len(ours.encoder.encoder.layers) == groups * inner
-    check_layout("AlbertForMaskedLM", ours, theirs, "behind", packed=False)
+    check_layout("AlbertForMaskedLM", ours, theirs, "right", packed=False)
 
 
 def test_multiple_choice(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def model(sharing: str, groups: int = 1, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("sharing", SHARED)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_what_is_shared_is_one_tensor(sharing: str, groups: int, tmp_path: Path) -> None:
+def test_shared_parameters_are_one_tensor(sharing: str, groups: int, tmp_path: Path) -> None:
     made = model(sharing, groups)
     made.save_pretrained(tmp_path)
     for each in (made, models.AlbertForMaskedLM.from_pretrained(tmp_path)):
@@ -113,7 +113,7 @@ def test_memory_does_not_grow_with_layers(layers: int) -> None:
 
 
 @pytest.mark.parametrize(("sharing", "groups"), [("attention", 1), ("ffn", 2), ("none", 1)])
-def test_transformers_gets_copies_of_what_is_shared(sharing: str, groups: int, tmp_path: Path) -> None:
+def test_transformers_gets_copies_of_shared_parameters(sharing: str, groups: int, tmp_path: Path) -> None:
     """The same outputs; a shared parameter's gradient is the sum of those of its copies."""
     ours = model(sharing, groups)
     ours.save_pretrained(tmp_path)
@@ -129,7 +129,7 @@ def test_transformers_gets_copies_of_what_is_shared(sharing: str, groups: int, t
         return found
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
-        mask = MASKS["behind"]
+        mask = MASKS["right"]
         return {"loss": module(IDS, attention_mask=mask, labels=torch.where(mask, WORDS, -100)).loss}
 
     check_modules(ours, theirs, call, {}, translate=translate)
@@ -188,7 +188,7 @@ def test_training_step_reaches_every_parameter() -> None:
     sizes = {**SIZES, **TWO_LABELS, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     module = models.AlbertForPreTraining(models.AlbertConfig(**sizes, parameter_sharing="ffn"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = module(IDS, MASKS["behind"], labels=WORDS, sentence_order_label=torch.tensor([0, 1, 0])).loss
+        loss = module(IDS, MASKS["right"], labels=WORDS, sentence_order_label=torch.tensor([0, 1, 0])).loss
     loss.backward()
     assert loss.dtype == torch.float32
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in module.parameters())

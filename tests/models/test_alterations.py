@@ -105,7 +105,7 @@ def test_lora_is_the_merged_weight(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "base"), [("BertForMaskedLM", "bert"), ("GPT2LMHeadModel", "transformer")])
-def test_what_hooks_of_a_model_without_a_head_return_is_used(name: str, base: str) -> None:
+def test_outputs_of_hooks_of_a_model_without_a_head_are_used(name: str, base: str) -> None:
     model = make(name)
 
     def double(module: nn.Module, args: Any, output: Any) -> Any:
@@ -137,7 +137,7 @@ def test_layers_in_training_drop_in_a_model_in_evaluation() -> None:
         module.eval()
 
 
-def test_generated_words_are_those_of_the_merged_weight() -> None:
+def test_generated_tokens_are_those_of_the_merged_weight() -> None:
     model = make("GPT2LMHeadModel")
     for part in ("qkv", "out", "up", "down"):
         adapted, merged = copy.deepcopy(model), copy.deepcopy(model)
@@ -151,7 +151,7 @@ def test_generated_words_are_those_of_the_merged_weight() -> None:
 
 
 @pytest.mark.parametrize("path", ["transformer", "transformer.encoder", "transformer.encoder.layers.1"])
-def test_generating_past_hooks_is_refused(path: str) -> None:
+def test_generating_with_hooks_is_refused(path: str) -> None:
     model = make("GPT2LMHeadModel")
     forward_hook(model, path)
     with pytest.raises(ValueError, match="generate: model: expected a model, an encoder and layers without hooks"):

@@ -55,7 +55,7 @@ def test_the_same_sequences_as_transformers(model: Any, theirs: Any, options: di
     assert (found[:, 5:] == PAD).any() or (found == 3).any() or (found == 7).any()
 
 
-def test_enough_beams_find_the_best_of_all(model: Any) -> None:
+def test_enough_beams_find_the_best_continuation(model: Any) -> None:
     """Every continuation of three tokens, where none ends early."""
     prompt = PROMPTS[2:]
     found = generate(model, prompt, max_new_tokens=3, num_beams=V * V, eos_token_id=[])

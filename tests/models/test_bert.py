@@ -42,7 +42,7 @@ CLASSES = [
     "RobertaForTokenClassification",
 ]
 # Padded and packed, with transformers on padded sequences: whether a mask has gaps changes nothing in the heads.
-LAYOUTS = [(name, mask) for name in CLASSES for mask in ("behind", "full")] + [
+LAYOUTS = [(name, mask) for name in CLASSES for mask in ("right", "full")] + [
     ("BertForMaskedLM", "anywhere"),
     ("RobertaForTokenClassification", "anywhere"),
 ]
@@ -65,9 +65,9 @@ def test_question_answering(family: str, tmp_path: Path) -> None:
     check_question_answering(*pair(f"{family}ForQuestionAnswering", tmp_path, num_labels=2))
 
 
-def test_padding_answers_no_question(tmp_path: Path) -> None:
+def test_answers_are_not_in_padding(tmp_path: Path) -> None:
     ours, _ = pair("BertForQuestionAnswering", tmp_path, num_labels=2)
-    mask = MASKS["behind"].bool()
+    mask = MASKS["right"].bool()
     spans = {"start_positions": torch.tensor([1, 2, 0]), "end_positions": torch.tensor([3, 8, 0])}
     padded = ours(IDS, mask, **spans)
     cu_seqlens = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
@@ -80,7 +80,7 @@ def test_padding_answers_no_question(tmp_path: Path) -> None:
 
 def test_attentions(tmp_path: Path) -> None:
     ours, theirs = pair("BertModel", tmp_path, attn_implementation="eager")
-    mask = MASKS["behind"]
+    mask = MASKS["right"]
     found = ours(IDS, mask, output_attentions=True).attentions
     expected = theirs.double()(IDS, attention_mask=mask, output_attentions=True).attentions
     assert len(found) == len(expected) == 2
@@ -90,9 +90,9 @@ def test_attentions(tmp_path: Path) -> None:
         assert not a[~rows].any()
 
 
-def test_lengths_say_the_same_as_a_mask(tmp_path: Path) -> None:
+def test_lengths_are_equivalent_to_a_mask(tmp_path: Path) -> None:
     ours, _ = pair("BertForMaskedLM", tmp_path)
-    by_mask = ours(IDS, MASKS["behind"], labels=WORDS)
+    by_mask = ours(IDS, MASKS["right"], labels=WORDS)
     by_lengths = ours(IDS, lengths=[4, 9, 1], labels=WORDS)
     assert torch.equal(by_mask.loss, by_lengths.loss)
     assert by_mask.logits is None
@@ -127,7 +127,7 @@ def test_predicted_positions(tmp_path: Path) -> None:
     assert torch.equal(ours(IDS, labels=WORDS, max_predictions=20).loss, expected)
 
 
-def test_outputs_come_by_name_index_and_tuple() -> None:
+def test_outputs_by_name_index_and_tuple() -> None:
     module = models.BertForSequenceClassification(models.BertConfig(**SIZES)).eval()
     output = module(IDS, labels=torch.tensor([0, 1, 2]))
     assert isinstance(output, ModelOutput)
@@ -143,7 +143,7 @@ def test_outputs_come_by_name_index_and_tuple() -> None:
 def test_training_step_reaches_every_parameter() -> None:
     module = models.BertForPreTraining(models.BertConfig(**SIZES))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = module(IDS, MASKS["behind"], labels=WORDS, next_sentence_label=torch.tensor([0, 1, 0])).loss
+        loss = module(IDS, MASKS["right"], labels=WORDS, next_sentence_label=torch.tensor([0, 1, 0])).loss
     loss.backward()
     assert loss.dtype == torch.float32
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in module.parameters())

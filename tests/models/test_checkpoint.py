@@ -88,7 +88,7 @@ def test_transformers_reads_ours_and_we_read_theirs(name: str, tied: bool, tmp_p
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_types_stay(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_dtypes_are_kept(dtype: torch.dtype, tmp_path: Path) -> None:
     made = model().to(dtype)
     made.save_pretrained(tmp_path)
     assert same_tensors(models.BertForMaskedLM.from_pretrained(tmp_path).state_dict(), made.state_dict())
@@ -105,7 +105,7 @@ def test_tied_weights_are_one_tensor(tmp_path: Path) -> None:
     assert len(list(read.parameters())) == len(list(made.parameters()))
 
 
-def test_a_parameter_that_is_tied_no_longer_is_not_lost(tmp_path: Path) -> None:
+def test_an_untied_parameter_is_saved(tmp_path: Path) -> None:
     """A checkpoint with one of the two would be read back with the other's values."""
     made = model()
     made.lm_head.decoder.weight = torch.nn.Parameter(made.lm_head.decoder.weight.detach().clone())
@@ -157,7 +157,7 @@ def test_saving_over_a_checkpoint_replaces_all_of_it(before: int, after: int, tm
 
 @pytest.mark.parametrize("shard_bytes", [4000, 10**9])
 @pytest.mark.parametrize("failing", ["save_file", "json_text"])
-def test_a_save_that_fails_leaves_the_checkpoint_before(
+def test_a_failed_save_keeps_the_previous_checkpoint(
     shard_bytes: int, failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = model()
@@ -202,7 +202,7 @@ def save_twice(directory: Path, shard_bytes: int, operations: int) -> None:
 
 
 @pytest.mark.parametrize("shard_bytes", [10_000, 10**9])
-def test_a_process_that_is_killed_while_it_saves_leaves_no_mixture(shard_bytes: int, tmp_path: Path) -> None:
+def test_a_process_killed_while_saving_leaves_no_mixed_checkpoint(shard_bytes: int, tmp_path: Path) -> None:
     read = []
     for operations in itertools.count():
         directory = tmp_path / str(operations)
@@ -225,7 +225,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_no_mixture(shard_bytes: 
     assert read == expected
 
 
-def test_a_single_file_beside_several_is_refused_unless_the_index_names_nothing(tmp_path: Path) -> None:
+def test_a_single_file_and_a_sharded_checkpoint_are_refused_unless_the_index_is_stale(tmp_path: Path) -> None:
     made = model()
     made.save_pretrained(tmp_path, shard_bytes=4000)
     made.save_pretrained(tmp_path / "single")
@@ -287,7 +287,7 @@ def test_torch_files_run_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[s
 # ---- models of one family from each other's weights ------------------------------------------------------------------
 
 
-def test_a_new_head_is_drawn_and_named(tmp_path: Path) -> None:
+def test_a_new_head_is_initialized_and_named(tmp_path: Path) -> None:
     pretrained = model("BertForPreTraining")
     pretrained.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"has no trained head \(classifier\): randomly initialized"):
@@ -298,7 +298,7 @@ def test_a_new_head_is_drawn_and_named(tmp_path: Path) -> None:
     assert same_tensors(made.bert.state_dict(), pretrained.bert.state_dict())
 
 
-def test_base_and_heads_serve_each_other(tmp_path: Path) -> None:
+def test_base_and_heads_load_each_others_checkpoints(tmp_path: Path) -> None:
     base = model("BertModel")
     base.save_pretrained(tmp_path / "base")
     with pytest.warns(UserWarning, match=r"has no trained head \(lm_head\)"):

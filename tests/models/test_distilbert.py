@@ -25,11 +25,11 @@ from fasttfm import models
 transformers = pytest.importorskip("transformers")
 
 LAYOUTS = [
-    ("DistilBertModel", "behind", True),
+    ("DistilBertModel", "right", True),
     ("DistilBertModel", "anywhere", False),
-    ("DistilBertForMaskedLM", "behind", False),
+    ("DistilBertForMaskedLM", "right", False),
     ("DistilBertForMaskedLM", "full", True),
-    ("DistilBertForSequenceClassification", "behind", True),
+    ("DistilBertForSequenceClassification", "right", True),
     ("DistilBertForTokenClassification", "anywhere", True),
 ]
 
@@ -65,7 +65,7 @@ def teacher(name: str = "BertForMaskedLM", **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForPreTraining"])
-def test_students_begin_with_every_second_layer(name: str) -> None:
+def test_students_start_with_every_second_layer(name: str) -> None:
     source = teacher(name)
     student = models.DistilBertForMaskedLM.from_teacher(source)
     assert student.config.n_layers == 3
@@ -81,8 +81,8 @@ def test_a_student_with_every_layer_is_its_teacher() -> None:
     """Of a single sentence, whose segment is the first."""
     source = teacher()
     student = models.DistilBertForMaskedLM.from_teacher(source, range(5)).eval()
-    expected = source.double()(IDS, MASKS["behind"]).logits
-    difference = student.double()(IDS, MASKS["behind"]).logits - expected
+    expected = source.double()(IDS, MASKS["right"]).logits
+    difference = student.double()(IDS, MASKS["right"]).logits - expected
     # The sum of position and segment was rounded to fp32 once.
     assert difference.abs().max() < 1e3 * torch.finfo(torch.float32).eps * expected.abs().max()
 

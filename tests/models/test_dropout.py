@@ -25,10 +25,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "fields", "dropped"), CASES)
-def test_the_same_is_dropped(name: str, fields: tuple[str, ...], dropped: str, tmp_path: Path) -> None:
+def test_the_same_elements_are_dropped(name: str, fields: tuple[str, ...], dropped: str, tmp_path: Path) -> None:
     changes = {**dict.fromkeys(fields, 0.0), dropped: 1.0, "attn_implementation": "eager"}
     ours, theirs = (module.train() for module in pair(name, tmp_path, **changes))
-    mask = MASKS["behind"]
+    mask = MASKS["right"]
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"loss": module(IDS, attention_mask=mask, labels=WORDS.where(mask, -100)).loss}

@@ -32,14 +32,14 @@ from fasttfm.testing.modules import check_modules
 transformers = pytest.importorskip("transformers")
 
 LAYOUTS = [
-    ("ElectraModel", "behind", 20, True),
+    ("ElectraModel", "right", 20, True),
     ("ElectraModel", "anywhere", 48, False),
-    ("ElectraForPreTraining", "behind", 20, False),
+    ("ElectraForPreTraining", "right", 20, False),
     ("ElectraForPreTraining", "full", 48, True),
     ("ElectraForPreTraining", "anywhere", 20, True),
-    ("ElectraForMaskedLM", "behind", 20, True),
+    ("ElectraForMaskedLM", "right", 20, True),
     ("ElectraForMaskedLM", "full", 48, False),
-    ("ElectraForSequenceClassification", "behind", 20, True),
+    ("ElectraForSequenceClassification", "right", 20, True),
     ("ElectraForTokenClassification", "anywhere", 20, False),
 ]
 
@@ -78,7 +78,7 @@ def run(module: Any, *args: Any, seed: int = 5, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("size", "sizes"), [("small", (64, 1, 256)), ("base", (256, 4, 1024)), ("large", (256, 4, 1024))]
 )
-def test_generators_are_a_fraction(size: str, sizes: tuple[int, ...]) -> None:
+def test_generator_sizes_are_fractions(size: str, sizes: tuple[int, ...]) -> None:
     config = models.ElectraConfig.named(size)
     smaller = config.generator()
     assert (smaller.hidden_size, smaller.num_attention_heads, smaller.intermediate_size) == sizes
@@ -86,7 +86,7 @@ def test_generators_are_a_fraction(size: str, sizes: tuple[int, ...]) -> None:
     assert smaller.num_hidden_layers == config.num_hidden_layers
 
 
-def test_embeddings_are_one_set_of_tensors() -> None:
+def test_embeddings_are_shared() -> None:
     for made in (joint(), copy.deepcopy(joint())):
         inner, outer = made.generator.electra.embeddings, made.discriminator.electra.embeddings
         for part in ("word", "position", "segment", "norm"):
@@ -101,19 +101,19 @@ def test_embeddings_are_one_set_of_tensors() -> None:
         assert sum(parameter.numel() for parameter in made.parameters()) == counted - shared
 
 
-def test_words_are_drawn_where_they_were_masked() -> None:
+def test_tokens_are_sampled_where_they_were_masked() -> None:
     module = joint().eval()
-    output = run(module, IDS, MASKS["behind"], labels=WORDS.where(MASKS["behind"], -100))
-    masked = (WORDS != -100) & MASKS["behind"]
-    assert torch.equal(output.sampled_ids[~masked & MASKS["behind"]], IDS[~masked & MASKS["behind"]])
+    output = run(module, IDS, MASKS["right"], labels=WORDS.where(MASKS["right"], -100))
+    masked = (WORDS != -100) & MASKS["right"]
+    assert torch.equal(output.sampled_ids[~masked & MASKS["right"]], IDS[~masked & MASKS["right"]])
     assert ((output.sampled_ids >= 0) & (output.sampled_ids < V)).all()
     assert torch.equal(output.replaced, masked & (output.sampled_ids != WORDS))
     assert output.replaced.any()
-    others = run(module, IDS, MASKS["behind"], labels=WORDS.where(MASKS["behind"], -100), seed=6)
+    others = run(module, IDS, MASKS["right"], labels=WORDS.where(MASKS["right"], -100), seed=6)
     assert not torch.equal(others.sampled_ids, output.sampled_ids)
 
 
-def test_a_word_that_is_drawn_again_is_no_replacement() -> None:
+def test_a_sample_that_equals_the_original_is_no_replacement() -> None:
     """A generator that knows the word: the bias of one word is far above the others'."""
     module = joint().eval()
     with torch.no_grad():
@@ -133,7 +133,7 @@ class TheirJoint(torch.nn.Module):
         self.generator, self.discriminator = generator, discriminator
 
 
-@pytest.mark.parametrize("kind", ["behind", "anywhere"])
+@pytest.mark.parametrize("kind", ["right", "anywhere"])
 def test_same_losses_and_gradients_as_transformers(kind: str, tmp_path: Path) -> None:
     """On the words that ours has drawn. A shared parameter's gradient is the sum of both models'."""
     ours = joint().eval()
@@ -170,10 +170,10 @@ def test_same_losses_and_gradients_as_transformers(kind: str, tmp_path: Path) ->
     check_modules(ours, theirs, call, {}, translate=translate)
 
 
-def test_padded_packed_and_named_rows_are_the_same() -> None:
+def test_padded_packed_and_selected_rows_are_the_same() -> None:
     """With dropout: the same seed draws the same words and drops the same elements."""
     module = joint()
-    mask = MASKS["behind"]
+    mask = MASKS["right"]
     labels = WORDS.where(mask, -100)
     cu_seqlens = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
     packed = {"cu_seqlens": cu_seqlens, "max_seqlen": S}
@@ -195,7 +195,7 @@ def test_padded_packed_and_named_rows_are_the_same() -> None:
 def test_training_step_reaches_every_parameter() -> None:
     module = joint()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = module(IDS, MASKS["behind"], SEGMENTS, labels=WORDS.where(MASKS["behind"], -100))
+        output = module(IDS, MASKS["right"], SEGMENTS, labels=WORDS.where(MASKS["right"], -100))
     output.loss.backward()
     assert output.loss.dtype == torch.float32
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in module.parameters())

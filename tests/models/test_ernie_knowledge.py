@@ -139,7 +139,7 @@ def plain_of(made: Any) -> Plain:
     return Plain({name: value.clone().requires_grad_() for name, value in weights.items()}, made.config)
 
 
-def test_every_layer_has_the_numbers_of_the_equations() -> None:
+def test_every_layer_matches_the_equations() -> None:
     made = model("Model")
     full = {f"bert.{name}": value for name, value in made.checkpoint_tensors(dict(made.state_dict())).items()}
     states = Plain(full, made.config).encode(IDS, MASK, ENTITIES, made.entity_embeddings.weight)
@@ -152,7 +152,7 @@ def test_every_layer_has_the_numbers_of_the_equations() -> None:
     assert not torch.allclose(ignored[2][MASK], found[2][MASK])
 
 
-def test_gradients_are_those_of_the_equations() -> None:
+def test_gradients_match_the_equations() -> None:
     made = model("Model")
     tensors = made.checkpoint_tensors(dict(made.state_dict()))
     full = {f"bert.{name}": value.clone().requires_grad_() for name, value in tensors.items()}
@@ -166,7 +166,7 @@ def test_gradients_are_those_of_the_equations() -> None:
         torch.testing.assert_close(gradient, full[f"bert.{name}"].grad, rtol=1e-9, atol=1e-11, msg=name)
 
 
-def test_losses_are_those_of_the_equations() -> None:
+def test_losses_match_the_equations() -> None:
     """Losses divide by their counts in fp32: one rounding of it in every gradient."""
     made = model()
     plain, vectors = plain_of(made), made.knowledge.entity_embeddings.weight
@@ -187,7 +187,7 @@ def test_losses_are_those_of_the_equations() -> None:
         torch.testing.assert_close(gradient, plain.weights[name].grad, rtol=0, atol=bound, msg=name)
 
 
-def test_a_wrong_equation_is_noticed() -> None:
+def test_a_wrong_equation_is_detected() -> None:
     """What the comparison must reject: the bias of entities left out of tokens without one."""
     made = model("Model")
     full = {f"bert.{name}": value for name, value in made.checkpoint_tensors(dict(made.state_dict())).items()}
@@ -320,7 +320,7 @@ def release(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def test_the_release_of_thunlp_opens_by_its_names(tmp_path: Path) -> None:
+def test_the_release_of_thunlp_is_loaded_by_its_names(tmp_path: Path) -> None:
     tensors = release(tmp_path)
     assert family_of(tmp_path) is models.families.FAMILIES["ernie_knowledge"]
     changes = {"entity_hidden_size": E, "entity_num_attention_heads": 4}
@@ -412,7 +412,7 @@ def layer_results(
     ],
 )
 @pytest.mark.parametrize("drop", [False, True])
-def test_the_node_has_the_numbers_of_the_modules(changes: dict[str, Any], frozen: tuple[str, ...], drop: bool) -> None:
+def test_the_autograd_node_matches_the_modules(changes: dict[str, Any], frozen: tuple[str, ...], drop: bool) -> None:
     torch.manual_seed(0)
     rate = 0.25 if drop else 0.0
     layer = nn.KnowledgeLayer(**LAYER, dropout=rate, attention_dropout=rate, dtype=torch.float64, **changes)

@@ -20,8 +20,8 @@ B, S, V, PAD = 4, 7, 61, 60
 LENGTHS = [4, 7, 1, 6]
 SIZES = {"vocab_size": V, "n_embd": 48, "n_layer": 3, "n_head": 3, "n_positions": 40, "pad_token_id": PAD}
 FAMILIES = {"GPT2": {}, "OpenAIGPT": {}, "GPT3": {"local_window": 4}}
-BEFORE = torch.arange(S) >= S - torch.tensor(LENGTHS)[:, None]  # padding before the prompts
-BEHIND = torch.arange(S) < torch.tensor(LENGTHS)[:, None]
+LEFT_PADDED = torch.arange(S) >= S - torch.tensor(LENGTHS)[:, None]  # padding before the prompts
+RIGHT_PADDED = torch.arange(S) < torch.tensor(LENGTHS)[:, None]
 PROMPTS = torch.randint(5, PAD, (B, S), generator=torch.Generator().manual_seed(0))
 
 
@@ -65,11 +65,11 @@ def test_the_cache_changes_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", ["before", "behind", "lengths"])
+@pytest.mark.parametrize("layout", ["left", "right", "lengths"])
 def test_greedy_continuations_of_different_prompts(family: str, layout: str) -> None:
     module = model(family)
     ends = sorted({int(naive(module, PROMPTS[0, : LENGTHS[0]], 4, [])[2]), 3})  # one sequence ends early
-    mask = BEFORE if layout == "before" else BEHIND
+    mask = LEFT_PADDED if layout == "left" else RIGHT_PADDED
     options = {"lengths": LENGTHS} if layout == "lengths" else {"attention_mask": mask}
     ids = PROMPTS.where(mask, PAD)
     found = generate(module, ids, **options, max_new_tokens=12, eos_token_id=ends)
@@ -85,14 +85,14 @@ def test_the_same_tokens_as_transformers(tmp_path: Any) -> None:
     ours = model()
     ours.save_pretrained(tmp_path)
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
-    ids = PROMPTS.where(BEFORE, PAD)
-    ends = [3, int(theirs.generate(ids, attention_mask=BEFORE.int(), max_new_tokens=5, do_sample=False)[1, S + 3])]
+    ids = PROMPTS.where(LEFT_PADDED, PAD)
+    ends = [3, int(theirs.generate(ids, attention_mask=LEFT_PADDED.int(), max_new_tokens=5, do_sample=False)[1, S + 3])]
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": ends}
-    expected = theirs.generate(ids, attention_mask=BEFORE.int(), **options, pad_token_id=PAD)
-    assert torch.equal(generate(ours, ids, BEFORE, **options), expected)
+    expected = theirs.generate(ids, attention_mask=LEFT_PADDED.int(), **options, pad_token_id=PAD)
+    assert torch.equal(generate(ours, ids, LEFT_PADDED, **options), expected)
 
 
-def test_the_end_is_that_of_the_longest() -> None:
+def test_the_length_is_that_of_the_longest_sequence() -> None:
     module = model()
     first = generate(module, PROMPTS[:1], max_new_tokens=20, eos_token_id=[])[0, S:]
     end = int(first[1])
@@ -115,7 +115,7 @@ def test_the_end_is_that_of_the_longest() -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_words_are_ruled_out_as_by_transformers(options: dict[str, Any], warpers: list[tuple[str, Any]]) -> None:
+def test_logits_are_filtered_as_by_transformers(options: dict[str, Any], warpers: list[tuple[str, Any]]) -> None:
     transformers = pytest.importorskip("transformers")
     logits = torch.randn(50, V, generator=torch.Generator().manual_seed(0)) * 2
     expected = logits
@@ -127,7 +127,7 @@ def test_words_are_ruled_out_as_by_transformers(options: dict[str, Any], warpers
     assert torch.equal(kept_logits(logits, *columns), expected)
 
 
-def test_words_are_drawn_with_their_probabilities() -> None:
+def test_tokens_are_sampled_with_their_probabilities() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5])
     draws = 20_000
     options = (torch.full((draws,), 0.8), torch.full((draws,), 4, dtype=torch.int32), torch.ones(draws))
@@ -161,7 +161,7 @@ def test_a_generator_reproduces_samples() -> None:
         ({"lengths": [7, 7, 0, 7]}, "input_ids: expected prompts of at least one token, got an empty one"),
     ],
 )
-def test_wrong_calls_are_named(options: dict[str, Any], message: str) -> None:
+def test_wrong_calls_are_reported(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(model(), PROMPTS, **options)
 
@@ -172,7 +172,7 @@ def test_a_model_in_training_is_refused() -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 1.5, "top_k": 20}])
-def test_a_stream_gives_what_generate_adds(sampling: dict[str, Any]) -> None:
+def test_a_stream_yields_the_tokens_of_generate(sampling: dict[str, Any]) -> None:
     module = model()
     prompt = PROMPTS[1]
     ended = int(naive(module, prompt, 5, [])[3])
@@ -192,7 +192,7 @@ def test_a_stream_gives_what_generate_adds(sampling: dict[str, Any]) -> None:
         stream(module, PROMPTS)
 
 
-def test_a_stream_computes_no_token_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_computes_tokens_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     module = model()
     calls: list[int] = []
     step = CachedDecoder.step

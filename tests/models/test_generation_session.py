@@ -40,7 +40,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("max_batch", [1, 2, 4])
-def test_sequences_are_those_of_sessions_of_their_own(model: Any, max_batch: int) -> None:
+def test_sequences_are_those_of_separate_sessions(model: Any, max_batch: int) -> None:
     """More sequences than slots, of different lengths and options: they wait, end and move."""
     session = GenerationSession(model, max_batch=max_batch)
     running = [session.submit(prompt, **options) for prompt, options in zip(PROMPTS, OPTIONS, strict=True)]
@@ -61,14 +61,14 @@ def test_greedy_tokens_are_those_of_whole_sequences(model: Any) -> None:
     assert alone(model, PROMPTS[2], max_new_tokens=10, eos_token_id=[]) == ids[len(PROMPTS[2]) :]
 
 
-def test_a_seed_decides_what_is_drawn(model: Any) -> None:
+def test_a_seed_determines_the_samples(model: Any) -> None:
     options = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": []}
     first = alone(model, PROMPTS[0], seed=1, **options)
     assert alone(model, PROMPTS[0], seed=1, **options) == first
     assert alone(model, PROMPTS[0], seed=2, **options) != first
 
 
-def test_tokens_come_one_by_one_and_others_go_on(model: Any) -> None:
+def test_tokens_are_streamed_while_others_continue(model: Any) -> None:
     session = GenerationSession(model, max_batch=2)
     streamed = session.submit(PROMPTS[0], max_new_tokens=8, eos_token_id=[])
     other = session.submit(PROMPTS[1], max_new_tokens=8, eos_token_id=[])
@@ -81,7 +81,7 @@ def test_tokens_come_one_by_one_and_others_go_on(model: Any) -> None:
     assert other.done
 
 
-def test_an_end_frees_the_place(model: Any) -> None:
+def test_a_finished_sequence_frees_its_slot(model: Any) -> None:
     whole = alone(model, PROMPTS[4], max_new_tokens=20, eos_token_id=[])
     end = whole[2]
     session = GenerationSession(model, max_batch=1)
@@ -91,7 +91,7 @@ def test_an_end_frees_the_place(model: Any) -> None:
     assert second.result() == first.result()
 
 
-def test_a_sequence_that_is_given_up_makes_room(model: Any) -> None:
+def test_a_cancelled_sequence_frees_its_slot(model: Any) -> None:
     session = GenerationSession(model, max_batch=1)
     first, second, third = (session.submit(prompt, max_new_tokens=9, eos_token_id=[]) for prompt in PROMPTS[:3])
     next(iter(first))
@@ -127,7 +127,7 @@ def test_threads_may_submit_and_wait(model: Any) -> None:
         ({"graphs": True}, "graphs: expected modules without hooks and wrappers on a GPU, got others"),
     ],
 )
-def test_wrong_sessions_are_named(model: Any, options: dict[str, Any], message: str) -> None:
+def test_wrong_session_options_are_reported(model: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GenerationSession(model, **options)
 
@@ -150,7 +150,7 @@ def test_wrong_sessions_are_named(model: Any, options: dict[str, Any], message: 
         ([1], {"max_new_tokens": 1, "temperature": "hot"}, "temperature: expected a number above 0, got 'hot'"),
     ],
 )
-def test_wrong_prompts_are_named(model: Any, prompt: list[int], options: dict[str, Any], message: str) -> None:
+def test_wrong_prompts_are_reported(model: Any, prompt: list[int], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GenerationSession(model, max_length=10).submit(prompt, **options)
 
@@ -218,13 +218,13 @@ def test_a_model_that_is_trained_meanwhile_is_refused(model: Any) -> None:
         model.eval()
 
 
-def test_a_cold_temperature_takes_the_most_likely(model: Any) -> None:
+def test_a_low_temperature_takes_the_most_likely(model: Any) -> None:
     options = {"max_new_tokens": 6, "eos_token_id": []}
     assert alone(model, [5], do_sample=True, temperature=1e-44, **options) == alone(model, [5], **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 2}])
-def test_a_model_that_is_not_finite_is_named(options: dict[str, Any]) -> None:
+def test_a_model_that_is_not_finite_is_reported(options: dict[str, Any]) -> None:
     broken = models.GPT2LMHeadModel(models.GPT2Config(**SIZES)).eval()
     with torch.no_grad():
         broken.transformer.encoder.layers[0].up.weight[0, 0] = float("nan")

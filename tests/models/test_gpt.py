@@ -32,7 +32,7 @@ FAMILIES = ["GPT2", "OpenAIGPT"]
 
 CLASSES = [f"{family}{head}" for family in FAMILIES for head in ("Model", "LMHeadModel", "ForSequenceClassification")]
 # With padding before a token, transformers' loss predicts the token from the padding, so there it is left out.
-LAYOUTS = [(name, mask) for name in CLASSES for mask in ("behind", "full")] + [
+LAYOUTS = [(name, mask) for name in CLASSES for mask in ("right", "full")] + [
     (f"{family}Model", "anywhere") for family in FAMILIES
 ]
 
@@ -70,7 +70,7 @@ def test_same_numbers_as_transformers(name: str, kind: str, packed: bool, tmp_pa
 def test_two_heads(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     ours, theirs = pair(f"{family}DoubleHeadsModel", tmp_path, **changes)
     ids = torch.stack([IDS[:2], IDS[:2].flip(-1)])
-    mask = MASKS["behind"][:2].repeat(2, 1, 1).int()
+    mask = MASKS["right"][:2].repeat(2, 1, 1).int()
     given = {
         "labels": ids.where(mask.bool(), -100),
         "mc_token_ids": torch.tensor([[2, 8], [3, 5]]),
@@ -99,7 +99,7 @@ def test_choices_are_read_from_the_same_tokens_in_every_layout() -> None:
         module(IDS)
 
 
-@pytest.mark.parametrize("kind", ["full", "behind", "anywhere"])
+@pytest.mark.parametrize("kind", ["full", "right", "anywhere"])
 @pytest.mark.parametrize("column", [-1, S, 2**40])
 def test_a_choice_is_read_from_a_token_of_its_own_sequence(kind: str, column: int) -> None:
     module = models.GPT2DoubleHeadsModel(config("GPT2")).eval()
@@ -131,19 +131,19 @@ def test_a_packed_choice_is_read_from_its_own_sequence() -> None:
 def test_attentions(tmp_path: Path) -> None:
     ours, theirs = pair("GPT2Model", tmp_path, attn_implementation="eager")
     found = ours(IDS, lengths=LENGTHS, output_attentions=True).attentions
-    expected = theirs.double()(IDS, attention_mask=MASKS["behind"], output_attentions=True).attentions
+    expected = theirs.double()(IDS, attention_mask=MASKS["right"], output_attentions=True).attentions
     assert len(found) == len(expected) == 2
     for a, b in zip(found, expected, strict=True):
-        rows = MASKS["behind"][:, None, :, None].expand_as(b)
+        rows = MASKS["right"][:, None, :, None].expand_as(b)
         assert (a.double() - b)[rows].abs().max() < torch.finfo(torch.float32).eps * 100
         assert not a[~rows].any()
 
 
-def test_the_last_word_is_read() -> None:
+def test_the_last_token_is_read() -> None:
     """Not padding, where the mask does not say it; the last token where no word means padding."""
     module = models.GPT2ForSequenceClassification(config("GPT2")).eval()
-    ids = torch.where(MASKS["behind"], IDS, PAD)
-    by_mask = module(ids, MASKS["behind"]).logits
+    ids = torch.where(MASKS["right"], IDS, PAD)
+    by_mask = module(ids, MASKS["right"]).logits
     assert torch.equal(module(ids).logits, by_mask)
     module.config.pad_token_id = None
     assert torch.equal(module(ids, lengths=LENGTHS).logits, by_mask)
@@ -215,11 +215,11 @@ def test_gpt1_has_no_fields_of_gpt2(tmp_path: Path) -> None:
 # ---- GPT-1's fine-tuning ---------------------------------------------------------------------------------------------
 
 
-def test_the_auxiliary_loss_is_that_of_next_words(tmp_path: Path) -> None:
+def test_the_auxiliary_loss_is_the_causal_lm_loss(tmp_path: Path) -> None:
     """Against transformers' two models on one set of weights."""
     ours, theirs = pair("OpenAIGPTForSequenceClassification", tmp_path, auxiliary_loss_weight=0.25)
     transformers = pytest.importorskip("transformers")
-    labels, mask = torch.tensor([2, 0, 1]), MASKS["behind"]
+    labels, mask = torch.tensor([2, 0, 1]), MASKS["right"]
     ids = torch.where(mask, IDS, PAD)
     words = torch.where(mask, IDS, -100)
 
@@ -249,7 +249,7 @@ def test_every_second_layer_is_local() -> None:
     theirs = theirs_of("GPT2LMHeadModel", n_layer=4)
     ours = models.GPT3LMHeadModel(config("GPT3", n_layer=4, local_window=4)).eval()
     ours.load_state_dict(ours.own_tensors(theirs.state_dict()), strict=False)
-    there = MASKS["behind"]
+    there = MASKS["right"]
     distance = torch.arange(S)[:, None] - torch.arange(S)
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -278,7 +278,7 @@ def test_gpt3_is_not_read_as_gpt2(tmp_path: Path) -> None:
 # ---- initialisation and training -------------------------------------------------------------------------------------
 
 
-def test_what_is_added_to_the_stream_begins_small() -> None:
+def test_residual_projections_start_small() -> None:
     torch.manual_seed(0)
     module = models.GPT2LMHeadModel(config("GPT2", n_layer=8, n_embd=96))
     for layer in module.transformer.encoder.in_order():
@@ -288,7 +288,7 @@ def test_what_is_added_to_the_stream_begins_small() -> None:
             assert not product.bias.any()
 
 
-def test_a_training_step_is_one_graph_and_runs_again_in_the_backward() -> None:
+def test_a_training_step_is_one_graph_and_can_be_checkpointed() -> None:
     """Compiled, and with activation checkpointing, the same bits, dropout included."""
     module = models.GPT2LMHeadModel(config("GPT2"))
     cu_seqlens = torch.tensor([0, 11, B * S], dtype=torch.int32)
@@ -311,7 +311,7 @@ def test_a_training_step_is_one_graph_and_runs_again_in_the_backward() -> None:
 def test_training_step_reaches_every_parameter() -> None:
     module = models.GPT2LMHeadModel(config("GPT2"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = module(IDS, MASKS["behind"], labels=IDS).loss
+        loss = module(IDS, MASKS["right"], labels=IDS).loss
     loss.backward()
     assert loss.dtype == torch.float32
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in module.parameters())

@@ -46,7 +46,7 @@ def test_same_numbers_as_transformers(dtype: torch.dtype, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", ["GPT2", "GPT3", "OpenAIGPT"])
-def test_steps_wait_for_nothing_and_give_the_states_of_whole_sequences(family: str) -> None:
+def test_steps_do_not_synchronize_and_give_the_states_of_whole_sequences(family: str) -> None:
     torch.manual_seed(0)
     local = {"local_window": 20} if family == "GPT3" else {}
     module = getattr(models, f"{family}Model")(getattr(models, f"{family}Config")(**SIZES, **local)).cuda().eval()
@@ -70,7 +70,7 @@ def test_steps_wait_for_nothing_and_give_the_states_of_whole_sequences(family: s
             assert comparison.ok, str(comparison)
 
 
-def test_a_choice_outside_its_sequence_is_told_without_waiting() -> None:
+def test_a_choice_outside_its_sequence_is_reported_without_synchronizing() -> None:
     module = models.GPT2DoubleHeadsModel(models.GPT2Config(**SIZES)).cuda().eval()
     words = ids().view(3, 2, S)
     good = torch.zeros(3, 2, dtype=torch.int64, device="cuda")

@@ -259,7 +259,7 @@ def test_an_unreachable_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 @pytest.mark.usefixtures("online")
-def test_refusals_of_the_hub_are_sentences(kind: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_hub_are_reported_readably(kind: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         cls = getattr(hub.errors, kind)
         raise cls.__new__(cls)  # their constructors want an HTTP response

@@ -94,7 +94,7 @@ def test_padded_and_packed_drop_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "ElectraForJointPreTraining"])
-def test_a_step_waits_for_nothing(name: str) -> None:
+def test_a_step_does_not_synchronize(name: str) -> None:
     module = model(name)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     given = batch()

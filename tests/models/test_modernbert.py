@@ -18,12 +18,12 @@ transformers = pytest.importorskip("transformers")
 # Three layers: the first is global, the others are local with a window that ends inside of the sequences.
 LOCAL = {"num_hidden_layers": 3, "local_attention": 4, "pad_token_id": 0}
 LAYOUTS = [
-    ("ModernBertModel", "behind", True),
+    ("ModernBertModel", "right", True),
     ("ModernBertModel", "full", False),
-    ("ModernBertForMaskedLM", "behind", False),
+    ("ModernBertForMaskedLM", "right", False),
     ("ModernBertForMaskedLM", "full", True),
-    ("ModernBertForSequenceClassification", "behind", True),
-    ("ModernBertForTokenClassification", "behind", True),
+    ("ModernBertForSequenceClassification", "right", True),
+    ("ModernBertForTokenClassification", "right", True),
 ]
 
 
@@ -37,7 +37,7 @@ def test_biases_and_pooling(biases: bool, tmp_path: Path) -> None:
     names = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
     changes = {**LOCAL, **dict.fromkeys(names, biases), "classifier_pooling": "mean"}
     name = "ModernBertForSequenceClassification"
-    check_layout(name, *pair(name, tmp_path, **changes), "behind", packed=False, segments=False)
+    check_layout(name, *pair(name, tmp_path, **changes), "right", packed=False, segments=False)
 
 
 def test_multiple_choice(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_released_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**written, **released}))
     ours = models.ModernBertModel.from_pretrained(tmp_path)
     assert [layer.theta for layer in ours.encoder.in_order()] == [1000.0, 10.0, 1000.0, 10.0, 1000.0]
-    mask = MASKS["behind"].long()
+    mask = MASKS["right"].long()
     with torch.no_grad():
         expected = theirs(IDS, mask).last_hidden_state
         found = ours(IDS, mask).last_hidden_state
@@ -94,7 +94,7 @@ def test_sequences_beyond_the_configured_positions(tmp_path: Path) -> None:
     name = "ModernBertForMaskedLM"
     ours, theirs = pair(name, tmp_path, **{**LOCAL, "max_position_embeddings": 4})
     assert ours.model.encoder.positions == 4
-    check_layout(name, ours, theirs, "behind", packed=False, segments=False)
+    check_layout(name, ours, theirs, "right", packed=False, segments=False)
     ids = IDS.repeat(1, 4)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)

@@ -61,7 +61,7 @@ def of_tokens(output: Any, key: str, inputs: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "head"), _ALL, ids=[f"{name}-{head.name}" for name, head in _ALL])
-def test_the_plain_form_is_the_model(name: str, head: Head) -> None:
+def test_the_plain_form_matches_the_model(name: str, head: Head) -> None:
     model = small(name, head)
     other = name in ("ernie_knowledge", "vit") or (name, head) == ("electra", Head.PRETRAINING)
     other = other or head is Head.GRAPH_CHOICE
@@ -147,7 +147,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_torchscript_is_refused_in_words() -> None:
+def test_torchscript_is_refused() -> None:
     model = small("bert", Head.NONE)
     with pytest.raises(RuntimeError, match=r"BertModel: torch\.jit\.trace .* torch\.export"):
         torch.jit.trace(model, (torch.ones(2, 5, dtype=torch.int64),), strict=False)

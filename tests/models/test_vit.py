@@ -146,7 +146,7 @@ def test_transformers_reads_what_is_saved(name: str, tmp_path: Path) -> None:
         assert torch.equal(again.state_dict()[key], value), key
 
 
-def test_heads_of_each_other(tmp_path: Path) -> None:
+def test_heads_load_each_others_checkpoints(tmp_path: Path) -> None:
     """A mask token and a pooler are parts that a checkpoint may have, and may lack."""
     models.ViTForMaskedImageModeling(models.ViTConfig(**SIZES)).save_pretrained(tmp_path / "masked")
     with pytest.warns(UserWarning, match="no trained head \\(classifier\\): randomly initialized"):
@@ -161,7 +161,7 @@ def test_heads_of_each_other(tmp_path: Path) -> None:
         assert models.ViTModel.from_pretrained(tmp_path / "masked")(pixels()).pooler_output.shape == (2, 48)
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_images_and_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = models.ViTForImageClassification(models.ViTConfig(**SIZES))
     with pytest.raises(ValueError, match=r"pixels: expected 12 x 12 pixels, or others with .*, got 16 x 12"):
         model(pixels(16, 12))

@@ -121,7 +121,7 @@ def test_packed_encoders_are_exported_for_any_batch(name: str) -> None:
 
 @each_family
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_copies_train_alike_and_stay_tied(name: str, duplicate: Any) -> None:
+def test_copies_train_equally_and_stay_tied(name: str, duplicate: Any) -> None:
     module = model(name)
     twin = duplicate(module)
     check_tied(twin)
@@ -142,7 +142,7 @@ def test_other_types_and_back(name: str) -> None:
 
 
 @each_family
-def test_built_without_memory_and_filled(name: str) -> None:
+def test_built_on_the_meta_device_and_materialized(name: str) -> None:
     module = model(name)
     with torch.device("meta"):
         empty = model(name)
@@ -189,7 +189,7 @@ def check_gradients_of_the_whole(found: dict[str, Tensor]) -> None:
         assert comparison.ok, str(comparison)
 
 
-def test_gradients_of_parts_add_up() -> None:
+def test_gradients_of_microbatches_add_up() -> None:
     module = plain()
     for part in (slice(0, 1), slice(1, 2)):
         (module(**half_of_a_batch(part)).loss / 2).backward()

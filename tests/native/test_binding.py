@@ -140,14 +140,14 @@ def test_instruction_sets() -> None:
         _C.set_isa(2)
 
 
-def test_the_environment_chooses_the_instruction_set() -> None:
+def test_the_environment_selects_the_instruction_set() -> None:
     code = "from fasttfm import _native; print(_native.core().active_isa())"
     environment = {**os.environ, "FASTTFM_ISA": "baseline"}
     asked = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert asked.stdout.strip() == "baseline"
 
 
-def test_an_instruction_set_that_this_cpu_lacks_is_refused() -> None:
+def test_an_unsupported_instruction_set_is_refused() -> None:
     expected = rf"^FASTTFM_ISA: expected one of {', '.join(_C.supported_isas())} on this CPU, got 'mmx'$"
     with pytest.raises(ValueError, match=expected):
         _native._set_isa("mmx")

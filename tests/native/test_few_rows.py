@@ -42,7 +42,7 @@ def test_every_tile_multiplies(emulated: ctypes.CDLL) -> None:
         assert np.array_equal(found.sum(0), x @ weight.T), f"tile {tile}"
 
 
-def test_rows_that_are_read_together_lie_in_different_banks(emulated: ctypes.CDLL) -> None:
+def test_rows_that_are_read_together_are_in_different_banks(emulated: ctypes.CDLL) -> None:
     assert [emulated.few_rows_bank_conflicts(chunks) for chunks in (4, 8, 16)] == [0, 0, 0]
 
 

@@ -177,7 +177,7 @@ print(os.waitpid(child, 0)[1])
     assert run_python(code) == "0"
 
 
-def test_a_library_that_is_not_there() -> None:
+def test_a_missing_library() -> None:
     runtime, reason = _C.share_openmp("/nowhere/libtorch_cpu.so")
     assert runtime == ""
     assert reason == "the library is not loaded in this process"

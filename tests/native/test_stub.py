@@ -47,7 +47,7 @@ def test_exceptions_agree() -> None:
     }
 
 
-def test_a_forgotten_field_shows() -> None:
+def test_a_missing_field_is_detected() -> None:
     text = STUB.read_text()
     for field in ("threads: int, ", "eps: float, "):
         shorter = text.replace(field, "", 1)

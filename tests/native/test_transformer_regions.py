@@ -30,7 +30,7 @@ def overlapping(found: list[Region]) -> list[tuple[Region, Region]]:
 
 @pytest.mark.parametrize("kind", [KEPT, BETWEEN, FORWARD, BACKWARD])
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_regions_in_use_at_the_same_time_are_apart(kind: int, flags: dict[str, int]) -> None:
+def test_regions_in_use_at_the_same_time_do_not_overlap(kind: int, flags: dict[str, int]) -> None:
     for tokens, layers, fused in product((1, 37, 4096), (1, 12), (False, True)):
         shape = SHAPE | flags | {"tokens": tokens, "layers": layers}
         found, total = regions(kind, shape, workspace_bytes=WORKSPACE, fused_activation=fused)
@@ -38,7 +38,7 @@ def test_regions_in_use_at_the_same_time_are_apart(kind: int, flags: dict[str, i
         assert all(region.offset % 256 == 0 and region.offset + region.bytes <= total for region in found)
 
 
-def test_an_overlap_shows() -> None:
+def test_an_overlap_is_detected() -> None:
     assert overlapping([Region(512, 0, 3, 0), Region(256, 3, 4, 256)]) != []
     assert overlapping([Region(512, 0, 2, 0), Region(256, 3, 4, 256)]) == []
 

@@ -95,7 +95,7 @@ def test_alterations_have_the_effect_that_they_have_in_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"scale_grad_by_freq": True}], ids=str)
-def test_tables_that_do_more_than_look_rows_up_are_called(options: dict[str, Any]) -> None:
+def test_altered_embedding_tables_are_called(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     ours = fasttfm.nn.Embeddings(V, C, dropout=0.0)
     theirs = Plain(ours, {})

@@ -91,7 +91,7 @@ def gradients(network: nn.Module, ids: Tensor) -> list[Tensor]:
     return [each.grad.clone() for each in network.parameters() if each.grad is not None]
 
 
-def test_a_step_without_finite_numbers_leaves_the_scales() -> None:
+def test_a_step_that_is_not_finite_keeps_the_scales() -> None:
     """What is not finite reaches the gradients, where training loops find it; the next step is as if it had not been,
     apart from one place in the histories."""
     network = model()
@@ -158,7 +158,7 @@ def test_replaced_parameters_are_reported() -> None:
         gradients(network, batch())
 
 
-def test_state_goes_on_with_the_same_bits() -> None:
+def test_state_resumes_with_the_same_bits() -> None:
     network = model()
     scaling = Fp8Training(network)
     train(network, scaling, 3)
@@ -169,7 +169,7 @@ def test_state_goes_on_with_the_same_bits() -> None:
     assert torch.equal(scaling.scales.history, restored.scales.history)
 
 
-def test_layers_can_be_left_as_they_are() -> None:
+def test_layers_can_be_excluded() -> None:
     network = model()
     Fp8Training(network, skip_first=1)
     first, second = network.bert.encoder.layers

@@ -128,7 +128,7 @@ def test_vectors_and_gradients(reasoner: GraphReasoner, graphs: list[SchemaGraph
 
 
 @pytest.mark.parametrize("change", ["neighbours", "path_query", "pair_query", "reverse"])
-def test_the_comparison_sees_a_broken_part(reasoner: GraphReasoner, graphs: list[SchemaGraph], change: str) -> None:
+def test_a_broken_part_is_detected(reasoner: GraphReasoner, graphs: list[SchemaGraph], change: str) -> None:
     statements = torch.randn(len(graphs), 10, dtype=torch.float64)
     expected = torch.stack([reference(reasoner, graph, s) for graph, s in zip(graphs, statements, strict=True)])
     broken = {
@@ -144,7 +144,7 @@ def test_the_comparison_sees_a_broken_part(reasoner: GraphReasoner, graphs: list
         torch.testing.assert_close(found, expected, **EXACT)
 
 
-def test_defaults_where_nothing_is_joined(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
+def test_defaults_without_paths_or_pairs(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
     """A pair without a path has R = 0, a graph without pairs g = 0, and both stay finite in the backward."""
     statements = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
     found = reasoner(collate_graphs(graphs[1:4]), statements)

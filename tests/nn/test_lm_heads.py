@@ -62,7 +62,7 @@ def test_masked_loss(given: str) -> None:
     check_modules(ours, theirs, call, {"x": torch.randn(T, C)})
 
 
-def test_nothing_predicted() -> None:
+def test_no_predictions() -> None:
     ours, _ = heads()
     x = torch.randn(T, C, requires_grad=True)
     for options in ({}, {"max_predictions": 3}):
@@ -72,7 +72,7 @@ def test_nothing_predicted() -> None:
             assert not gradient.any()
 
 
-def test_more_predictions_than_said_give_no_number() -> None:
+def test_more_predictions_than_the_limit_give_nan() -> None:
     ours, _ = heads()
     assert ours.loss(torch.randn(T, C), LABELS, max_predictions=3).isnan()
 
@@ -128,7 +128,7 @@ def test_a_replaced_decoder_has_the_loss_of_its_logits(reduction: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_words_are_not_drawn_past_a_replaced_decoder() -> None:
+def test_sampling_with_a_replaced_decoder_is_refused() -> None:
     ours, _ = heads()
     low_rank(ours, "decoder")
     with pytest.raises(ValueError, match=r"MaskedLMHead.sample: decoder: expected a head and a decoder without hooks"):

@@ -109,7 +109,7 @@ def test_without_a_batch() -> None:
     check_modules(ours, theirs, call, {"x": torch.randn(S, C)})
 
 
-def test_weights_come_by_the_plain_path() -> None:
+def test_attention_weights_are_computed_by_the_plain_path() -> None:
     ours, theirs = pair(batch_first=True)
     x = tokens(S, True)
     for options in ({}, {"average_attn_weights": False}, {"key_padding_mask": padding_mask(S)}):
@@ -118,7 +118,7 @@ def test_weights_come_by_the_plain_path() -> None:
         assert torch.equal(weights, expected_weights)
 
 
-def test_a_wrong_mask_is_noticed() -> None:
+def test_a_wrong_mask_is_detected() -> None:
     ours, theirs = pair(batch_first=True)
 
     def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

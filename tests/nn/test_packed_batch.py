@@ -12,22 +12,22 @@ from fasttfm.nn import PackedBatch
 
 B, S = 3, 6
 IDS = torch.arange(B * S).view(B, S)
-BEHIND = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+RIGHT_PADDED = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
 ANYWHERE = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 0, 0, 1, 0, 0], [0, 1, 1, 1, 1, 0]])
 
 LAYOUTS: dict[str, tuple[dict[str, Any], Tensor]] = {
     "all": ({}, torch.ones(B, S)),
     "full mask": ({"attention_mask": torch.ones(B, S)}, torch.ones(B, S)),
-    "mask": ({"attention_mask": BEHIND}, BEHIND),
-    "boolean mask": ({"attention_mask": BEHIND.bool()}, BEHIND),
+    "mask": ({"attention_mask": RIGHT_PADDED}, RIGHT_PADDED),
+    "boolean mask": ({"attention_mask": RIGHT_PADDED.bool()}, RIGHT_PADDED),
     "gaps": ({"attention_mask": ANYWHERE}, ANYWHERE),
-    "lengths": ({"lengths": [4, 1, 6]}, BEHIND),
-    "lengths tensor": ({"lengths": torch.tensor([4, 1, 6])}, BEHIND),
+    "lengths": ({"lengths": [4, 1, 6]}, RIGHT_PADDED),
+    "lengths tensor": ({"lengths": torch.tensor([4, 1, 6])}, RIGHT_PADDED),
 }
 
 
 @pytest.mark.parametrize(("options", "mask"), LAYOUTS.values(), ids=LAYOUTS)
-def test_there_and_back(options: dict[str, Any], mask: Tensor) -> None:
+def test_round_trip(options: dict[str, Any], mask: Tensor) -> None:
     batch = PackedBatch.of(IDS, **options)
     there = mask.bool()
     assert batch.tokens == int(there.sum())
@@ -66,10 +66,14 @@ def test_packed_stays_packed() -> None:
         (IDS, {"max_seqlen": 3}, "max_seqlen: expected None without cu_seqlens, got 3"),
         (IDS, {"lengths": [1, 2]}, r"lengths: expected 3 numbers in \[0, 6\], got \[1, 2\]"),
         (IDS, {"lengths": [1, 2, 7]}, r"lengths: expected 3 numbers in \[0, 6\]"),
-        (IDS, {"lengths": [1, 2, 3], "attention_mask": BEHIND}, "attention_mask: expected None together with lengths"),
-        (IDS, {"attention_mask": BEHIND[:2]}, r"attention_mask: expected shape \(3, 6\), got shape \(2, 6\)"),
+        (
+            IDS,
+            {"lengths": [1, 2, 3], "attention_mask": RIGHT_PADDED},
+            "attention_mask: expected None together with lengths",
+        ),
+        (IDS, {"attention_mask": RIGHT_PADDED[:2]}, r"attention_mask: expected shape \(3, 6\), got shape \(2, 6\)"),
     ],
 )
-def test_contradictions_are_named(ids: Tensor, options: dict[str, Any], message: str) -> None:
+def test_contradictory_arguments_are_reported(ids: Tensor, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"PackedBatch: {message}"):
         PackedBatch.of(ids, **options)

@@ -113,7 +113,7 @@ def test_same_numbers_as_torch(norm_first: bool, causal: bool, memory: dict[str,
     check_modules(ours, theirs, call, {"x": tokens()}, translate=translate_back)
 
 
-def test_a_wrong_model_is_noticed() -> None:
+def test_a_wrong_model_is_detected() -> None:
     ours = encoder(norm_first=False)
     theirs = Plain(ours, norm_first=False, causal=True)
     comparisons = compare_modules(ours, theirs, call, {"x": tokens()}, translate=translate_back)
@@ -144,7 +144,7 @@ def test_dropout_is_the_same_forward_and_backward(norm_first: bool, memory: dict
     assert torch.autograd.gradcheck(function, [x], fast_mode=True)
 
 
-def test_what_is_kept() -> None:
+def test_saved_bytes() -> None:
     x, cu_seqlens = tokens(64), torch.tensor([0, 64], dtype=torch.int32)
     modules = [encoder(norm_first=False, **memory) for memory in MEMORY]
     default, least, most = (saved_bytes(lambda module=module: module(x, cu_seqlens, 64)) for module in modules)
@@ -223,7 +223,7 @@ def test_a_tensor_that_has_replaced_a_parameter_is_used() -> None:
     torch.testing.assert_close(module(x, CU_SEQLENS, 9), expected(x, CU_SEQLENS, 9))
 
 
-def test_explain_says_how_layers_are_run() -> None:
+def test_explain_reports_how_layers_are_run() -> None:
     module = encoder(norm_first=True)
     reason = transformer_native.missing_cpu()
     assert module.explain(tokens(), 9).chosen == ("cpu" if reason is None else "ops")
@@ -232,7 +232,7 @@ def test_explain_says_how_layers_are_run() -> None:
     assert "hooks" in str(module.float().explain(tokens(), 9))
 
 
-def test_a_layer_that_stands_twice_is_one_set_of_parameters() -> None:
+def test_a_layer_that_is_used_twice_has_one_set_of_parameters() -> None:
     layer = fasttfm.nn.PackedLayer(C, H, I, dropout=0.0, attention_dropout=0.0)
     shared = fasttfm.nn.PackedTransformer([layer, layer])
     assert len(list(shared.parameters())) == len(list(layer.parameters()))
@@ -259,7 +259,7 @@ def test_no_tokens() -> None:
     assert all(not parameter.grad.any() for parameter in module.parameters())
 
 
-def test_bad_arguments_are_named() -> None:
+def test_wrong_arguments_are_reported() -> None:
     layer = fasttfm.nn.PackedLayer(C, H, I)
     with pytest.raises(ValueError, match=r"PackedLayer: x: expected a contiguous \[T, 32\], got shape \(15, 16\)"):
         layer(torch.zeros(T, 16), CU_SEQLENS, 9)
@@ -363,7 +363,7 @@ def test_sharded_layers(norm_first: bool) -> None:
         torch.testing.assert_close(value, other)
 
 
-def test_layers_that_draw_are_run_again_alike() -> None:
+def test_layers_with_their_own_dropout_are_recomputed_equally() -> None:
     """A replaced module may have dropout of its own, which checkpointing has to repeat."""
     ours = encoder(norm_first=False, dropout=0.2).double()
     ours.layers[0].up = nn.Sequential(nn.Dropout(0.5), ours.layers[0].up)
@@ -383,7 +383,7 @@ def test_attention_weights_of_a_replaced_projection() -> None:
     torch.testing.assert_close(layer.attention_weights(x, *ONE), merged.attention_weights(x, *ONE))
 
 
-def test_what_is_no_layer_is_refused() -> None:
+def test_modules_that_are_no_layers_are_refused() -> None:
     ours = encoder(norm_first=False)
     ours.layers[1] = nn.Identity()
     with pytest.raises(
@@ -455,7 +455,7 @@ def test_same_numbers_on_a_gpu(norm_first: bool, memory: dict[str, bool], dtype:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-def test_a_gpu_gives_the_cpu_s_dropout(norm_first: bool) -> None:
+def test_dropout_on_a_gpu_is_that_of_the_cpu(norm_first: bool) -> None:
     """Seeds decide, not devices: with the same seeds both drop the same elements."""
     module = wide_encoder(norm_first, dropout=0.2, attention_dropout=0.2)
     x, cu_seqlens, longest = wide_batch()
@@ -471,7 +471,7 @@ def test_a_gpu_gives_the_cpu_s_dropout(norm_first: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("memory", MEMORY[1:], ids=str)
-def test_a_step_waits_for_nothing_and_is_captured(norm_first: bool, memory: dict[str, bool]) -> None:
+def test_a_step_does_not_synchronize_and_can_be_captured(norm_first: bool, memory: dict[str, bool]) -> None:
     module = wide_encoder(norm_first, dropout=0.1, attention_dropout=0.1, **memory)
     x, cu_seqlens, longest = wide_batch()
     x = x.cuda().requires_grad_()

@@ -246,7 +246,7 @@ def test_another_attention_gets_the_masks_that_torch_gives() -> None:
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("part", ["dropout", "dropout1", "dropout2"])
-def test_dropout_modules_decide_for_themselves(part: str, norm_first: bool) -> None:
+def test_dropout_modules_have_their_own_training_mode(part: str, norm_first: bool) -> None:
     """As in Monte Carlo dropout. What drops all leaves nothing to chance."""
     ours, theirs = pair(batch_first=True, norm_first=norm_first)
     for module in (ours, theirs):
@@ -285,7 +285,7 @@ def test_copies_with_a_replaced_module() -> None:
     check_copies(ours.double(), run, X)
 
 
-def test_a_sequence_without_tokens_leaves_others_alone() -> None:
+def test_a_sequence_without_tokens_does_not_affect_others() -> None:
     ours, theirs = (module.double() for module in pair(batch_first=True))
     mask = padding_mask()
     mask[1] = True

@@ -267,7 +267,7 @@ def test_one_qkv_tensor_gives_the_bits_of_three(backend: str, device: str) -> No
     assert same_bits(torch.stack(gradients, dim=2), dqkv)
 
 
-def test_after_the_projection_nothing_is_copied() -> None:
+def test_the_output_of_the_projection_is_not_copied() -> None:
     """The projection's output goes in as it is, and one gradient of its shape comes back."""
     x, weight = torch.randn(11, 32, requires_grad=True), torch.randn(96, 32, requires_grad=True)
     starts = cu_seqlens_from_lengths([4, 7])
@@ -353,7 +353,7 @@ def test_a_bias_may_come_in_any_layout(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])
-def test_one_gradient_alone(wanted: int) -> None:
+def test_a_single_gradient(wanted: int) -> None:
     inputs, dout = torch.randn(3, 2, 9, 2, 16).unbind(), torch.randn(2, 9, 2, 16)
     expected = with_gradients(attention, inputs, dout)[1 + wanted]
     leaves = [x.clone().requires_grad_(index == wanted) for index, x in enumerate(inputs)]
@@ -361,7 +361,7 @@ def test_one_gradient_alone(wanted: int) -> None:
     assert same_bits(found, expected)
 
 
-def test_boundaries_of_a_request_are_clear() -> None:
+def test_what_the_cpu_backend_does_not_support() -> None:
     q, k, v = torch.randn(3, 2, 9, 2, 20)
     assert fasttfm.explain("attention", q, k, v).chosen == "reference"
     with pytest.raises(BackendRefused, match="cpu: takes head dims of 16 to 256 in steps of 8, got 20"):
@@ -398,7 +398,7 @@ def test_boundaries_of_a_request_are_clear() -> None:
         ("takes tensors on a GPU of compute capability 9.0", {}),
     ],
 )
-def test_what_hoppers_kernels_leave_to_others(said: str, change: dict[str, Any]) -> None:
+def test_what_the_hopper_kernels_do_not_support(said: str, change: dict[str, Any]) -> None:
     q, k, v = torch.randn(3, 2, 9, 2, 64, dtype=torch.bfloat16)
     (hopper,) = (backend for backend in backends.tables()["attention"].backends if backend.name == "cuda")
     reason = hopper.refuse(**{"q": q, "k": k, "v": v, **change})
@@ -493,7 +493,7 @@ def test_a_cuda_graph_follows_new_lengths(backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("values", [(0, 10**6, 30), (-(10**6), 5, 30), (20, 10, 30), (0, 31, 2**31 - 1)])
-def test_wrong_boundaries_stay_inside_the_tensors(values: tuple[int, ...], backend: str) -> None:
+def test_wrong_boundaries_access_nothing_outside_of_the_tensors(values: tuple[int, ...], backend: str) -> None:
     """Values are not validated on the GPU; whatever they are, nothing outside of the tensors is accessed."""
     q, k, v, dout = torch.randn(4, 30, 2, 64, device="cuda", dtype=torch.bfloat16)
     function = partial(attention, cu_seqlens=int32(values, "cuda"), max_seqlen=64, backend=backend)

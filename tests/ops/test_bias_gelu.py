@@ -39,9 +39,7 @@ def value_and_gradient(x: Tensor, activation: str, backend: str) -> tuple[Tensor
 
 @backends
 @pytest.mark.parametrize("activation", KINDS)
-def test_far_from_zero_it_is_the_identity_or_zero(
-    backend: str, device: str, dtype: torch.dtype, activation: str
-) -> None:
+def test_large_inputs_give_the_identity_or_zero(backend: str, device: str, dtype: torch.dtype, activation: str) -> None:
     """Where squares and cubes overflow, too. The tail that GPU kernels fit for 16-bit types ends in 1e-16, not in 0."""
     far = torch.tensor([1e3, 1e4, 6e4] if dtype == torch.float16 else [1e3, 1e4, 1e13, 1e25, 3e38])
     far = far.to(dtype).to(device).repeat(8)
@@ -56,7 +54,7 @@ def test_far_from_zero_it_is_the_identity_or_zero(
 
 @backends
 @pytest.mark.parametrize("activation", KINDS)
-def test_the_backward_gives_y_once_more(backend: str, device: str, dtype: torch.dtype, activation: str) -> None:
+def test_the_backward_can_recompute_y(backend: str, device: str, dtype: torch.dtype, activation: str) -> None:
     x = torch.linspace(-6, 6, 37 * 264).view(37, 264).to(device, dtype)
     bias = torch.linspace(-1, 1, 264).to(device, dtype)
     call = (torch.ones_like(x), x, bias, ACTIVATIONS[activation], True)
@@ -69,7 +67,9 @@ def test_the_backward_gives_y_once_more(backend: str, device: str, dtype: torch.
 
 @backends
 @pytest.mark.parametrize("activation", KINDS)
-def test_zero_gives_zero_and_half_its_slope(backend: str, device: str, dtype: torch.dtype, activation: str) -> None:
+def test_zero_gives_zero_and_a_slope_of_one_half(
+    backend: str, device: str, dtype: torch.dtype, activation: str
+) -> None:
     y, dx = value_and_gradient(torch.zeros(5, 40, dtype=dtype, device=device), activation, backend)
     assert torch.equal(y, torch.zeros_like(y))
     assert torch.equal(dx, torch.full_like(dx, 0.0 if activation == "relu" else 0.5))
@@ -77,7 +77,7 @@ def test_zero_gives_zero_and_half_its_slope(backend: str, device: str, dtype: to
 
 @backends
 @pytest.mark.parametrize("activation", KINDS)
-def test_nan_stays_and_infinity_passes(backend: str, device: str, dtype: torch.dtype, activation: str) -> None:
+def test_nan_and_infinity_propagate(backend: str, device: str, dtype: torch.dtype, activation: str) -> None:
     x = torch.tensor([float("nan"), float("inf")] * 8, dtype=dtype, device=device)
     y = bias_gelu(x, activation=activation, backend=backend)
     assert y[::2].isnan().all()

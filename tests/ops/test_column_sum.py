@@ -7,7 +7,7 @@ from fasttfm.testing.specs.column_sum import SPEC
 TestColumnSum = op_tests(SPEC)
 
 
-def test_the_sum_of_a_low_precision_is_kept_in_fp32() -> None:
+def test_sums_of_16_bit_inputs_are_fp32() -> None:
     x = torch.full((1000, 16), 1.0 + 2.0**-7, dtype=torch.bfloat16)  # bf16 stops counting at 256
     total = column_sum(x, dtype=torch.float32)
     assert total.dtype == torch.float32

@@ -57,7 +57,7 @@ def test_counts(backend: str) -> None:
     assert result.predictions == B // 2
 
 
-def test_scores_are_never_all_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_score_matrix_is_never_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block has as many rows as its bytes allow, and nothing of the size of the scores is kept for the backward."""
     rows = 700
     queries, keys = drawn(rows)
@@ -89,7 +89,7 @@ def _rank(rank: int, folder: str, symmetric: bool) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_ranks_are_one_batch(tmp_path: Path) -> None:
+def test_ranks_form_one_batch(tmp_path: Path) -> None:
     """Two ranks, whose gradients DistributedDataParallel would average, against one process with all rows."""
     torch.multiprocessing.spawn(_rank, (str(tmp_path), True), nprocs=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

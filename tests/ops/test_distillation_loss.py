@@ -38,7 +38,7 @@ def gradients(loss: Tensor, given: dict[str, Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("given_logits", [True, False])
 @pytest.mark.parametrize("positions", [None, [3, 0, 10, 10, 4, 7, 1]])
-def test_many_blocks_are_one(
+def test_blocks_do_not_change_the_result(
     backend: str, given_logits: bool, positions: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows in blocks of 2, against torch's own divergence."""
@@ -75,7 +75,7 @@ def test_a_student_that_is_its_teacher(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("whose", ["student_hidden", "teacher"])
-def test_a_row_with_nan_spoils_itself_alone_and_only_where_it_counts(backend: str, whose: str) -> None:
+def test_a_nan_affects_only_its_row_and_only_if_the_row_counts(backend: str, whose: str) -> None:
     given = {name: value.detach() for name, value in drawn().items()}
     given[whose][2:4] = torch.nan
     given["student_hidden"].requires_grad_()
@@ -101,7 +101,7 @@ def test_the_teacher_gets_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_parts_of_a_batch_add_up(backend: str) -> None:
+def test_microbatches_add_up(backend: str) -> None:
     given = drawn()
     mask = torch.arange(N) % 3 != 0
     whole = distillation_loss(**given, mask=mask, backend=backend)
@@ -116,7 +116,7 @@ def test_parts_of_a_batch_add_up(backend: str) -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_gpu() -> None:
+def test_nothing_synchronizes_with_the_gpu() -> None:
     given = {name: value.detach().cuda().requires_grad_() for name, value in drawn().items()}
     positions, mask = torch.tensor([1, 5, 5], device="cuda"), torch.tensor([1, 1, 0], device="cuda")
 

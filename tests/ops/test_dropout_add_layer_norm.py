@@ -86,7 +86,7 @@ def test_packed_and_padded_batches_give_the_same_rows(backend: str, device: str)
 
 @pytest.mark.parametrize("p", [0.0, 0.1])
 @pytest.mark.parametrize("starts", [(1, 20), (0, 12, 7, 20), (0, 19), (0, 21), (-1, 20)])
-def test_boundaries_that_are_none(p: float, starts: tuple[int, ...]) -> None:
+def test_invalid_boundaries(p: float, starts: tuple[int, ...]) -> None:
     x, cu_seqlens = torch.ones(20, 8), torch.tensor(starts, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^dropout_add_layer_norm: cu_seqlens: expected values .*, got "):
         dropout_add_layer_norm(x, x, p=p, cu_seqlens=cu_seqlens)

@@ -62,7 +62,7 @@ def test_every_backend_draws_the_same_mask(backend: str, p: float) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_seed_decides(backend: str) -> None:
+def test_the_seed_determines_the_result(backend: str) -> None:
     assert not torch.equal(mask_of(backend, SEED, p=0.5), mask_of(backend, SEED + 1, p=0.5))
     torch.manual_seed(5)
     first = mask_of(backend, None, p=0.5)
@@ -134,7 +134,7 @@ def test_a_wrong_id_raises_on_the_cpu(backend: str, at: tuple[int, int], bad: in
 
 @interpreted
 @pytest.mark.parametrize("bad", [-1, V, 2**40, -(2**40)])
-def test_a_kernel_notes_a_wrong_id_and_goes_on(bad: int) -> None:
+def test_a_kernel_records_a_wrong_id_and_continues(bad: int) -> None:
     from fasttfm.kernels.embedding import triton as kernels
 
     given = tables()
@@ -181,7 +181,7 @@ def test_a_wrong_id_leaves_the_gpu_usable(backend: str) -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_gpu() -> None:
+def test_nothing_synchronizes_with_the_gpu() -> None:
     given = {name: tensor.cuda().requires_grad_() for name, tensor in tables().items()}
     ids = torch.randint(0, V, (30,)).cuda()
     cu_seqlens = ops.cu_seqlens_from_lengths([10, 16, 4], device="cuda")

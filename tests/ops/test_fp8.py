@@ -200,7 +200,7 @@ def test_a_scale_follows_from_the_last_steps() -> None:
         assert scales.scale.tolist() == [expected]
 
 
-def test_what_is_not_finite_or_zero_leaves_the_scale() -> None:
+def test_amax_of_zero_or_infinity_keeps_the_scale() -> None:
     scales = Scales([E4M3], 1, torch.device("cpu"))
     for amax in (1.0, INFINITE, NAN, 0.0):
         scales.amax.fill_(amax)

@@ -63,7 +63,7 @@ def test_a_row_does_not_depend_on_others(threads: int, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
-def test_numbers_that_are_not_finite_stay_in_their_rows(products: str) -> None:
+def test_values_that_are_not_finite_affect_only_their_rows(products: str) -> None:
     if products not in available():
         pytest.skip(f"this CPU has no {products}")
     x, weight, bias = inputs(5, 70, 33)

@@ -52,7 +52,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_many_blocks_are_one(backend: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_change_the_result(backend: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """23 rows in blocks of 4: losses stay the same bit for bit, gradients within the harness's bounds."""
     given = drawn(N)
     call = dict(given, reduction=reduction, label_smoothing=0.1)
@@ -95,7 +95,7 @@ def test_rows_of_a_block(count: int, row_bytes: int, rows: int) -> None:
     ("wanted", "products"),
     [((), 1), (("hidden", "weight", "bias"), 3), (("weight",), 2), (("hidden",), 2), (("bias",), 1)],
 )
-def test_only_wanted_products_are_computed(
+def test_only_needed_gemms_are_computed(
     wanted: tuple[str, ...], products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = drawn(N)
@@ -132,7 +132,7 @@ def test_a_second_backward(backend: str) -> None:
 @interpreted
 @pytest.mark.parametrize("retain_graph", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 0.5])
-def test_on_a_cpu_the_sum_of_dweight_becomes_the_gradient(retain_graph: bool, factor: float) -> None:
+def test_on_a_cpu_the_sum_of_dweight_is_the_gradient(retain_graph: bool, factor: float) -> None:
     """No second tensor of that size, unless a later backward needs the first."""
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
     labels = torch.tensor([3, -100, 39, 0, 7])
@@ -157,7 +157,7 @@ def test_on_a_cpu_the_sum_of_dweight_becomes_the_gradient(retain_graph: bool, fa
 
 
 @pytest.mark.parametrize("words", [1, 7, 8, 9, 63, 64, 65, 129])
-def test_any_number_of_words_in_triton(words: int) -> None:
+def test_any_vocabulary_size_in_triton(words: int) -> None:
     """Products end at a multiple of 8 words, rows in memory at one of 64; kernels do the rest."""
     hidden, weight = torch.randn(5, 24), torch.randn(words, 24)
     labels = torch.arange(5) % words
@@ -232,7 +232,7 @@ def test_a_wrong_label_raises_on_the_cpu(backend: str, at: tuple[int, int], bad:
 
 @interpreted
 @pytest.mark.parametrize("bad", [-1, V, 2**40, -(2**40)])
-def test_a_kernel_notes_a_wrong_label_and_goes_on(bad: int) -> None:
+def test_a_kernel_records_a_wrong_label_and_continues(bad: int) -> None:
     from fasttfm.kernels.linear_cross_entropy import triton as kernels
     from fasttfm.kernels.vocabulary.cross_entropy import Loss
 
@@ -277,7 +277,7 @@ def test_a_wrong_label_leaves_the_gpu_usable(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("as_tensor", [True, False])
-def test_parts_of_a_batch_add_up(backend: str, as_tensor: bool) -> None:
+def test_microbatches_add_up(backend: str, as_tensor: bool) -> None:
     """With the total count, the parts' losses and gradients are the whole batch's."""
     given = drawn(N)
     count = (given["labels"] != -100).sum()

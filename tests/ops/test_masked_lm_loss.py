@@ -42,7 +42,7 @@ def predicted(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_ways_to_name_rows_agree(backend: str) -> None:
+def test_all_ways_to_select_rows_agree(backend: str) -> None:
     """Given, found, found within a bound: the same loss, gradients and samples, bit for bit."""
     given = drawn()
     labels = given.pop("labels")
@@ -127,7 +127,7 @@ def test_meta_tensors_with_a_limit() -> None:
 
 
 @interpreted
-def test_a_kernel_notes_a_wrong_position_and_goes_on() -> None:
+def test_a_kernel_records_a_wrong_position_and_continues() -> None:
     from fasttfm.kernels.vocabulary import triton_pick_rows
 
     errors = IndexErrors("masked_lm_loss", ("labels", "positions"))
@@ -176,7 +176,7 @@ def test_uniform_numbers_are_uniform() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_every_backend_draws_the_same_words(backend: str, temperature: float) -> None:
+def test_every_backend_samples_the_same_tokens(backend: str, temperature: float) -> None:
     given = drawn()
     call = dict(given, sample=True, temperature=temperature, seed=SEED)
     samples = masked_lm_loss(**call, backend=backend).samples
@@ -185,7 +185,7 @@ def test_every_backend_draws_the_same_words(backend: str, temperature: float) ->
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_words_of_a_long_vocabulary(backend: str, temperature: float) -> None:
+def test_samples_of_a_large_vocabulary(backend: str, temperature: float) -> None:
     """More words than a Triton program takes at a time."""
     generator = torch.Generator().manual_seed(6)
     hidden, weight = torch.randn(8, 4, generator=generator), torch.randn(4500, 4, generator=generator)
@@ -197,7 +197,7 @@ def test_words_of_a_long_vocabulary(backend: str, temperature: float) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_packed_and_padded_batches_draw_the_same_words(backend: str) -> None:
+def test_packed_and_padded_batches_sample_the_same_tokens(backend: str) -> None:
     given = drawn()
     lengths = [7, 2, 9]
     cu_seqlens = ops.cu_seqlens_from_lengths(lengths)
@@ -210,7 +210,7 @@ def test_packed_and_padded_batches_draw_the_same_words(backend: str) -> None:
     torch.testing.assert_close(padded_result.loss, packed_result.loss)
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_determines_the_result() -> None:
     given = drawn()
     given["labels"] = torch.zeros(B, S, dtype=torch.int64)
 
@@ -242,7 +242,7 @@ def test_samples_compile() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("named", ["positions", "max_predictions"])
-def test_nothing_waits_for_the_gpu(named: str) -> None:
+def test_nothing_synchronizes_with_the_gpu(named: str) -> None:
     given = drawn("cuda")
     positions, near = predicted(given["labels"])
     if named == "positions":

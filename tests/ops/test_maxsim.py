@@ -80,7 +80,7 @@ def test_rows_after_the_last_sequence_do_not_count() -> None:
     assert queries.grad[5:].count_nonzero() == 0
 
 
-def test_similarities_are_never_all_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_similarity_matrix_is_never_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are taken in blocks, and one int32 for each query token and document is saved for the backward."""
     queries, documents, largest = drawn(6, 10, 8), drawn(4, 12, 8), []
     product = OP.linear.matmul

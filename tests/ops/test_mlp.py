@@ -49,7 +49,7 @@ def test_a_kept_derivative_gives_the_same_gradients(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("wanted", SHAPES)
-def test_each_gradient_alone(wanted: str) -> None:
+def test_each_gradient_by_itself(wanted: str) -> None:
     given = tensors()
     everything = torch.autograd.grad(mlp(**given).square().sum(), list(given.values()))
     alone = {name: value.detach().requires_grad_(name == wanted) for name, value in given.items()}
@@ -74,7 +74,7 @@ def test_autocast(dtype: torch.dtype, backend: str) -> None:
     assert all(same_bits(one, other.float()) for one, other in zip(found, wanted, strict=True))
 
 
-def test_autocast_leaves_doubles_alone() -> None:
+def test_autocast_keeps_fp64() -> None:
     given = tensors(torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         assert mlp(**given).dtype == torch.float64

@@ -82,7 +82,7 @@ def test_any_type_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_gpu() -> None:
+def test_nothing_synchronizes_with_the_gpu() -> None:
     x = padded_batch([2, 0, 3], 4).cuda()
     lengths = torch.tensor([2, 0, 3], device="cuda")
     ops.unpack(ops.pack(x, lengths=[2, 0, 3]), ops.cu_seqlens_from_lengths(lengths), 4)  # compiles
@@ -101,7 +101,7 @@ def test_nothing_waits_for_the_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("boundaries", [[0, 90, 5, 7], [-4, 2, 3, 5], [3, 9, 9, 100], [0, 0, 0, 2**31 - 1]])
-def test_wrong_boundaries_reach_nothing_outside(boundaries: list[int]) -> None:
+def test_wrong_boundaries_access_nothing_outside_of_the_tensors(boundaries: list[int]) -> None:
     cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
     packed = ops.pack(torch.ones(3, 4, 40, device="cuda"), cu_seqlens, total=7)
     ops.unpack(packed, cu_seqlens, 4)

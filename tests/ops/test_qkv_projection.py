@@ -23,7 +23,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(3, 5, C), (15, C)], ids=["dense", "packed"])
-def test_layout_is_what_attention_reads(shape: tuple[int, ...]) -> None:
+def test_the_layout_is_that_of_attention(shape: tuple[int, ...]) -> None:
     """q, k and v are views of one contiguous result, which is no view itself: users may change it in place."""
     qkv = qkv_projection(random(*shape), random(3 * C, C), random(3 * C), H)
     assert qkv.shape == (*shape[:-1], 3, H, C // H)
@@ -72,14 +72,14 @@ def test_a_missing_bias_is_zero() -> None:
         (5, 1.0, "v_bias"),
     ],
 )
-def test_fuse_refuses_what_does_not_fit(position: int, value: object, argument: str) -> None:
+def test_fuse_qkv_refuses_weights_that_do_not_fit(position: int, value: object, argument: str) -> None:
     arguments: list[object] = [*(torch.ones(C, C) for _ in range(3)), *(torch.ones(C) for _ in range(3))]
     arguments[position] = value
     with pytest.raises((TypeError, ValueError), match=f"fuse_qkv: {argument}: expected .*, got "):
         fuse_qkv(*arguments)  # type: ignore[arg-type]
 
 
-def test_layer_norm_in_front_is_layer_norm() -> None:
+def test_fused_layer_norm_matches_layer_norm() -> None:
     x, norm = torch.randn(7, C), (torch.randn(C), torch.randn(C), 1e-3)
     weight, bias = torch.randn(3 * C, C), torch.randn(3 * C)
     folded = qkv_projection(x, weight, bias, H, layer_norm=norm)
@@ -96,7 +96,7 @@ def test_saves_input_and_weight(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])
-def test_each_gradient_alone(wanted: int) -> None:
+def test_each_gradient_by_itself(wanted: int) -> None:
     torch.manual_seed(0)
     given = [random(7, C), random(3 * C, C), random(3 * C)]
     everything = torch.autograd.grad(qkv_projection(*given, H).square().sum(), given)
@@ -128,7 +128,7 @@ def tables(positions: int, pairs: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_tables_turn_queries_and_keys_as_rotary_does(backend: str | None, interleaved: bool) -> None:
+def test_queries_and_keys_are_rotated_as_by_rotary(backend: str | None, interleaved: bool) -> None:
     torch.manual_seed(0)
     x, weight, bias, (cos, sin) = random(9, C), random(3 * C, C), random(3 * C), tables(6, 2)
     positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4, 5])
@@ -143,7 +143,7 @@ def test_tables_turn_queries_and_keys_as_rotary_does(backend: str | None, interl
     assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def test_a_turned_result_is_no_view() -> None:
+def test_a_rotated_result_is_no_view() -> None:
     cos, sin = tables(7, 2)
     qkv = qkv_projection(random(7, C), random(3 * C, C), random(3 * C), H, cos=cos, sin=sin)
     assert qkv.is_contiguous()
@@ -171,7 +171,7 @@ def test_a_position_outside_of_the_tables_gives_nan_on_a_gpu(backend: str) -> No
 
 
 @interpreted
-def test_triton_serves_only_by_name_and_explain_says_why() -> None:
+def test_triton_is_used_only_by_name_and_explain_says_why() -> None:
     x, weight = torch.randn(5, C), torch.randn(3 * C, C)
     free = explain("qkv_projection", x, weight, None, H)
     assert (free.chosen, free.reasons["triton"]) == ("torch", None)
@@ -187,7 +187,7 @@ def test_triton_serves_only_by_name_and_explain_says_why() -> None:
     assert refused.reasons["triton"] == "takes float32, bfloat16 and float16, got float64"
 
 
-def test_the_hopper_kernel_refuses_in_words() -> None:
+def test_what_the_hopper_kernel_does_not_support() -> None:
     (cuda,) = (backend for backend in tables_of_backends()["qkv_projection"].backends if backend.name == "cuda")
     x, weight, cos = torch.randn(5, C).bfloat16(), torch.randn(3 * C, C).bfloat16(), torch.ones(5, 2)
     assert cuda.refuse(x, weight, None, H, cos) == "takes no rotary embedding"

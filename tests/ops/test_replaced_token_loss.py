@@ -20,7 +20,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits.masked_fill(~real, torch.nan), torch.rand(3, 9, generator=generator) < 0.2, real
 
 
-def test_every_way_to_leave_padding_out_agrees() -> None:
+def test_all_ways_to_exclude_padding_agree() -> None:
     """A mask, lengths, a packed batch, and tokens picked out as users do it; NaN in the padding reaches nothing."""
     logits, labels, real = batch()
     logits.requires_grad_()
@@ -38,7 +38,7 @@ def test_every_way_to_leave_padding_out_agrees() -> None:
 
 
 @pytest.mark.parametrize("wrong", [2, -1, -100])
-def test_labels_that_are_none(wrong: int) -> None:
+def test_invalid_labels(wrong: int) -> None:
     logits, labels, real = batch()
     labels = labels.long().masked_fill(~real, wrong)
     assert replaced_token_loss(logits, labels, mask=real).isfinite()
@@ -48,7 +48,7 @@ def test_labels_that_are_none(wrong: int) -> None:
 
 
 @pytest.mark.gpu
-def test_labels_that_are_none_give_nan_on_a_gpu() -> None:
+def test_invalid_labels_give_nan_on_a_gpu() -> None:
     logits, labels, real = (tensor.cuda() for tensor in batch())
     labels = labels.long()
     labels[0, 3] = 2
@@ -60,7 +60,7 @@ def test_labels_that_are_none_give_nan_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("as_tensor", [True, False])
-def test_parts_of_a_batch_add_up(as_tensor: bool) -> None:
+def test_microbatches_add_up(as_tensor: bool) -> None:
     logits, labels, real = batch()
     total = real.sum() if as_tensor else int(real.sum())
     parts = [replaced_token_loss(logits[i], labels[i], mask=real[i], total=total) for i in range(3)]

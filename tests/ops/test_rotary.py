@@ -28,7 +28,7 @@ def test_scores_depend_on_distances() -> None:
     assert not torch.allclose(score(7, 3), score(7, 4))
 
 
-def test_packed_sequences_get_what_each_gets_by_itself() -> None:
+def test_packed_sequences_match_single_sequences() -> None:
     torch.manual_seed(0)
     x, (cos, sin) = torch.randn(9, 2, 8), tables(6, 4)
     positions = ops.position_ids_from_cu_seqlens(torch.tensor([0, 3, 9], dtype=torch.int32))
@@ -46,7 +46,7 @@ def test_queries_and_keys_of_one_projection_are_read_in_place() -> None:
     assert torch.equal(turned[:, 2:], ops.rotary(qkv[:, 1], cos, sin))
 
 
-def test_heads_that_are_not_turned_are_copied_bit_by_bit() -> None:
+def test_heads_that_are_not_rotated_are_copied() -> None:
     """Infinities and NaN included: values go through the op next to queries and keys."""
     torch.manual_seed(0)
     qkv, (cos, sin) = torch.randn(5, 3, 2, 8), tables(5, 4)

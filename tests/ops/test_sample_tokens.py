@@ -38,7 +38,7 @@ def test_sequences_get_their_tokens(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_logits_that_are_not_numbers_give_a_token(backend: str) -> None:
+def test_nan_logits_give_a_token(backend: str) -> None:
     inputs = harness.draw_inputs(SPEC, SPEC.cases[0], torch.float32)
     for value in (float("nan"), float("inf"), float("-inf")):
         inputs["logits"].fill_(value)
@@ -46,7 +46,7 @@ def test_logits_that_are_not_numbers_give_a_token(backend: str) -> None:
         assert ((tokens >= 0) & (tokens < inputs["logits"].shape[1])).all()
 
 
-def test_wrong_sequences_are_named() -> None:
+def test_wrong_sequences_are_reported() -> None:
     inputs = harness.draw_inputs(SPEC, SPEC.cases[0], torch.float32)
     good = Sequences(
         ids=torch.zeros(3, dtype=torch.int64),

@@ -215,7 +215,7 @@ def test_other_sizes(device: str, dtype: torch.dtype, parameter_dtype: torch.dty
 
 @pytest.mark.parametrize(("device", "dtype", "parameter_dtype"), DEVICES)
 @pytest.mark.parametrize("wanted", ["layer by layer", "no gradient of the first layer", "no gradient of biases"])
-def test_gradients_that_are_wanted(
+def test_gradients_that_are_requested(
     device: str,
     dtype: torch.dtype,
     parameter_dtype: torch.dtype,
@@ -237,7 +237,7 @@ def test_gradients_that_are_wanted(
 
 
 @takes_cpu
-def test_which_gradients_come_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_gradients_are_computed_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem("cpu", torch.float32, torch.float32, options=OPTIONS._replace(**RATES))
 
     def depths() -> list[int]:
@@ -267,7 +267,7 @@ def test_shared_layers(
 
 @pytest.mark.parametrize(("device", "dtype", "parameter_dtype"), DEVICES)
 @pytest.mark.parametrize("pre_norm", [False, True], ids=["post-LN", "pre-LN"])
-def test_a_backward_that_does_not_fit_is_run_by_the_ops(
+def test_a_backward_that_does_not_fit_runs_op_by_op(
     device: str,
     dtype: torch.dtype,
     parameter_dtype: torch.dtype,
@@ -367,7 +367,7 @@ def test_few_rows_are_explained() -> None:
     assert not transformer_native.takes_few_rows(problem.x, gradient=False, drops=False)
 
 
-def test_what_the_core_does_not_take() -> None:
+def test_what_the_core_does_not_support() -> None:
     problem = Problem("cpu", torch.float32, torch.float32)
 
     def reason(**changed: Any) -> str | None:
@@ -475,7 +475,7 @@ def test_memory_is_freed() -> None:
 
 @pytest.mark.gpu
 @hopper
-def test_a_token_count_never_seen_before_compiles_nothing() -> None:
+def test_a_new_token_count_compiles_nothing() -> None:
     """Each forward and backward of another length: the slowest takes at most ten times as long as the median."""
     import time
 

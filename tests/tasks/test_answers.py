@@ -135,7 +135,7 @@ def test_scores_are_means_over_the_nearest_answers() -> None:
         answer_scores(gold, {"a": ""})
 
 
-def test_several_lists_count_by_their_mean() -> None:
+def test_several_lists_of_answers_are_averaged() -> None:
     """CoQA: each person's answer is left out in turn, and the nearest of the others' counts."""
     gold = {"a": [["in a barn", "barn"], ["the barn", "barn"], ["the barn", "in a barn"]], "b": [["yes"], [""]]}
     scores = answer_scores(gold, {"a": "barn", "b": ""})
@@ -151,7 +151,7 @@ def f1_at(threshold: float, gold: dict, answers: dict, no_answer: dict) -> float
     return answer_scores(gold, kept)["f1"]
 
 
-def test_the_threshold_is_the_best_there_is() -> None:
+def test_the_threshold_is_optimal() -> None:
     generator = np.random.default_rng(0)
     for _ in range(50):
         keys = [str(index) for index in range(int(generator.integers(1, 9)))]

@@ -52,7 +52,7 @@ def test_a_word_of_several_tokens_gets_its_nearest_words(augmenter: Augmenter) -
     assert found == [augmenter._words[id] for id in best]
 
 
-def test_copies_keep_what_is_no_word(augmenter: Augmenter) -> None:
+def test_copies_keep_everything_but_words(augmenter: Augmenter) -> None:
     copies = augmenter.texts(TEXT)
     assert len(copies) == 3
     assert all(" 1801 " in copy and ", " in copy and copy.endswith(".") for copy in copies)
@@ -62,7 +62,7 @@ def test_copies_keep_what_is_no_word(augmenter: Augmenter) -> None:
     assert augmenter.texts("1801!") == ["1801!"] * 3
 
 
-def test_examples_are_followed_by_their_copies(augmenter: Augmenter) -> None:
+def test_examples_are_followed_by_their_augmentations(augmenter: Augmenter) -> None:
     examples = [TextExample("peace and war", None, "a"), TextExample("one thing", "other thing", "b")]
     found = augmenter.augmented(examples)
     assert [example.label for example in found] == ["a"] * 4 + ["b"] * 4
@@ -73,7 +73,7 @@ def test_examples_are_followed_by_their_copies(augmenter: Augmenter) -> None:
         augmenter.augmented([TagExample(["a"], ["O"])])
 
 
-def test_the_seed_decides(bert_directory: Path) -> None:
+def test_the_seed_determines_the_result(bert_directory: Path) -> None:
     def copies(seed: int) -> list[str]:
         model = open_model(bert_directory, Head.MASKED_LM)
         return Augmenter(model, load_tokenizer(bert_directory), copies=4, seed=seed).texts(TEXT)

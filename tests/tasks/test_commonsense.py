@@ -55,7 +55,7 @@ def test_the_graph_is_better_than_the_text(
     assert metrics["dev"]["accuracy"] > metrics["majority"]["accuracy"] + 0.2
 
 
-def test_predictions_say_why(trained: Path, examples: dict[str, list[CommonsenseExample]]) -> None:
+def test_predictions_have_explanations(trained: Path, examples: dict[str, list[CommonsenseExample]]) -> None:
     rows = [json.loads(line) for line in (trained / "predictions.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == [example.id for example in examples["dev"]]
     right = [row["answerKey"] == each.keys[each.label or 0] for row, each in zip(rows, examples["dev"], strict=True)]
@@ -67,7 +67,7 @@ def test_predictions_say_why(trained: Path, examples: dict[str, list[Commonsense
         assert sum(path["weight"] for path in row["paths"]) <= 1.001
 
 
-def test_the_checkpoint_answers_as_it_did(trained: Path, examples: dict[str, list[CommonsenseExample]]) -> None:
+def test_the_checkpoint_gives_the_same_answers(trained: Path, examples: dict[str, list[CommonsenseExample]]) -> None:
     model, task = prepare("commonsense", trained, examples["dev"], path_length=2)
     assert isinstance(model, models.BertKagNet)
     assert (
@@ -102,7 +102,9 @@ def test_explain(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no path connects the question with this answer" in capsys.readouterr().out
 
 
-def test_explain_refuses_in_words(trained: Path, bert_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_rejects_wrong_arguments(
+    trained: Path, bert_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for options, status, message in (
         (["--model", str(trained)], 2, "expected either --data or --question"),
         (["--model", str(trained), "--question", "Where?", "--choices", "here"], 2, "--choices: expected two answers"),
@@ -177,7 +179,7 @@ def test_a_gpt_has_no_head_for_it(gpt_directory: Path) -> None:
         prepare("commonsense", gpt_directory, some)
 
 
-def test_graphs_and_sequences_are_as_many(bert_directory: Path) -> None:
+def test_the_numbers_of_graphs_and_sequences_must_match(bert_directory: Path) -> None:
     some = read_commonsense(shipped_task("commonsense")["dev"])[:4]
     model, task = prepare("commonsense", bert_directory, some)
     whole, part = (task.batch(task.features(each)) for each in (some, some[:2]))

@@ -89,7 +89,7 @@ def means(recipe: Any, given: Batch) -> list[float]:
 # ---- DistilBERT ------------------------------------------------------------------------------------------------------
 
 
-def test_a_student_begins_with_every_second_layer() -> None:
+def test_a_student_starts_with_every_second_layer() -> None:
     teacher = bert(0)
     student = models.DistilBertForMaskedLM.from_teacher(teacher)
     theirs, ours = teacher.bert.encoder.layers, student.distilbert.encoder.layers
@@ -121,7 +121,7 @@ def test_distilberts_terms(all_tokens: bool) -> None:
     assert min(expected) > 0.01
 
 
-def test_a_teacher_is_no_part_of_the_student() -> None:
+def test_the_teacher_is_not_trained() -> None:
     teacher = bert(0)
     recipe = DistilBertRecipe(models.DistilBertForMaskedLM.from_teacher(teacher), teacher)
     sum(recipe(batch())).backward()
@@ -198,7 +198,7 @@ def test_tinyberts_terms(attention: str, width: int) -> None:
     assert min(expected) > 1e-5
 
 
-def test_maps_that_cannot_be_matched_are_refused() -> None:
+def test_attention_maps_that_do_not_match_are_refused() -> None:
     with pytest.raises(ValueError, match="expected as many attention heads as the teacher's 3, got 2"):
         TinyBertRecipe(bert(0, "BertModel", num_attention_heads=2), bert(0, "BertModel"))
     with pytest.raises(ValueError, match="layers: expected 4 numbers from 1 to 4, got"):
@@ -216,7 +216,7 @@ def test_predictions_are_distilled_by_soft_cross_entropy() -> None:
 
 
 @pytest.mark.parametrize("name", ["distilbert", "tinybert"])
-def test_a_student_comes_nearer_to_its_teacher(name: str) -> None:
+def test_a_student_approaches_its_teacher(name: str) -> None:
     torch.manual_seed(0)
     recipe: Any
     if name == "distilbert":

@@ -25,7 +25,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.mark.filterwarnings("ignore:.*has no trained head")
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_it_runs(name: str, lab: Lab, tmp_path: Path) -> None:
+def test_an_experiment_runs(name: str, lab: Lab, tmp_path: Path) -> None:
     experiment = EXPERIMENTS[name]
     rows = list(experiment.run(lab))
     paths = experiment.write(rows, tmp_path)
@@ -61,7 +61,7 @@ def test_the_same_seed_gives_the_same_table(lab: Lab) -> None:
     assert table(list(experiment.run(lab))) == table(list(experiment.run(lab)))
 
 
-def test_examples_tell_the_classes_of_symbols() -> None:
+def test_a_symbol_has_the_same_label_throughout_a_sequence() -> None:
     ids = shots.sequences(50, torch.Generator().manual_seed(0))
     for row in ids.tolist():
         known: dict[int, int] = {}
@@ -89,7 +89,7 @@ def test_losses_of_replaced_tokens(lab: Lab) -> None:
     assert parameters(kinds[0]) > parameters(kinds[0].model)
 
 
-def test_values_that_are_near_each_other_are_points_and_others_bars_from_zero() -> None:
+def test_close_values_are_points_and_others_are_bars_from_zero() -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="it draws")
     figure, (near, far, equal) = pyplot.subplots(1, 3)
     for panel, values in ((near, (0.58, 0.55, math.nan)), (far, (1.2e6, 3.9e5, 9e4)), (equal, (0.0, 0.0, 0.0))):

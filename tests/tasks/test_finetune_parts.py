@@ -94,7 +94,7 @@ def test_balanced_weights_are_scikit_learns(model_directory: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3])
-def test_frozen_layers_keep_their_bits(layers: int, model_directory: Path) -> None:
+def test_frozen_layers_do_not_change(layers: int, model_directory: Path) -> None:
     model, task = prepare("classify", model_directory, PEACE)
     freeze(model, layers)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -105,7 +105,7 @@ def test_frozen_layers_keep_their_bits(layers: int, model_directory: Path) -> No
     assert {"classifier.weight", "bert.pooler.weight"} < moved
 
 
-def test_what_is_above_frozen_layers_has_the_same_gradients(model_directory: Path) -> None:
+def test_layers_above_frozen_ones_have_the_same_gradients(model_directory: Path) -> None:
     gradients = []
     for layers in (None, 2):
         torch.manual_seed(0)

@@ -118,7 +118,7 @@ def test_a_stopped_run_continues_with_the_same_bits(
     assert "this run is finished" in capsys.readouterr().out
 
 
-def test_what_cannot_be_resumed(
+def test_runs_that_cannot_be_resumed(
     model_directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for options, status, expected in (
@@ -184,7 +184,9 @@ def test_the_best_epoch_is_kept(
     assert [(int(row["step"]), row["held_out_accuracy"]) for row in rows[:2]] == [(3, "0.3"), (6, "0.9")]
 
 
-def test_a_checkpoint_of_something_else(model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_valid_checkpoint_is_not_resumed(
+    model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "checkpoint-000003").mkdir()
     with pytest.raises(Exception, match=r"no checkpoint of a training run: there is no manifest\.json"):
         run_with_scores(model_directory, tmp_path, [0.5], monkeypatch, resume=True)
@@ -266,7 +268,7 @@ def ranked_curve(directory: Path, output: Path) -> None:
     world.leave()
 
 
-def test_two_processes_have_the_numbers_of_one(model_directory: Path, tmp_path: Path) -> None:
+def test_two_processes_match_one(model_directory: Path, tmp_path: Path) -> None:
     processes = train_runs.start_ranks(2, ranked_curve, model_directory, tmp_path)
     one = World(torch.device("cpu"))
     expected = [curve(model_directory, one), curve(model_directory, one, "balanced")]
@@ -326,7 +328,7 @@ def test_processes_stop_and_resume_with_the_same_bits(
 # ---- reports and pictures --------------------------------------------------------------------------------------------
 
 
-def test_numbers_are_reported(
+def test_metrics_are_reported(
     model_directory: Path,
     data: Path,
     tmp_path: Path,

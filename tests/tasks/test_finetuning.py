@@ -49,7 +49,7 @@ def trained(directory: Path, changes: dict[str, Any], **options: Any) -> tuple[A
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_decides_everything(bert_directory: Path) -> None:
+def test_the_seed_determines_the_run(bert_directory: Path) -> None:
     states = []
     for seed in (1, 1, 2):
         torch.manual_seed(0)  # of the head
@@ -68,7 +68,7 @@ def test_a_run_in_which_every_step_was_skipped_raises(bert_directory: Path, monk
         work.run(lambda results: None)
 
 
-def test_parameters_that_are_not_finite_are_told(bert_directory: Path) -> None:
+def test_parameters_that_are_not_finite_are_reported(bert_directory: Path) -> None:
     model, _ = prepare("classify", bert_directory, PEACE)
     check_finite(model)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_parameters_that_are_not_finite_are_told(bert_directory: Path) -> None:
         check_finite(model)
 
 
-def test_batches_of_a_step_are_one_batch(bert_directory: Path) -> None:
+def test_microbatches_are_one_batch(bert_directory: Path) -> None:
     found = []
     for changes in ({"tokens_per_batch": 1000}, {"tokens_per_batch": 14, "accumulation": 100}):
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_batches_of_a_step_are_one_batch(bert_directory: Path) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-def test_what_is_frozen_keeps_its_bits(bert_directory: Path) -> None:
+def test_frozen_parameters_do_not_change(bert_directory: Path) -> None:
     model, task = prepare("classify", bert_directory, PEACE)
     freeze(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -166,7 +166,7 @@ def test_every_family_takes_a_step(family: str, request: pytest.FixtureRequest, 
 # ---- GPT-1 -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_gpt_learns_labels_and_words(gpt_directory: Path) -> None:
+def test_a_gpt_learns_labels_with_an_auxiliary_lm_loss(gpt_directory: Path) -> None:
     model, task, losses = trained(gpt_directory, {"epochs": 20})
     assert isinstance(model, models.OpenAIGPTForSequenceClassification)
     assert predict(model, task, PEACE) == [example.label for example in PEACE]
@@ -182,7 +182,7 @@ def test_a_gpt_learns_labels_and_words(gpt_directory: Path) -> None:
     assert with_words == pytest.approx(labels_only + 0.5 * mean, rel=1e-4)
 
 
-def test_the_weight_of_words_is_the_callers(gpt_directory: Path) -> None:
+def test_the_weight_of_the_auxiliary_loss_is_an_option(gpt_directory: Path) -> None:
     losses = []
     for auxiliary in (0.0, 0.5, 1.0):
         torch.manual_seed(0)
@@ -231,7 +231,7 @@ def test_a_long_sentence_is_tagged_in_pieces(wordpiece: Tokenizer) -> None:
 # ---- endings ---------------------------------------------------------------------------------------------------------
 
 
-def test_endings_are_read_behind_the_context(bert_directory: Path) -> None:
+def test_endings_are_read_after_the_context(bert_directory: Path) -> None:
     example = ChoiceExample("the war", "then", ["came peace", "went on"], 1)
     model, task = prepare("choice", bert_directory, [example])
     (feature,) = task.features([example])
@@ -319,7 +319,7 @@ def test_a_directory_has_parts(tmp_path: Path) -> None:
     assert read_examples("classify", tmp_path, tmp_path / "my_dev.tsv") == found
 
 
-def test_a_tenth_is_held_out_where_nothing_else_is_there(tmp_path: Path) -> None:
+def test_a_tenth_is_the_dev_set_if_there_is_no_other(tmp_path: Path) -> None:
     path = tmp_path / "all.tsv"
     path.write_text("sentence\tlabel\n" + "".join(f"text {number}\t{number % 2}\n" for number in range(40)))
     found = read_examples("classify", path)
@@ -332,7 +332,7 @@ def test_a_tenth_is_held_out_where_nothing_else_is_there(tmp_path: Path) -> None
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_examples_without_labels_teach_nothing(bert_directory: Path) -> None:
+def test_examples_without_labels_are_refused(bert_directory: Path) -> None:
     with pytest.raises(DataError, match="expected a label for every training example"):
         prepare("classify", bert_directory, [TextExample("a", None, None)])
     with pytest.raises(DataError, match="expected training examples, got none"):

@@ -61,7 +61,7 @@ def test_a_head_for_the_same_labels_is_kept(tuned: Path, recwarn: pytest.Warning
         (("peace", "war"), {"new_head": True}, "a new head is requested"),
     ],
 )
-def test_another_head_is_drawn_with_a_sentence(
+def test_a_new_head_is_initialized_with_a_warning(
     labels: tuple[str, ...], options: dict[str, Any], said: str, tuned: Path
 ) -> None:
     kept = classifier(tuned, "peace", "war")
@@ -76,7 +76,7 @@ def test_a_head_of_another_task_is_not_used(tuned: Path) -> None:
         prepare("tag", tuned, examples)
 
 
-def test_a_head_without_names_is_of_numbers(tuned: Path, tmp_path: Path) -> None:
+def test_a_head_without_label_names(tuned: Path, tmp_path: Path) -> None:
     for path in tuned.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     config = json.loads((tuned / "config.json").read_text())
@@ -105,7 +105,7 @@ def test_a_teacher_has_a_trained_head(bert_directory: Path, tuned: Path) -> None
 # ---- labels ----------------------------------------------------------------------------------------------------------
 
 
-def test_labels_that_training_lacks(tuned: Path) -> None:
+def test_labels_missing_from_the_training_set(tuned: Path) -> None:
     _, task = prepare("classify", tuned, labelled("peace", "war"))
     task.check_labels([*labelled("peace", "war"), TextExample("a", None, None)], "dev.tsv")
     expected = r"dev.tsv: expected labels of the training examples \(peace, war\), got 'War' and 1 more in 3 of 4 exam"
@@ -114,7 +114,7 @@ def test_labels_that_training_lacks(tuned: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*randomly initialized")
-def test_tags_that_training_lacks_are_noted(bert_directory: Path) -> None:
+def test_tags_missing_from_the_training_set_are_reported(bert_directory: Path) -> None:
     _, task = prepare("tag", bert_directory, [TagExample(["a", "b"], ["O", "B-X"])])
     with pytest.warns(UserWarning, match=r"dev: 1 of 2 words have tags that the training examples lack \(B-Y\)"):
         task.check_labels([TagExample(["a", "b"], ["O", "B-Y"])], "dev")
@@ -138,7 +138,7 @@ def test_truncation_is_counted(tuned: Path) -> None:
     assert truncation(task.features(examples[:4]), 16) is None
 
 
-def test_a_checkpoint_says_what_its_task_is(tuned: Path) -> None:
+def test_a_checkpoint_names_its_task(tuned: Path) -> None:
     config = json.loads((tuned / "config.json").read_text())
     assert config["fasttfm_task"] == {"task": "classify", "max_length": 20, "values": False, "threshold": None}
     assert json.loads((tuned / "tokenizer_config.json").read_text())["model_max_length"] == 128

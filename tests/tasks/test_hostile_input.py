@@ -354,7 +354,7 @@ def test_numbers_outside_their_range(
     ("command", "given", "status", "sentence"),
     [pytest.param(*case, id=f"{case[0].split()[0]} {case[1]}".encode(errors="replace").decode()) for case in CASES],
 )
-def test_what_cannot_be_used_is_named(
+def test_unusable_input_is_named(
     command: str,
     given: str,
     status: int,
@@ -374,7 +374,7 @@ def test_what_cannot_be_used_is_named(
 # ---- what is printed -------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_for_what_is_printed(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_for_stdout(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
         assert main(["info"]) == 1
@@ -385,7 +385,9 @@ def test_a_full_disk_for_what_is_printed(capfd: pytest.CaptureFixture[str], monk
     assert "fasttfm info: [Errno 28] No space left on device" in capfd.readouterr().err
 
 
-def test_an_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interruption_prints_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: Any) -> int:
         raise KeyboardInterrupt
 

@@ -49,7 +49,7 @@ def test_the_shipped_sample_is_learnt(run: Path) -> None:
     assert json.loads((run / "config.json").read_text())["id2label"]["5"] == "triangle"
 
 
-def test_transformers_opens_it_and_says_the_same(run: Path) -> None:
+def test_transformers_makes_the_same_predictions(run: Path) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForImageClassification.from_pretrained(run).eval()
     predictor = tasks.load(run, device="cpu")
@@ -98,7 +98,7 @@ def test_predictions_of_files(run: Path, tmp_path: Path, capsys: pytest.CaptureF
 # ---- what a model reads ----------------------------------------------------------------------------------------------
 
 
-def test_images_become_pixels_as_pillow_makes_them() -> None:
+def test_images_are_resized_as_by_pillow() -> None:
     """Resized by Pillow: up to one step of 256, for it rounds its weights."""
     image = pytest.importorskip("PIL.Image", reason="it resizes")
     picture = np.random.default_rng(0).integers(0, 256, (37, 50, 3), dtype=np.uint8)
@@ -164,7 +164,7 @@ def test_data_sets_of_torchvision() -> None:
     assert [each.pixels().shape for each in images_of(fake)] == [(8, 8, 3)] * 2
 
 
-def test_one_label_is_noted(vit: Path) -> None:
+def test_a_single_label_is_reported(vit: Path) -> None:
     train = [ImageExample(f"{number}", Path("nowhere.png"), "a") for number in range(4)]
     with pytest.warns(UserWarning, match="all 4 training examples have the label 'a'"):
         prepare("image", vit, train)
@@ -244,7 +244,7 @@ def test_images_of_16_bits_keep_their_levels(tmp_path: Path) -> None:
             as_pixels(opened, "x")
 
 
-def test_hidden_files_are_no_images_and_others_are_counted(tmp_path: Path) -> None:
+def test_hidden_files_are_skipped_and_other_files_are_counted(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="it writes images")
     for name in ("cat/a", "cat/deeper/b", "dog/c", "d", ".ipynb_checkpoints/e", "dog/._c"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -254,7 +254,7 @@ def test_hidden_files_are_no_images_and_others_are_counted(tmp_path: Path) -> No
     assert [(Path(each.name).name, each.label) for each in found] == [("a.png", "cat"), ("c.png", "dog")]
 
 
-def test_the_command_refuses_in_words(vit: Path, bert_directory: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_rejects_wrong_arguments(vit: Path, bert_directory: Path, tmp_path: Path, capsys: Any) -> None:
     def said(*words: Any) -> str:
         with pytest.raises(SystemExit) as stop:
             main([str(word) for word in ("finetune", "--output", tmp_path / "run", "--device", "cpu", *words)])

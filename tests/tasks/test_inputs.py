@@ -65,7 +65,7 @@ def test_batches_are_packed() -> None:
     assert "token_type_ids" not in collate(features, segments=False).inputs()
 
 
-def test_one_is_prepared_ahead() -> None:
+def test_one_batch_is_prefetched() -> None:
     begun: list[int] = []
     ahead = prefetch(range(5), lambda item: begun.append(item) or 10 // (4 - item))  # type: ignore[func-returns-value]
     assert next(ahead) == 2
@@ -107,7 +107,7 @@ def test_a_directory_without_a_model_is_named(tmp_path: Any) -> None:
         family_of(tmp_path)
 
 
-def test_positions_that_are_free() -> None:
+def test_longest_inputs() -> None:
     assert longest_input(models.BertConfig()) == 512
     assert longest_input(models.RobertaConfig(max_position_embeddings=514)) == 512
     assert longest_input(models.GPT2Config()) == 1024
@@ -116,7 +116,7 @@ def test_positions_that_are_free() -> None:
 # ---- GPT-1 -----------------------------------------------------------------------------------------------------------
 
 
-def test_gpt_writes_tasks_with_three_new_words() -> None:
+def test_gpt_writes_tasks_with_three_new_tokens() -> None:
     tokenizer = train_tokenizer("bpe", ["to be or not to be, that is the question"], 280)
     before = tokenizer.vocab_size
     tokenizer = with_task_tokens(tokenizer)
@@ -158,7 +158,7 @@ def rates_by_name(model: Any, rates: Rates) -> dict[str, tuple[float, float]]:
     }
 
 
-def test_lower_layers_learn_slower() -> None:
+def test_lower_layers_have_lower_rates() -> None:
     model = bert()
     found = rates_by_name(model, Rates(1.0, head_rate=7.0, layer_decay=0.5, weight_decay=0.1))
     assert set(found) == {name for name, _ in model.named_parameters()}
@@ -181,11 +181,11 @@ def test_rates_out_of_range_are_refused(bad: dict[str, float]) -> None:
         Rates(**bad)
 
 
-def test_narrow_models_learn_faster_by_default() -> None:
+def test_narrow_models_have_higher_default_rates() -> None:
     assert default_rate(bert()) == pytest.approx(24 * 5e-5)  # its width is a 24th of 768
 
 
-def test_a_frozen_encoder_neither_learns_nor_drops() -> None:
+def test_a_frozen_encoder_has_neither_gradients_nor_dropout() -> None:
     model = bert()
     freeze(model)
     assert set(rates_by_name(model, Rates(1.0))) == {

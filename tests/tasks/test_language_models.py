@@ -99,7 +99,7 @@ def test_texts_longer_than_the_model(causal: LanguageModel, stride: int | None) 
     assert score.log_likelihood == pytest.approx(sum(expected), rel=1e-5)
 
 
-def test_words_for_masks(masked: LanguageModel) -> None:
+def test_predictions_for_masks(masked: LanguageModel) -> None:
     texts = ["The [MASK] of the [MASK].", "[MASK]", "peace and [MASK] with all"]
     special = masked.tokenizer.special
     for text, masks in zip(texts, masked.fill_mask(iter(texts), top_k=3), strict=True):

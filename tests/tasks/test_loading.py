@@ -74,7 +74,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_saved_model_says_the_same(
+def test_a_saved_model_makes_the_same_predictions(
     name: str, saved: dict[str, tuple[Path, Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, model, task = saved[name]
@@ -98,7 +98,7 @@ def test_a_saved_model_says_the_same(
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_session_reads_what_a_call_of_the_model_reads(
+def test_a_session_gives_the_logits_of_the_model(
     name: str, saved: dict[str, tuple[Path, Any, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, model, task = saved[name]
@@ -126,7 +126,7 @@ def test_probabilities(saved: dict[str, tuple[Path, Any, Any]]) -> None:
         assert result.probability == max(result.probabilities.values()) == result.probabilities[result.label]
 
 
-def test_an_answers_place_is_in_the_context(saved: dict[str, tuple[Path, Any, Any]]) -> None:
+def test_answers_have_offsets_in_the_context(saved: dict[str, tuple[Path, Any, Any]]) -> None:
     predictor = tasks.load(saved["qa"][0], device="cpu")
     context = "  The army,  in 1812, and peace.  " * 8
     result = predictor(("which army?", context))
@@ -145,7 +145,7 @@ def test_any_number_of_endings(saved: dict[str, tuple[Path, Any, Any]]) -> None:
         assert one.probabilities == pytest.approx(other.probabilities, abs=1e-6)
 
 
-def test_what_is_not_read_is_told(saved: dict[str, tuple[Path, Any, Any]]) -> None:
+def test_truncated_and_empty_inputs_are_reported(saved: dict[str, tuple[Path, Any, Any]]) -> None:
     predictor = tasks.load(saved["classify"][0], device="cpu")
     with pytest.warns(UserWarning, match=r"1 of 3 examples do not fit into 40 tokens and are truncated: 62 tokens"):
         predictor(["war", "war " * 100, "peace"])
@@ -159,7 +159,7 @@ def test_what_is_not_read_is_told(saved: dict[str, tuple[Path, Any, Any]]) -> No
     assert [index for index, each in enumerate(result.probabilities) if each is None] == [1]
 
 
-def test_what_is_no_example_is_told(saved: dict[str, tuple[Path, Any, Any]]) -> None:
+def test_invalid_examples_are_refused(saved: dict[str, tuple[Path, Any, Any]]) -> None:
     for name, given, sentence in (
         ("classify", 3, "classify: expected a text or two texts, got 3"),
         ("classify", {"body": "a"}, "got an object with 'body'"),
@@ -225,7 +225,7 @@ def test_a_transformers_gpt_reads_texts_as_they_are(bpe: Tokenizer, tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore:.*does not state its task")
-def test_what_is_no_model_of_a_task_is_told(
+def test_directories_without_a_task_model_are_refused(
     bert_directory: Path, saved: dict[str, tuple[Path, Any, Any]], tmp_path: Path
 ) -> None:
     several = without_task(saved["pair"][0], tmp_path / "several", problem_type="multi_label_classification")
@@ -250,7 +250,7 @@ def test_what_is_no_model_of_a_task_is_told(
             tasks.load(saved["classify"][0], device="cpu", **options)
 
 
-def test_a_runs_newest_checkpoint_is_found(wordpiece: Tokenizer, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_of_a_run_is_found(wordpiece: Tokenizer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (1, 2):
         save_small("bert", wordpiece, run / f"checkpoint-00000{step}")

@@ -25,7 +25,7 @@ def test_scores_of_values() -> None:
     assert value_scores([1, 2, 3], [5, 5, 5]) == {"pearson": 0.0, "spearman": 0.0}
 
 
-def test_without_scikit_learn_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scikit_learn_an_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ImportError, match=r"pip install 'fasttfm\[tasks\]'"):
         label_scores(["a"], ["a"])
@@ -50,7 +50,7 @@ def test_entities(tags: str, expected: set[tuple[str, int, int]]) -> None:
     assert entities(tags.split()) == expected
 
 
-def test_an_entity_is_right_as_a_whole_or_not_at_all() -> None:
+def test_entities_are_scored_as_a_whole() -> None:
     gold = [["B-PER", "I-PER", "O", "B-LOC"], ["B-LOC"]]
     found = [["B-PER", "O", "O", "B-LOC"], ["B-LOC"]]
     scores = tag_scores(gold, found)

@@ -24,7 +24,7 @@ def teacher_of(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", ["Roberta", "Electra"])
-def test_layers_are_the_teachers(family: str) -> None:
+def test_layers_are_those_of_the_teacher(family: str) -> None:
     teacher = teacher_of(family)
     student: Any = distilbert_student(teacher)
     assert type(student) is type(teacher)
@@ -72,7 +72,7 @@ def gpt(name: str = "GPT2", seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("name", ["GPT2", "OpenAIGPT"])
-def test_a_gpt_has_a_gpt(name: str) -> None:
+def test_the_student_of_a_gpt_is_a_gpt(name: str) -> None:
     teacher = gpt(name)
     student: Any = distilbert_student(teacher)
     assert type(student) is type(teacher)
@@ -181,7 +181,7 @@ def tiny_teacher(family: str) -> Any:
     return getattr(models, f"{family}Model")(getattr(models, f"{family}Config")(**sizes, **more)).eval()
 
 
-def test_sizes_that_a_student_cannot_have() -> None:
+def test_invalid_sizes_of_a_student() -> None:
     with pytest.raises(ValueError, match="intermediate: expected 64, four times the width, as in every GPT-1, got 20"):
         tinybert_student(gpt("OpenAIGPT"), intermediate=20)
     assert tinybert_student(gpt("GPT2"), intermediate=20).config.n_inner == 20

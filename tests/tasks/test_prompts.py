@@ -39,7 +39,7 @@ def test_a_template_that_cannot_be_continued_is_refused(template: str) -> None:
         Prompt(template=template)
 
 
-def test_examples_that_do_not_fit_are_left_out_from_the_front() -> None:
+def test_the_first_examples_are_dropped_if_they_do_not_fit() -> None:
     prompt = Prompt("Translate:", SHOTS, ARROW, "\n")
     whole = len(prompt.text("cheese"))
     assert prompt.fitting("cheese", len, whole) == prompt
@@ -63,23 +63,23 @@ def test_examples_are_read_from_lines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 @pytest.mark.parametrize(("stop", "expected"), [("\n", "one two"), ("two\nt", "one "), ("", None), ("absent", None)])
-def test_a_text_stops_where_it_is_to(size: int, stop: str, expected: str | None) -> None:
+def test_a_text_ends_at_the_stop_string(size: int, stop: str, expected: str | None) -> None:
     text = "one two\ntwo\nthree"
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
     assert "".join(until(iter(pieces), stop)) == (text if expected is None else expected)
 
 
-def test_nothing_is_asked_for_behind_the_stop() -> None:
+def test_nothing_is_requested_after_the_stop() -> None:
     pieces = iter(["a", "b\n", "c"])
     assert "".join(until(pieces, "\n")) == "ab"
     assert next(pieces) == "c"
 
 
-def test_text_is_held_back_only_where_the_stop_may_begin() -> None:
+def test_only_a_possible_stop_string_is_held_back() -> None:
     assert list(until(iter(["a\n", "b", "c"]), "\n\n")) == ["a", "\nb", "c"]
 
 
-def test_a_letter_of_several_tokens_comes_with_its_last() -> None:
+def test_a_character_of_several_tokens_is_yielded_with_the_last() -> None:
     tokenizer = train_tokenizer("bpe", ["to be or not to be"], 280)
     text = "to be \u2013 \u00e4rger"
     ids = tokenizer.encode(text)

@@ -37,7 +37,7 @@ def finetune(task: str, model: Path, output: Path, *options: str) -> dict[str, A
 
 
 @pytest.mark.parametrize("task", RUNS)
-def test_a_model_is_better_than_the_commonest_answer(task: str, bert_directory: Path, tmp_path: Path) -> None:
+def test_a_model_beats_the_majority_baseline(task: str, bert_directory: Path, tmp_path: Path) -> None:
     metrics = finetune(task, bert_directory, tmp_path)
     _, _, score, margin = RUNS[task]
     assert metrics["dev"][score] > metrics["majority"][score] + margin, metrics
@@ -93,7 +93,7 @@ def check_with_transformers(task: str, directory: Path) -> None:
         assert theirs.config.id2label == {0: "1801-1870", 1: "1901-1950", 2: "1991-2021"}
 
 
-def test_a_gpt_chooses_in_gpt_1s_way(gpt_directory: Path, tmp_path: Path) -> None:
+def test_a_gpt_chooses_as_gpt_1(gpt_directory: Path, tmp_path: Path) -> None:
     metrics = finetune("choice", gpt_directory, tmp_path, "--epochs", "2", "--max-length", "100")
     assert metrics["dev"]["accuracy"] > metrics["majority"]["accuracy"] + 0.2, metrics
     config = json.loads((tmp_path / "config.json").read_text())

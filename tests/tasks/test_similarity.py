@@ -149,7 +149,7 @@ def test_wrong_arguments(bert_directory: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*randomly initialized", "ignore:.*truncated")
-def test_the_command_leaves_a_sentence_model(bert_directory: Path, tmp_path: Path) -> None:
+def test_the_command_saves_a_sentence_model(bert_directory: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     arguments = ["finetune", "--task", "similarity", "--model", str(bert_directory), "--output", str(output)]
     arguments += ["--epochs", "2", "--learning-rate", "2e-3", "--max-length", "48", "--batch-size", "32"]

@@ -31,7 +31,7 @@ def test_a_task_is_learnt(task: str, epochs: int, score: str, bert_directory: Pa
 
 
 @pytest.mark.parametrize("recipe", ["distilbert", "tinybert"])
-def test_a_student_comes_nearer(recipe: str, wordpiece: Tokenizer, tmp_path: Path) -> None:
+def test_a_student_approaches_its_teacher(recipe: str, wordpiece: Tokenizer, tmp_path: Path) -> None:
     teacher = save_bert(wordpiece, tmp_path / "teacher", num_hidden_layers=2, initializer_range=0.2)
     output = tmp_path / "student"
     call = ("distill", "--recipe", recipe, "--teacher", teacher, "--output", output, "--quiet", "--device", "cuda")
@@ -40,7 +40,7 @@ def test_a_student_comes_nearer(recipe: str, wordpiece: Tokenizer, tmp_path: Pat
     assert metrics["held_out"]["loss"] < 0.9 * metrics["held_out_before"]["loss"], metrics
 
 
-def test_vectors_and_words_are_the_cpus(
+def test_vectors_and_tokens_are_those_of_the_cpu(
     bert_directory: Path, gpt_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "texts.txt").write_text("Peace and commerce.\n\nWar.\n")

@@ -157,7 +157,7 @@ def test_continuations(name: str, bpe: Tokenizer, tmp_path: Path) -> None:
         assert found == ours.tolist()
 
 
-def test_a_checkpoint_has_what_its_use_needs(bert_directory: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_files_of_its_use(bert_directory: Path, tmp_path: Path) -> None:
     examples = [QuestionExample(text, text[:9], text, [Answer(text[:3], 0)], False) for text in TEXTS]
     _, task = saved("qa", bert_directory, examples, tmp_path, max_length=48, stride=7, max_answer=5)
     expected = {"task": "qa", "values": False, "max_length": 48, "stride": 7, "max_question": 11, "max_answer": 5}

@@ -43,7 +43,7 @@ def test_infinities_must_be_the_same() -> None:
     assert not compare("lse", torch.tensor([-torch.inf, torch.nan, torch.inf]), right, exact, OUTPUT_FACTOR).ok
 
 
-def test_elements_that_cancel_are_held_to_their_terms() -> None:
+def test_elements_that_cancel_are_compared_with_their_terms() -> None:
     exact = torch.tensor([0.0, 1e-17, 0.0, 2.0], dtype=torch.float64)
     terms = torch.tensor([1.0, 3.0, 0.0, 3.0], dtype=torch.float64)
     naive = exact.float()
@@ -63,7 +63,7 @@ ONE_TOKEN = attention._case("one token", (1, 1, 1), 2, 15, layout="fused")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", [None, without_delta], ids=["reference", "broken"])
-def test_one_key_leaves_nothing_of_the_gradient_of_a_score(dtype: torch.dtype, function: Any) -> None:
+def test_the_gradient_of_a_score_cancels_for_one_key(dtype: torch.dtype, function: Any) -> None:
     """Plain torch's is exactly 0. The difference of two sums is not, and a gradient without the difference is wrong."""
     call = RandomCall(Call(attention.SPEC, ONE_TOKEN, dtype, "reference", function=function), 0, 0)
     if function is None:

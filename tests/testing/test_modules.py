@@ -40,7 +40,7 @@ def test_the_truth_is_not_rounded_to_fp32() -> None:
 
 @pytest.mark.parametrize("rows", [5, 8])
 @pytest.mark.parametrize("factor", [1.0, 1.001])
-def test_sizes_alone_decide_how_many_runs_there_are(factor: float, rows: int) -> None:
+def test_only_sizes_decide_the_number_of_runs(factor: float, rows: int) -> None:
     calls = 0
 
     def counted(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

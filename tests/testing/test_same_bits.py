@@ -45,12 +45,12 @@ def test_a_function_of_its_input_passes() -> None:
     check(doubled)
 
 
-def test_what_depends_on_where_inputs_begin_is_rejected() -> None:
+def test_a_result_that_depends_on_alignment_is_rejected() -> None:
     with pytest.raises(AssertionError, match="elsewhere in memory differs"):
         check(where_it_begins)
 
 
 @pytest.mark.parametrize("torch_products", [False, True])
-def test_what_depends_on_the_number_of_threads_is_rejected(torch_products: bool) -> None:
+def test_a_result_that_depends_on_the_number_of_threads_is_rejected(torch_products: bool) -> None:
     with pytest.raises(AssertionError, match=r"run \d differs"):
         check(how_many_threads, torch_products=torch_products)

@@ -93,7 +93,7 @@ def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str]
     return done, {row["nodeid"].split("::")[-1]: row["outcome"] for row in rows}
 
 
-def test_everything_is_told(tmp_path: Path) -> None:
+def test_everything_is_reported(tmp_path: Path) -> None:
     write(tmp_path, SUITE)
     done, outcomes = run(tmp_path, "-n", "3", "--test-timeout", "5")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -124,7 +124,7 @@ def test_everything_is_told(tmp_path: Path) -> None:
     assert (done.returncode, len(outcomes)) == (0, 13), done.stdout
 
 
-def test_the_time_limit_tells_what_is_left(tmp_path: Path) -> None:
+def test_the_time_limit_reports_what_is_left(tmp_path: Path) -> None:
     write(tmp_path, {"test_hangs.py": SUITE["test_hangs.py"]})
     done, outcomes = run(tmp_path, "-n", "1", "--time-limit", "10")
     assert done.returncode == 2, done.stdout
@@ -137,7 +137,7 @@ def test_the_time_limit_tells_what_is_left(tmp_path: Path) -> None:
     ("text", "said"),
     [("        import nowhere", "No module named 'nowhere'"), ("        import os; os.abort()", "SIGABRT")],
 )
-def test_what_cannot_be_collected_is_an_error(text: str, said: str, tmp_path: Path) -> None:
+def test_a_collection_error_is_reported(text: str, said: str, tmp_path: Path) -> None:
     write(tmp_path, {"test_broken.py": text, "test_good.py": SUITE["test_good.py"]})
     done, outcomes = run(tmp_path, "-n", "2")
     assert done.returncode == 2, done.stdout

@@ -23,7 +23,7 @@ LOG = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes
 =========     at void fasttfm::cuda::forward_kernel<float>(Parameters)+0x20
 .
-[test] tests/test_optim.py::test_a_gpus_step[None]
+[test] tests/test_optim.py::test_a_step_on_a_gpu[None]
 ========= Uninitialized __global__ memory read of size 4 bytes
 =========     at void at::native::vectorized_elementwise_kernel<4>(int)+0x20
 .
@@ -45,7 +45,7 @@ def tool() -> Any:
 def test_findings_belong_to_the_test_that_was_running(tool: Any) -> None:
     odd = "tests/native/under_sanitizers.py::test_on_a_gpu[layer_norm-odd]"
     found = list(tool.findings(LOG, "memcheck"))
-    assert [each.test for each in found] == [odd, odd, "tests/test_optim.py::test_a_gpus_step[None]"]
+    assert [each.test for each in found] == [odd, odd, "tests/test_optim.py::test_a_step_on_a_gpu[None]"]
     assert "block (1,0,0)" in found[0].text
     assert "+0x20" in found[1].text
     assert [each.test for each in tool.findings(LOG, "initcheck")] == [odd, odd]
@@ -61,7 +61,7 @@ def test_findings_belong_to_the_test_that_was_running(tool: Any) -> None:
         ("tests/native/under_sanitizers.py::test_attention[attention-long-64-True-0.1]", "attention"),
         ("tests/native/under_sanitizers.py::test_attention_with_many_heads[5-256-attention-causal]", "attention"),
         ("tests/native/under_sanitizers.py::test_gelu_product[gelu_product-300-200]", "gelu_product"),
-        ("tests/test_optim.py::test_a_gpus_step[None]", "optim"),
+        ("tests/test_optim.py::test_a_step_on_a_gpu[None]", "optim"),
     ],
 )
 def test_ops(tool: Any, nodeid: str, op: str) -> None:
@@ -78,9 +78,7 @@ def test_the_table_counts_tests_and_findings(tool: Any, tmp_path: Path) -> None:
     assert len(texts) == 3
 
 
-def test_racecheck_leaves_out_the_ops_that_call_cublas(
-    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_racecheck_skips_the_ops_that_call_cublas(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(tool.subprocess, "Popen", lambda command, **_: commands.append(command))
     for name in tool.TOOLS:

@@ -46,7 +46,7 @@ def test_the_last_ones_are_kept_and_linked(tmp_path: Path) -> None:
     ]
 
 
-def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_synced_before_they_are_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     kept = Checkpoints(tmp_path)
 
@@ -69,7 +69,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("write failed")])
-def test_a_failed_write_leaves_the_last_good_one(tmp_path: Path, error: Exception) -> None:
+def test_a_failed_write_keeps_the_last_good_checkpoint(tmp_path: Path, error: Exception) -> None:
     kept = Checkpoints(tmp_path, keep=1)
     kept.save(10, write)
 
@@ -168,7 +168,7 @@ def small_files(settings: Any, run: Any) -> None:
         raise SystemExit(7) from error
 
 
-def test_a_run_on_a_full_disk_says_so_and_can_go_on(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_on_a_full_disk_reports_it_and_can_be_resumed(corpus: dict[str, Path], tmp_path: Path) -> None:
     settings = settings_of(corpus, steps=4)
     process = train_runs.start(small_files, settings, run_of(tmp_path / "new"))
     process.join()
@@ -241,7 +241,7 @@ def test_a_foreign_state_is_refused(corpus: dict[str, Path], tmp_path: Path) -> 
     assert "cannot be read" in refused(Path("code/that/must/not/run"))
 
 
-def test_the_optimizers_state_comes_back() -> None:
+def test_the_state_of_the_optimizer_is_restored() -> None:
     from fasttfm.train import OptimizerSettings, make_optimizer
 
     for name in ("adamw", "lamb"):

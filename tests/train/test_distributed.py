@@ -61,7 +61,7 @@ def ranked_curve(shards: Path, output: Path, parallel: str, optimizer: str) -> N
 
 
 @pytest.mark.parametrize(("parallel", "optimizer"), [("ddp", "adamw"), ("fsdp", "adamw"), ("fsdp", "lamb")])
-def test_two_ranks_have_the_curve_of_one(
+def test_two_ranks_have_the_losses_of_one(
     parallel: str, optimizer: str, corpus: dict[str, Path], tmp_path: Path
 ) -> None:
     shards = tmp_path / "shards"
@@ -102,7 +102,7 @@ def test_ranks_resume_with_the_same_bits(corpus: dict[str, Path], tmp_path: Path
         pretrain(settings, run_of(parts, resume=True))
 
 
-def test_a_rank_that_dies_ends_the_run_with_a_message(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_the_death_of_a_rank_ends_the_run_with_a_message(corpus: dict[str, Path], tmp_path: Path) -> None:
     """As a person starts it: torchrun, and one of its processes killed."""
     output = tmp_path / "run"
     command: list[Any] = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -143,7 +143,7 @@ def rank_process(launcher: int, rank: int) -> int:
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_rank_with_an_error_outlives_the_launchers_sigterm(launched: bool) -> None:
+def test_a_rank_with_an_error_ignores_sigterm_of_the_launcher(launched: bool) -> None:
     """It has a message to print; a process by itself ends, as it would have without a run."""
     ended: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))

@@ -19,7 +19,7 @@ def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fasttfm.train.pretrain.write_curves", lambda *_: None)
 
 
-def test_a_run_learns_and_goes_on_with_the_same_bits(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_learns_and_resumes_with_the_same_bits(corpus: dict[str, Path], tmp_path: Path) -> None:
     settings = settings_of(corpus, steps=8, step=StepSettings(precision="fp8"))
     options: dict[str, Any] = {"checkpoint_every": 4, "evaluate_every": 8}
     pretrain(settings, run_of(tmp_path / "whole", **options))

@@ -36,7 +36,7 @@ def tokenizer() -> Tokenizer:
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
 
-def test_shares_of_noise() -> None:
+def test_fractions_of_noise() -> None:
     entities = np.where(np.arange(40_000) % 2 == 0, np.arange(40_000) % 11, -1)
     noisy = EntityNoise().apply(entities, np.random.default_rng(0))
     aligned = entities >= 0
@@ -49,7 +49,7 @@ def test_shares_of_noise() -> None:
     assert set(noisy[aligned]) == {-1, *range(11)}
 
 
-def test_one_entity_has_no_other() -> None:
+def test_a_single_entity_is_not_replaced() -> None:
     entities = np.array([4, -1, 4, 4])
     assert EntityNoise(replaced=1.0, masked=0.0).apply(entities, np.random.default_rng(0)).tolist() == [4, -1, 4, 4]
     assert EntityNoise(replaced=0.0, masked=1.0).apply(entities, np.random.default_rng(0)).tolist() == [-1] * 4
@@ -85,7 +85,7 @@ def test_sequences_and_their_entities(tokenizer: Tokenizer) -> None:
     assert labels == {0, 1}
 
 
-def test_the_seed_decides(tokenizer: Tokenizer) -> None:
+def test_the_seed_determines_the_result(tokenizer: Tokenizer) -> None:
     first, again, other = (next(iter(stream(tokenizer, seed=seed))) for seed in (0, 0, 1))
     assert torch.equal(first.input_ids, again.input_ids)
     assert torch.equal(first.entities.positions, again.entities.positions)
@@ -93,14 +93,14 @@ def test_the_seed_decides(tokenizer: Tokenizer) -> None:
     assert first.predictions > 0
 
 
-def test_streams_that_cannot_be(tokenizer: Tokenizer) -> None:
+def test_invalid_streams(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="expected 8 <= max_length <= tokens_per_batch, got 65 and 64"):
         stream(tokenizer, max_length=65)
     with pytest.raises(DataError, match="expected two texts or more, with two sentences, got fewer"):
         KnowledgeStream(TEXTS[2:], tokenizer, KNOWN)
 
 
-def test_noise_changes_what_is_read_and_not_what_is_predicted(tokenizer: Tokenizer) -> None:
+def test_noise_changes_the_inputs_and_not_the_labels(tokenizer: Tokenizer) -> None:
     batch = next(iter(stream(tokenizer, noise=EntityNoise(0.0, 1.0))))
     assert (batch.entities.ids == -1).all()  # only the first tokens
     assert len(batch.entity_targets.labels) > 0
@@ -111,7 +111,7 @@ def test_noise_changes_what_is_read_and_not_what_is_predicted(tokenizer: Tokeniz
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def test_the_objective_is_the_models_own_loss(tokenizer: Tokenizer) -> None:
+def test_the_objective_is_the_loss_of_the_model(tokenizer: Tokenizer) -> None:
     torch.manual_seed(0)
     config = models.ErnieKnowledgeConfig.named("tiny", hidden_size=32, intermediate_size=64, num_entities=8)
     config.vocab_size, config.hidden_dropout_prob, config.attention_probs_dropout_prob = tokenizer.vocab_size, 0.0, 0.0
@@ -162,7 +162,7 @@ def test_from_a_graph_to_a_fine_tuned_model(tmp_path: Path, capsys: pytest.Captu
         assert message in capsys.readouterr().err
 
 
-def test_a_bert_is_where_it_begins(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_run_starts_from_a_bert(tokenizer: Tokenizer, tmp_path: Path) -> None:
     save_bert(tokenizer, tmp_path)
     with pytest.warns(UserWarning, match="next_sentence"):
         model = models.ErnieKnowledgeForPreTraining.from_bert(

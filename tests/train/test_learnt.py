@@ -55,9 +55,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("family", "kind"), [("bert", MaskedLM), ("gpt2", CausalLM)])
-def test_guesses_are_of_the_words_that_are_missing(
-    family: str, kind: Any, corpus: dict[str, Path], tmp_path: Path
-) -> None:
+def test_guesses_are_for_the_masked_words(family: str, kind: Any, corpus: dict[str, Path], tmp_path: Path) -> None:
     texts = open_corpus(settings_of(corpus, family), run_of(tmp_path), tmp_path / "tokenizer", load=False)
     model = Model(texts)
     objective = kind(model)
@@ -82,7 +80,7 @@ def test_guesses_are_of_the_words_that_are_missing(
     assert shown.frequent[0] == (texts.tokenizer.decode([best]).strip(), shares[best])
 
 
-def test_what_is_printed() -> None:
+def test_the_printed_lines() -> None:
     word = GuessedWord("the united", "states", "of america.", [("states", 0.9), ("nations", 0.05)])
     text = str(Learnt("masked tokens", 5.0, 6.5, [word], [("the", 0.06), ("of", 0.04)]))
     assert text.splitlines() == [
@@ -94,7 +92,7 @@ def test_what_is_printed() -> None:
 
 
 @pytest.mark.parametrize("family", ["roberta", "gpt2", "electra"])
-def test_models_that_predict_words_show_it(family: str, corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_language_models_show_their_guesses(family: str, corpus: dict[str, Path], tmp_path: Path) -> None:
     summary = pretrain(settings_of(corpus, family, steps=2), run_of(tmp_path))
     assert summary is not None
     if family == "electra":

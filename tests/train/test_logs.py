@@ -75,7 +75,7 @@ def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
     assert [each.value for each in events.Scalars("validation/loss")] == [3.0]
 
 
-def test_time_that_is_paused_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paused_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     watch = Stopwatch(5.0)
@@ -92,7 +92,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_gets_a_bar() -> None:
+def test_a_terminal_shows_a_progress_bar() -> None:
     pytest.importorskip("tqdm")
     terminal = Terminal()
     progress = Progress(10, start=2, peak=1e12, stream=terminal)
@@ -107,7 +107,7 @@ def test_a_terminal_gets_a_bar() -> None:
     assert " left]" in text
 
 
-def test_elsewhere_there_are_lines() -> None:
+def test_other_outputs_get_lines() -> None:
     stream = io.StringIO()
     progress = Progress(10, stream=stream)
     progress.advance(5)

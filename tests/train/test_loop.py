@@ -79,7 +79,7 @@ def gradients(model: nn.Module, parts: Sequence[Part], objective: Objective = OB
     return found
 
 
-def test_the_mean_is_right_where_parts_count_differently() -> None:
+def test_the_mean_over_microbatches_of_different_counts() -> None:
     parts = [part(5, 4, 0), part(40, 1, 1), part(11, 11, 2)]
     model = module()
     exact_model = copy.deepcopy(model).double()
@@ -109,7 +109,7 @@ def test_the_mean_is_right_where_parts_count_differently() -> None:
     assert result.tokens == 21
 
 
-def test_clipping_is_torchs() -> None:
+def test_clipping_is_that_of_torch() -> None:
     ours, theirs = module(), module()
     made = trainer(ours, clip=0.1)
     optimizer = make_optimizer(theirs, OptimizerSettings(learning_rate=0.01))
@@ -150,7 +150,7 @@ def test_a_step_that_is_not_finite_changes_nothing(bad: float) -> None:
         made.step([broken])
 
 
-def test_a_term_without_anything_to_count_adds_nothing() -> None:
+def test_a_term_with_a_count_of_zero_adds_nothing() -> None:
     (result,) = trainer(module()).step([part(6, 0, 0)])
     assert not result.skipped
     assert result.terms["distances"] == 0
@@ -167,7 +167,7 @@ def test_parameters_outside_the_optimizer_and_without_a_gradient_stay() -> None:
     assert torch.equal(model[0].weight, frozen)
 
 
-def test_evaluation_leaves_no_trace() -> None:
+def test_evaluation_changes_no_state() -> None:
     model = module().append(nn.Dropout(0.5))
     made = trainer(model)
     made.step([part(9, 3, 0)])

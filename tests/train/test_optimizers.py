@@ -27,7 +27,7 @@ def formula(start: Tensor, gradients: list[Tensor], decay: float, scale: float) 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 @pytest.mark.parametrize("decay", [DECAY, 0.0])
-def test_lamb_is_its_formula(decay: float, scale: float) -> None:
+def test_lamb_matches_its_formula(decay: float, scale: float) -> None:
     torch.manual_seed(0)
     starts = [torch.randn(7, 5), torch.zeros(3)]
     gradients = [[torch.randn_like(start) for _ in range(5)] for start in starts]

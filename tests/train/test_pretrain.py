@@ -25,7 +25,7 @@ from fasttfm.train.run_directory import SETTINGS, run_lock
 
 
 @pytest.mark.parametrize("family", trained_on_text())
-def test_a_family_learns_and_goes_on_with_the_same_bits(
+def test_a_family_learns_and_resumes_with_the_same_bits(
     family: str, corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if family != "bert":  # one picture shows enough
@@ -110,7 +110,7 @@ def test_transformers_opens_a_checkpoint_with_equal_outputs(
     assert comparison.ok, comparison
 
 
-def test_killed_at_twenty_random_moments(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_killed_at_twenty_random_times(corpus: dict[str, Path], tmp_path: Path) -> None:
     """Whatever a run was doing, tokenizing, computing or writing a checkpoint, the next one goes on from there."""
     settings = settings_of(corpus, steps=60)
     options: dict[str, Any] = {"checkpoint_every": 2, "evaluate_every": 20, "keep": 2}
@@ -154,7 +154,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(corpus: dict[str, Path], tmp_path
     assert 0 < steps[0] < 4000
 
 
-def test_resuming_with_other_settings_says_which(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_resuming_with_other_settings_names_them(corpus: dict[str, Path], tmp_path: Path) -> None:
     settings = settings_of(corpus, steps=2)
     pretrain(settings, run_of(tmp_path))
     with pytest.raises(RunError, match="--resume continues that run, --overwrite starts a new one"):
@@ -225,7 +225,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     ],
     ids=str,
 )
-def test_overwriting_replaces_a_run_only_when_the_new_one_can_begin(
+def test_overwriting_replaces_a_run_only_when_the_new_one_can_start(
     changes: dict[str, Any], corpus: dict[str, Path], tmp_path: Path
 ) -> None:
     run = run_of(tmp_path / "run", overwrite=True)
@@ -241,7 +241,7 @@ def test_overwriting_replaces_a_run_only_when_the_new_one_can_begin(
     assert kept.items() <= contents(run.output).items()
 
 
-def test_an_overwritten_run_leaves_nothing_behind(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_an_overwritten_run_is_removed(corpus: dict[str, Path], tmp_path: Path) -> None:
     settings = dataclasses.replace(settings_of(corpus, steps=2), tokenizer=None, vocabulary=300)
     pretrain(settings, run_of(tmp_path, checkpoint_every=1))
     other = dataclasses.replace(settings, vocabulary=200, schedule=dataclasses.replace(settings.schedule, steps=3))
@@ -264,7 +264,7 @@ def test_a_directory_with_other_files_is_refused(corpus: dict[str, Path], tmp_pa
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_validation_set_that_is_too_small_is_told_at_the_start(corpus: dict[str, Path], tmp_path: Path) -> None:
+def test_a_validation_set_that_is_too_small_is_reported_at_the_start(corpus: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"1 documents here: .*two documents or more for next sentences"):
         pretrain(settings_of(corpus, steps=10**6, held_out=0.001), run_of(tmp_path))
     assert not (tmp_path / "log.csv").exists()
@@ -287,7 +287,7 @@ def hold(directory: Path) -> None:
         time.sleep(600)
 
 
-def test_a_process_that_is_killed_gives_its_lock_back(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     process = train_runs.start(hold, tmp_path)
     while not (tmp_path / "held").exists():
         assert process.is_alive()

@@ -51,7 +51,7 @@ def batches(shards: data.TokenShards, *, fixed: bool) -> Iterator[data.Batch]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_step_waits_for_nothing(precision: str, shards: data.TokenShards) -> None:
+def test_a_step_does_not_synchronize(precision: str, shards: data.TokenShards) -> None:
     made, source = trainer(precision=precision), batches(shards, fixed=False)
     assert isinstance(made.optimizer, optim.AdamW)
     for _ in range(3):
@@ -86,7 +86,7 @@ def test_a_cuda_graph_gives_the_same_numbers(precision: str, shards: data.TokenS
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_graph_skips_what_is_not_finite(precision: str, shards: data.TokenShards) -> None:
+def test_a_graph_skips_steps_that_are_not_finite(precision: str, shards: data.TokenShards) -> None:
     made, source = trainer(cuda_graph=True, precision=precision), batches(shards, fixed=True)
     for _ in range(6):
         made.step([next(source)])
@@ -108,7 +108,7 @@ def test_compiled_steps_learn(shards: data.TokenShards) -> None:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("cuda_graph", [False, True])
-def test_a_run_goes_on_from_a_checkpoint(
+def test_a_run_resumes_from_a_checkpoint(
     cuda_graph: bool, precision: str, corpus: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = settings_of(

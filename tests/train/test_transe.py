@@ -22,7 +22,7 @@ def chain(length: int) -> Graph:
     return Graph([str(number) for number in range(length)], ["next", "next but one"], torch.tensor(facts))
 
 
-def test_ranks_leave_out_other_facts() -> None:
+def test_ranks_are_filtered() -> None:
     entities = torch.tensor([[0.0], [1.0], [1.1], [5.0]])
     relations = torch.tensor([[1.0]])
     facts = torch.tensor([[0, 0, 1], [0, 0, 2]])
@@ -34,7 +34,7 @@ def test_ranks_leave_out_other_facts() -> None:
     assert ranks(same, torch.zeros(1, 2), facts[:1], facts[:1]).tolist() == [5, 5]  # neither best nor worst
 
 
-def test_facts_that_were_not_learnt_rank_high() -> None:
+def test_unseen_facts_rank_high() -> None:
     graph = read_triples(shipped_knowledge("triples"))
     settings = TransESettings(width=32, epochs=60, learning_rate=0.02)
     found = train_transe(graph, settings)
@@ -56,7 +56,7 @@ def test_a_chain_is_learnt(norm: int) -> None:
     assert found.mean_rank < 2.5
 
 
-def test_settings_that_cannot_be() -> None:
+def test_invalid_settings() -> None:
     for name, value, message in (
         ("width", 0, "width: expected a number from 1 on, got 0"),
         ("margin", 0.0, "margin: expected a number above 0, got 0.0"),
