@@ -44,11 +44,19 @@ SHARED = {
             "gelu_product",
             "int8_linear",
         ),
-        *("knowledge_block", "library", "linear", "transformer_block", "transformer_native", "transformer_stack"),
+        *(
+            "knowledge_block",
+            "knowledge_native",
+            "library",
+            "linear",
+            "transformer_block",
+            "transformer_native",
+            "transformer_stack",
+        ),
         *("vocabulary", "weight_copies"),
     },
     "kernels/": {"fp8", "transformer_block"},
-    "tests/ops/test_": {"fp8", "fp8_block", "int8_linear", "transformer_block", "transformer_stack"},
+    "tests/ops/test_": {"fp8", "fp8_block", "int8_linear", "knowledge_block", "transformer_block", "transformer_stack"},
 }
 # Folders of kernels/ that belong to no op: what all share, and what the losses over a vocabulary share.
 SHARED_KERNELS = ("common", "vocabulary")

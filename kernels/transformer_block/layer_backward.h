@@ -60,7 +60,7 @@ class Backward {
     return steps_.status();
   }
 
- private:
+ protected:
   void* scratch(BackwardRegion region) const { return at(call_.scratch, scratch_.regions[region].offset); }
   void* workspace() const { return scratch(kBackwardWorkspace); }
   void* kept(int64_t layer, KeptRegion region) const { return in_layer(call_, kept_, layer, region); }

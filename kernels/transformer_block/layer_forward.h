@@ -38,7 +38,7 @@ class Forward {
     return steps_.status();
   }
 
- private:
+ protected:
   void* scratch(ForwardRegion region) const { return at(call_.scratch, scratch_.regions[region].offset); }
   void* kept(int64_t layer, KeptRegion region) const { return in_layer(call_, kept_, layer, region); }
   const void* parameter(int64_t layer, TransformerParameter which) const {

@@ -155,6 +155,48 @@ def int8_linear_cpu(*, activation: int, bias: int, columns: int, inner: int, pro
     row_scales: int, rows: int, scales: int, sums: int, threads: int, w: int, x: int, x_columns: int, y: int,
     y_columns: int) -> None: ...
 def int8_products_cpu() -> int: ...
+def knowledge_block_backward_cpu(*, activation: int, attention_scale: float, attention_threshold: int,
+    block_memory: int, cu_seqlens: int, ddown: int, device: int, dtype: int, dx: int, dy: int, entities: int,
+    entity_attention: int, entity_cu_seqlens: int, entity_dx: int, entity_dy: int, entity_eps_a: float,
+    entity_eps_b: float, entity_head_dim: int, entity_heads: int, entity_max_seqlen: int, entity_stride: int,
+    entity_width: int, entity_x: int, eps_a: float, eps_b: float, gradients: int, heads: int, intermediate: int,
+    keep_activation: int, kept: int, last: int, layers: int, max_seqlen: int, parameter_dtype: int, parameters: int,
+    positions: int, pre_norm: int, processors: int, recompute: int, residual_dtype: int, scale_a: float, scale_b: float,
+    scratch: int, seeds: int, sequences: int, stream: int, threshold_a: int, threshold_b: int, tokens: int,
+    training: int, width: int, window_left: int, window_right: int, x: int) -> None: ...
+def knowledge_block_backward_cuda(*, activation: int, attention_scale: float, attention_threshold: int,
+    block_memory: int, cu_seqlens: int, ddown: int, device: int, dtype: int, dx: int, dy: int, entities: int,
+    entity_attention: int, entity_cu_seqlens: int, entity_dx: int, entity_dy: int, entity_eps_a: float,
+    entity_eps_b: float, entity_head_dim: int, entity_heads: int, entity_max_seqlen: int, entity_stride: int,
+    entity_width: int, entity_x: int, eps_a: float, eps_b: float, gradients: int, heads: int, intermediate: int,
+    keep_activation: int, kept: int, last: int, layers: int, max_seqlen: int, parameter_dtype: int, parameters: int,
+    positions: int, pre_norm: int, processors: int, recompute: int, residual_dtype: int, scale_a: float, scale_b: float,
+    scratch: int, seeds: int, sequences: int, stream: int, threshold_a: int, threshold_b: int, tokens: int,
+    training: int, width: int, window_left: int, window_right: int, x: int) -> None: ...
+def knowledge_block_forward_cpu(*, activation: int, attention_scale: float, attention_threshold: int, cu_seqlens: int,
+    device: int, dtype: int, entities: int, entity_attention: int, entity_cu_seqlens: int, entity_eps_a: float,
+    entity_eps_b: float, entity_head_dim: int, entity_heads: int, entity_max_seqlen: int, entity_stride: int,
+    entity_width: int, entity_x: int, entity_y: int, eps_a: float, eps_b: float, heads: int, intermediate: int,
+    keep_activation: int, kept: int, last: int, layers: int, max_seqlen: int, parameter_dtype: int, parameters: int,
+    positions: int, pre_norm: int, processors: int, recompute: int, residual_dtype: int, scale_a: float, scale_b: float,
+    scratch: int, seeds: int, sequences: int, stream: int, threshold_a: int, threshold_b: int, tokens: int,
+    training: int, width: int, window_left: int, window_right: int, x: int, y: int) -> None: ...
+def knowledge_block_forward_cuda(*, activation: int, attention_scale: float, attention_threshold: int, cu_seqlens: int,
+    device: int, dtype: int, entities: int, entity_attention: int, entity_cu_seqlens: int, entity_eps_a: float,
+    entity_eps_b: float, entity_head_dim: int, entity_heads: int, entity_max_seqlen: int, entity_stride: int,
+    entity_width: int, entity_x: int, entity_y: int, eps_a: float, eps_b: float, heads: int, intermediate: int,
+    keep_activation: int, kept: int, last: int, layers: int, max_seqlen: int, parameter_dtype: int, parameters: int,
+    positions: int, pre_norm: int, processors: int, recompute: int, residual_dtype: int, scale_a: float, scale_b: float,
+    scratch: int, seeds: int, sequences: int, stream: int, threshold_a: int, threshold_b: int, tokens: int,
+    training: int, width: int, window_left: int, window_right: int, x: int, y: int) -> None: ...
+def knowledge_block_sizes_cpu(*, dtype: int, entities: int, entity_attention: int, entity_head_dim: int,
+    entity_heads: int, entity_max_seqlen: int, entity_stride: int, entity_width: int, heads: int, intermediate: int,
+    keep_activation: int, last: int, layers: int, max_seqlen: int, pre_norm: int, processors: int, recompute: int,
+    residual_dtype: int, sequences: int, sizes: int, tokens: int, training: int, width: int) -> None: ...
+def knowledge_block_sizes_cuda(*, dtype: int, entities: int, entity_attention: int, entity_head_dim: int,
+    entity_heads: int, entity_max_seqlen: int, entity_stride: int, entity_width: int, heads: int, intermediate: int,
+    keep_activation: int, last: int, layers: int, max_seqlen: int, pre_norm: int, processors: int, recompute: int,
+    residual_dtype: int, sequences: int, sizes: int, tokens: int, training: int, width: int) -> None: ...
 def layer_norm_backward(dy: Tensor, x: Tensor, weight: Tensor | None, statistics: Tensor, dx: Tensor,
     dweight: Tensor | None, dbias: Tensor | None, workspace: Tensor, /) -> None: ...
 def layer_norm_backward_memory_cuda(columns: int, dtype: int, limit: int) -> int: ...

@@ -1,5 +1,8 @@
 """A layer over tokens and entities as one autograd node: nn/knowledge_layer.py has the equations.
 
+It is one native call for forward and one for backward if the core supports it (knowledge_native.py), otherwise op
+by op.
+
 Each stream's attention block is ``transformer_block``'s. The fusion is one GEMM for all tokens: a token's row is
 concatenated with its entity's row, or with zeros, and the weights of both streams are concatenated likewise. The GEMM's
 epilogue applies the activation. The next GEMM's output again has the columns of both streams; entities take the rows of
@@ -15,10 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fasttfm.ops import gelu_product, linear
+from fasttfm import _native
+from fasttfm.kernels.common.rows import contiguous_rows
+from fasttfm.ops import gelu_product, knowledge_native, linear
 from fasttfm.ops.attention import forward_op as attention_forward_op
 from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
-from fasttfm.ops.library import OpFunction, bypass_dispatcher, needs_gradient, unshared
+from fasttfm.ops.library import OpFunction, bypass_dispatcher, is_plain, needs_gradient, unshared
 from fasttfm.ops.transformer_block import (
     BlockBackward,
     BlockOptions,
@@ -30,7 +35,9 @@ from fasttfm.ops.transformer_block import (
     kept_of,
     separate_seeds,
 )
+from fasttfm.ops.transformer_native import CHANGED_PARAMETERS, Batch, versions
 
+_MOST_SEQUENCES = 65535  # of attention's backward on Hopper
 _VECTOR = 8  # GEMMs and attention are fast if sizes are multiples of it
 _MIN_HEAD_DIM = 16
 _GPU_HEAD_DIMS = (64, 128)  # of the fastest kernels
@@ -101,13 +108,113 @@ def knowledge_block(
     Returns:
         Both streams; None for the entities of the last layer.
     """
-    given = (*parameters[0], *parameters[1])
+    given = [*parameters[0], *parameters[1]]
+    if is_plain((x, entities, *where, seeds, *given)):
+        native = _native_call(x, entities, where, seeds, options, given)
+        if isinstance(native, knowledge_native.Call):
+            if needs_gradient(x, entities, *given):
+                return _NativeBlock.apply_plain(x, entities, native, options, *given)
+            operands = knowledge_native.operands(native, copies=False)
+            return knowledge_native.forward(native, operands, training=False)[:2]
     if needs_gradient(x, entities, *given):
         y, e = _KnowledgeBlock.apply(x, entities, *where, seeds, options, *given)
         return y, e
     call = _Forward(x, entities, where, _both_seeds(seeds, options), options)
     own, fusion = _in_type(parameters, x, options, copies=False)
     return call.run(own, fusion, gelu_product.NOTHING)[:2]
+
+
+def refused(
+    x: Tensor,
+    entities: Tensor,
+    where: Alignment,
+    options: KnowledgeOptions,
+    parameters: tuple[BlockParameters, BlockParameters],
+) -> str | None:
+    """Why a layer runs op by op; None if it runs in one native call."""
+    given = [*parameters[0], *parameters[1]]
+    if not is_plain((x, entities, *where, *given)):
+        return "takes plain tensors in eager calls"
+    found = _native_call(x, entities, where, None, options, given)
+    return found if isinstance(found, str) else None
+
+
+def _native_call(
+    x: Tensor,
+    entities: Tensor,
+    where: Alignment,
+    seeds: Tensor | None,
+    options: KnowledgeOptions,
+    given: list[Tensor | None],
+) -> knowledge_native.Call | str:
+    """The call for the native core, or why the core does not support it."""
+    if not 1 < where.cu_seqlens.shape[0] <= 1 + _MOST_SEQUENCES:
+        return f"takes 1 to {_MOST_SEQUENCES} sequences"
+    if entities.dtype != x.dtype:
+        return "takes tokens and entities of one type"
+    cu_seqlens, entity_cu_seqlens, positions = (each.contiguous() for each in where)
+    head_dim = padded_head_dim(entities.shape[1] // options.entities.heads, x)
+    own = (head_dim, options.entities, options.last, given[_COUNT] is not None)
+    batch = Batch(x, None, cu_seqlens, None if seeds is None else seeds.contiguous())
+    stream = knowledge_native.Entities(entities, entity_cu_seqlens, positions, *own)
+    return knowledge_native.call_of(batch, stream, given, options.tokens)
+
+
+class _NativeBlock(OpFunction):
+    op = "knowledge_block"
+    instead = "the layer's modules in plain torch"
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, entities: Tensor, call: knowledge_native.Call, options: KnowledgeOptions, *_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        own = knowledge_native.operands(call, copies=True)
+        y, e, kept = knowledge_native.forward(call, own, training=True)
+        where = (call.batch.cu_seqlens, call.entities.cu_seqlens, call.entities.positions)
+        ctx.save_for_backward(x, entities, *unshared(*where), call.batch.seeds, kept)
+        # Parameters are not saved tensors, which torch would wrap one by one; the backward compares their versions.
+        ctx.own, ctx.versions = own, versions(own)
+        saved: Any = {"x": None, "cu_seqlens": None, "positions": None}
+        rest: Any = {"batch": None, "entities": call.entities._replace(**saved)}
+        ctx.call = call._replace(**rest)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return y, e
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, de: Tensor | None) -> tuple[Any, ...]:
+        x, entities, cu_seqlens, entity_cu_seqlens, positions, seeds, kept = ctx.saved_tensors
+        if ctx.versions != versions(ctx.own):
+            raise RuntimeError(CHANGED_PARAMETERS)
+        call: knowledge_native.Call = ctx.call._replace(
+            batch=Batch(x, None, cu_seqlens, seeds),
+            entities=ctx.call.entities._replace(x=entities, cu_seqlens=entity_cu_seqlens, positions=positions),
+        )
+        dy = torch.zeros_like(x) if dy is None else contiguous_rows(dy)
+        de = None if de is None else contiguous_rows(de)
+        wanted = ctx.needs_input_grad[-2 * _COUNT :]
+        try:
+            dx, dentities, gradients = knowledge_native.backward(call, ctx.own, kept, dy, de, wanted)
+        except _native.DoesNotFit:  # a part of the GPU is too small for blocks that wait for each other
+            return _backward_again(call, ctx.options, dy, de, ctx.needs_input_grad)
+        return dx, dentities, None, None, *gradients
+
+
+def _backward_again(
+    call: knowledge_native.Call, options: KnowledgeOptions, dy: Tensor, de: Tensor | None, wanted: tuple[bool, ...]
+) -> tuple[Any, ...]:
+    """The backward of a native forward by the ops, which repeat the forward."""
+    streams = [each.detach().requires_grad_() for each in (call.batch.x, call.entities.x)]
+    where = (call.batch.cu_seqlens, call.entities.cu_seqlens, call.entities.positions)
+    with torch.enable_grad():
+        found = _KnowledgeBlock.apply(*streams, *where, call.batch.seeds, options, *call.given)
+    pairs = [(out, given) for out, given in zip(found, (dy, de), strict=True) if given is not None]
+    places = [place for place, want in enumerate(wanted) if want]
+    inputs: list[Any] = [*streams, None, None, *call.given]
+    outputs, upstream = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, [inputs[place] for place in places], upstream, allow_unused=True)
+    by_place = dict(zip(places, found, strict=True))
+    return tuple(by_place.get(place) for place in range(len(wanted)))
 
 
 class _Forward:

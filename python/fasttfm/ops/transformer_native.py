@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import platform
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ def layers_of(given: list[Tensor | None]) -> Layers | str:
     if _native.core().tensor_table(given, table.buffer_info()[0], PARAMETERS) < 0:
         if (reason := _differences(given)) is not None:
             return reason
-        table = _table(given)
+        table = address_table(given)
     first, present = given[:PARAMETERS], [each for each in given if each is not None]
     qkv_weight, up_weight = first[0], first[_UP_WEIGHT]
     assert qkv_weight is not None
@@ -247,15 +248,15 @@ def forward(
     dtype. ``few_rows``: with the kernels for few rows."""
     x = batch.x
     check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
-    shape = _shape(batch, layers, options, training=training)
+    shape = shape_of(batch, layers, options, training=training)
     memory = _memory(x.is_cuda, tuple(shape.values()))
     kept, scratch = _bytes(memory.kept, x), _bytes(memory.forward, x)
     y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
-    table = layers.table if own is layers.given else _table(own)
+    table = layers.table if own is layers.given else address_table(own)
     run = _native.core().transformer_block_forward_cuda if x.is_cuda else _native.core().transformer_block_forward_cpu
     run(
         **shape,
-        **_call_fields(batch, layers, options, kept, scratch),
+        **call_fields(batch, layers, options, kept, scratch),
         parameters=table.buffer_info()[0],
         residual=_native.address(residual),
         y=y.data_ptr(),
@@ -286,14 +287,14 @@ def backward(
     core's kernels.
     """
     x = batch.x
-    shape = _shape(batch, layers, options, training=True)
+    shape = shape_of(batch, layers, options, training=True)
     scratch = _bytes(_memory(x.is_cuda, tuple(shape.values())).backward, x)
     dx, dresidual = torch.empty_like(x), None if z is None else torch.empty_like(z)
     # Not the forward's table: FSDP frees parameters after the forward and gathers them again, in other memory.
-    table, targets = _table(own), _table(gradients)
+    table, targets = address_table(own), address_table(gradients)
     fields = {
         **shape,
-        **_call_fields(batch, layers, options, kept, scratch),
+        **call_fields(batch, layers, options, kept, scratch),
         "parameters": table.buffer_info()[0],
         "z": _native.address(z),
         "dy": dy.data_ptr(),
@@ -326,7 +327,7 @@ def _bytes(count: int, x: Tensor) -> Tensor:
     return torch.empty(count, dtype=torch.uint8, device=x.device)
 
 
-def _table(tensors: list[Tensor | None]) -> array[int]:
+def address_table(tensors: list[Tensor | None]) -> array[int]:
     """The addresses of tensors for the core, 0 for None."""
     table = array("q", bytes(8 * len(tensors)))
     if _native.core().tensor_table(tensors, table.buffer_info()[0], PARAMETERS) != _UNREAD:
@@ -336,6 +337,17 @@ def _table(tensors: list[Tensor | None]) -> array[int]:
 
 _UNREAD = -2  # the core cannot read tensors of torch before 2.10
 
+CHANGED_PARAMETERS = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation:"
+    " a parameter of a transformer layer has changed between forward and backward"
+)
+_version_of = operator.attrgetter("_version")
+
+
+def versions(tensors: Sequence[Tensor | None]) -> list[int]:
+    """torch's counters of in-place operations: a backward compares them with those of its forward."""
+    return list(map(_version_of, [each for each in tensors if each is not None]))
+
 
 _SHAPE = (
     *("layers", "tokens", "width", "intermediate", "heads", "sequences", "max_seqlen", "processors"),
@@ -343,7 +355,7 @@ _SHAPE = (
 )
 
 
-def _shape(batch: Batch, layers: Layers, options: BlockOptions, *, training: bool) -> dict[str, int]:
+def shape_of(batch: Batch, layers: Layers, options: BlockOptions, *, training: bool) -> dict[str, int]:
     """The parameters that determine the sizes."""
     x = batch.x
     tokens, width = x.shape
@@ -364,7 +376,7 @@ def _memory(cuda: bool, shape: tuple[int, ...]) -> Memory:
     return Memory(*sizes)
 
 
-def _call_fields(
+def call_fields(
     batch: Batch, layers: Layers, options: BlockOptions, kept: Tensor, scratch: Tensor
 ) -> dict[str, int | float]:
     x = batch.x
@@ -438,7 +450,7 @@ def kept_tensors(
     """A layer's input and what it has saved for its backward: views of ``kept``."""
     x, pre_norm = batch.x, batch.residual_dtype is not None
     tokens, width = x.shape
-    shape = _shape(batch, layers, options, training=True)
+    shape = shape_of(batch, layers, options, training=True)
     of_layer, layer_bytes = regions(KEPT, shape)
     between, between_bytes = regions(BETWEEN, shape)
     start = layers.depth * layer_bytes

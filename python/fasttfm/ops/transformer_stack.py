@@ -29,7 +29,7 @@ from fasttfm.ops.transformer_block import (
     separate_seeds,
     transformer_block,
 )
-from fasttfm.ops.transformer_native import PARAMETERS, Batch, Layers
+from fasttfm.ops.transformer_native import PARAMETERS, Batch, Layers, versions
 
 # The parameters of a layer that are operands of GEMMs, in x's dtype.
 _MULTIPLIED = tuple(
@@ -39,7 +39,7 @@ _MULTIPLIED = tuple(
 # layer is a separate autograd node, whose memory is freed as soon as its backward has run.
 _LARGE = 2**34
 
-_requires_grad, _version_of = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
+_requires_grad = operator.attrgetter("requires_grad")
 _hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -197,7 +197,7 @@ class _TransformerStack(OpFunction):
         y, z, kept = transformer_native.forward(batch, residual, layers, own, options, training=True)
         ctx.save_for_backward(x, *unshared(cu_seqlens), seeds, kept, z)
         # Parameters are not saved tensors, which torch would wrap one by one; the backward compares their versions.
-        ctx.own, ctx.versions = own, _versions(own)
+        ctx.own, ctx.versions = own, versions(own)
         ctx.layers, ctx.options, ctx.residual_dtype = layers, options, batch.residual_dtype
         ctx.set_materialize_grads(False)
         return y, z
@@ -206,11 +206,8 @@ class _TransformerStack(OpFunction):
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
         x, cu_seqlens, seeds, kept, z = ctx.saved_tensors
         layers: Layers = ctx.layers
-        if ctx.versions != _versions(ctx.own):
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                " a parameter of a transformer layer has changed between forward and backward"
-            )
+        if ctx.versions != versions(ctx.own):
+            raise RuntimeError(transformer_native.CHANGED_PARAMETERS)
         batch = Batch(x, ctx.residual_dtype, cu_seqlens, seeds)
         dy = torch.zeros_like(x) if dy is None else contiguous_rows(dy)
         dz = None if dz is None else contiguous_rows(dz)
@@ -253,10 +250,6 @@ def _attention_backward(batch: Batch, options: BlockOptions, saved: Saved, dout:
         dout.view_as(out), saved.qkv, None, None, out, saved.lse, *call
     )[0]
     return dqkv
-
-
-def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
-    return list(map(_version_of, [each for each in tensors if each is not None]))
 
 
 def _wanted(layers: Layers, of_unique: Sequence[bool]) -> Sequence[bool]:
