@@ -97,11 +97,12 @@ class GraphChoice(PretrainedModel):
             name, num_choices, input_ids, attention_mask, token_type_ids, position_ids
         )
         choosing: Any = self  # the family's multiple-choice model, which this class is mixed into
+        encoded_graphs = self.graph.encode(graph)  # first, so that its backward is last
         encoded = choosing.encoder.encode(ids, *others, **layout)
         statements = choosing.summarise(encoded)
         if graph.graphs != len(statements):
             raise ValueError(f"{name}: graph: expected {len(statements)} graphs, one per choice, got {graph.graphs}")
-        reasoned = self.graph(graph, statements)
+        reasoned = self.graph(graph, statements, encoded_graphs)
         scored = torch.cat([reasoned.vectors, statements.to(reasoned.vectors.dtype)], -1)
         logits = self.scorer(scored).view(-1, choices)
         loss = None if labels is None else token_loss(logits, labels)

@@ -169,6 +169,13 @@ class Reasoned(NamedTuple):
     pair_weights: Tensor  # [P]; the sum over the pairs of a graph is 1
 
 
+class EncodedGraphs(NamedTuple):
+    """The vectors of nodes [N, C] and of paths, in the slots of their pairs [P, size, path_size]."""
+
+    nodes: Tensor
+    paths: Tensor
+
+
 class GraphConvolution(nn.Module):
     """``relu(W_self h_i + W mean of h_j + b)`` over the neighbours j of i; without neighbours the mean is 0."""
 
@@ -248,14 +255,20 @@ class GraphReasoner(nn.Module):
         self.pair_query = nn.Linear(statement_size, pair_size, bias=False)  # W_2
         self.output_size = path_size + pair_size
 
-    def forward(self, batch: GraphBatch, statements: Tensor) -> Reasoned:
-        """``statements`` [graphs, statement_size]. Autocast applies only to the path encoder; the other parts are
-        small, and use the parameters' precision."""
-        with torch.autocast(statements.device.type, enabled=False):
-            h = self.convolved(batch)
-        paths = self.path_vectors(batch, h)
+    def forward(self, batch: GraphBatch, statements: Tensor, encoded: EncodedGraphs | None = None) -> Reasoned:
+        """``statements`` [graphs, statement_size]; ``encoded`` is ``encode(batch)``, if it was called before. Autocast
+        applies only to the path encoder; the other parts are small, and use the parameters' precision."""
+        h, paths = self.encode(batch) if encoded is None else encoded
         with torch.autocast(statements.device.type, enabled=False):
             return self._attended(batch, statements.to(h.dtype), h, paths.to(h.dtype))
+
+    def encode(self, batch: GraphBatch) -> EncodedGraphs:
+        """The vectors that do not depend on statements. Autograd runs the nodes of a backward in the reverse order of
+        the forward. If this runs before the statements' encoder, its many small kernels are launched after the
+        encoder's backward, while the GPU is busy with that."""
+        with torch.autocast(batch.concepts.device.type, enabled=False):
+            h = self.convolved(batch)
+        return EncodedGraphs(h, self.path_vectors(batch, h))
 
     def _attended(self, batch: GraphBatch, statements: Tensor, h: Tensor, paths: Tensor) -> Reasoned:
         """Both levels of attention."""
