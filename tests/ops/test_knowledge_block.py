@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fasttfm import _native, nn
+from fasttfm import _native, nn, use_backend
 from fasttfm.ops import knowledge_block, knowledge_native, transformer_native
 from fasttfm.ops.knowledge_block import Alignment
 
@@ -62,14 +62,15 @@ class Problem:
         return layer
 
     def run(
-        self, device: str, dtype: torch.dtype, parameters: torch.dtype, *, unused: bool = False
+        self, device: str, dtype: torch.dtype, parameters: torch.dtype, *, native: bool = True, unused: bool = False
     ) -> dict[str, Tensor]:
         """Both outputs and all gradients, of a weighted sum of the outputs; ``unused``: of the first only."""
         layer = self.layer(device, parameters)
         x, entities = (each.to(device, dtype, copy=True).requires_grad_() for each in (self.x, self.entities))
         aligned, cu_seqlens = self.aligned.to(device), self.cu_seqlens.to(device)
         seeds = (torch.arange(6) * 7919 + 3).to(device) if self.drops else None
-        found = layer(x, cu_seqlens, 160, entities=entities, aligned=aligned, seeds=seeds)
+        with use_backend("cuda" if native and device == "cuda" else None):
+            found = layer(x, cu_seqlens, 160, entities=entities, aligned=aligned, seeds=seeds)
         outputs = [each for each in found[: 1 if unused else 2] if each is not None]
         weights = [each.to(device, torch.promote_types(dtype, torch.float32)) for each in self.weights]
         sum((out * weight).sum() for out, weight in zip(outputs, weights, strict=False)).backward()  # type: ignore[union-attr]
@@ -80,7 +81,8 @@ class Problem:
     def reason(self, device: str, dtype: torch.dtype, parameters: torch.dtype) -> str | None:
         """Why the call is not native."""
         layer, aligned = self.layer(device, parameters), self.aligned.to(device)
-        options = layer._knowledge_options(160, aligned)
+        with use_backend("cuda" if device == "cuda" else None):
+            options = layer._knowledge_options(160, aligned)
         where = Alignment(self.cu_seqlens.to(device), aligned.cu_seqlens, aligned.positions)
         modules = layer._knowledge_modules()
         values = [None if each is None else getattr(each, name) for each in modules for name in ("weight", "bias")]
@@ -119,7 +121,8 @@ def test_the_native_layer_has_the_numbers_of_the_ops(
     again = problem.run(device, dtype, parameters)
     assert all(torch.equal(value, again[name]) for name, value in found.items())
     op_by_op(monkeypatch)
-    compare(found, problem.run(device, dtype, parameters), problem.run("cpu", torch.float64, torch.float64))
+    peer = problem.run(device, dtype, parameters, native=False)
+    compare(found, peer, problem.run("cpu", torch.float64, torch.float64))
 
 
 @pytest.mark.parametrize(("device", "dtype", "parameters"), DEVICES)
@@ -131,7 +134,7 @@ def test_entities_that_leave_a_layer_unused(
     found = problem.run(device, dtype, parameters, unused=True)
     op_by_op(monkeypatch)
     exact = problem.run("cpu", torch.float64, torch.float64, unused=True)
-    compare(found, problem.run(device, dtype, parameters, unused=True), exact)
+    compare(found, problem.run(device, dtype, parameters, native=False, unused=True), exact)
 
 
 @pytest.mark.parametrize(("device", "dtype", "parameters"), DEVICES)
@@ -140,9 +143,10 @@ def test_without_gradients(device: str, dtype: torch.dtype, parameters: torch.dt
     layer, aligned = problem.layer(device, parameters), problem.aligned.to(device)
     inputs = (problem.x.to(device, dtype), problem.cu_seqlens.to(device), 160)
     entities = problem.entities.to(device, dtype)
-    trained = layer(*inputs, entities=entities, aligned=aligned)
-    with torch.no_grad():
-        found = layer(*inputs, entities=entities, aligned=aligned)
+    with use_backend("cuda" if device == "cuda" else None):
+        trained = layer(*inputs, entities=entities, aligned=aligned)
+        with torch.no_grad():
+            found = layer(*inputs, entities=entities, aligned=aligned)
     assert all(torch.equal(one, other) for one, other in zip(found, trained, strict=True))
 
 
