@@ -1,7 +1,5 @@
-"""Without a GPU, Triton kernels run in Triton's interpreter: the variable must be set before Triton is imported.
-
-Processes that run tests in parallel share the cores: OpenMP reads its variables when torch is imported. No test asks
-the network for a model.
+"""Environment variables of the tests, set before torch and Triton are imported: without a GPU, Triton kernels run in
+Triton's interpreter; processes that run tests in parallel share the cores; and no test downloads a model.
 """
 
 import importlib.util
@@ -16,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     cores, workers = len(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # tests that ask for more threads would spin on others' cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # the threads of a test would spin on the cores of others
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import numpy
@@ -27,7 +25,7 @@ import torch
 # kernels of Hugging Face, which transformers imports where it is installed.
 sys.path.sort(key=lambda entry: Path(entry).resolve() == Path(__file__).parents[1])
 
-# What some tests need and a Python without the extras lacks: those tests are skipped.
+# Optional packages: tests that need one that is not installed are skipped.
 OPTIONAL = (
     "accelerate", "datasets", "hypothesis", "matplotlib", "pyarrow", "scipy", "sklearn", "tokenizers", "tqdm",
     "transformers",
@@ -36,7 +34,7 @@ ABSENT = frozenset(name for name in OPTIONAL if importlib.util.find_spec(name) i
 
 
 def numpy_refuses_the_interpreter() -> bool:
-    """Triton 3.6's interpreter makes Python integers of arrays of one element, which numpy refuses from 2.4 on."""
+    """Triton 3.6's interpreter converts arrays of one element to Python integers, which numpy rejects from 2.4 on."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""A small model of every family, with drawn parameters."""
+"""A small model of every family, with random parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures: tokenizers of the shipped texts, and small models saved with them."""
+"""Fixtures: tokenizers trained on the shipped texts, and small models saved with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of model families share: a batch, models of transformers, and the comparison with ours."""
+"""Shared by the tests of model families: a batch, models of transformers, and the comparison with ours."""
 
 from __future__ import annotations
 
@@ -67,19 +67,19 @@ WORDS = torch.where(torch.rand(B, S, generator=generator) < 0.3, IDS, -100)
 
 
 def family_of(name: str) -> str:
-    """Of a class."""
+    """The family of a class name."""
     return next(each for each in FAMILIES if name.startswith(each))
 
 
 def config_of(package: Any, name: str, sizes: dict[str, Any]) -> Any:
-    """Of a class in ours or transformers; those of encoders have BERT's names."""
+    """The configuration of a class of ours or of transformers; sizes have the field names of BERT."""
     family = family_of(name)
     own = {DISTILBERT.get(key, key): value for key, value in sizes.items()} if family == "DistilBert" else sizes
     return getattr(package, f"{family}Config")(**own)
 
 
 def theirs_of(name: str, **changes: Any) -> Any:
-    """A model of transformers with random parameters; padding's row of the word table included."""
+    """A model of transformers with random parameters, also in the padding row of the word embeddings."""
     transformers = pytest.importorskip("transformers")
     sizes = GPT_SIZES if "GPT" in name else SIZES
     config = config_of(transformers, name, {**sizes, **changes})
@@ -91,7 +91,7 @@ def theirs_of(name: str, **changes: Any) -> Any:
 
 
 def pair(name: str, directory: Path, **changes: Any) -> tuple[Any, Any]:
-    """Ours, read from the checkpoint that theirs wrote, and theirs."""
+    """Our model, loaded from the checkpoint of theirs, and theirs."""
     theirs = theirs_of(name, **changes)
     theirs.save_pretrained(directory)
     return getattr(models, name).from_pretrained(directory), theirs
@@ -116,7 +116,7 @@ def arguments(name: str) -> dict[str, Tensor]:
 
 
 def hide_padding(arguments: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Token labels only where tokens are, as collators make them."""
+    """Ignores the labels of padding, as collators do."""
     return {
         name: torch.where(mask.bool(), value, -100) if value.shape == mask.shape else value
         for name, value in arguments.items()
@@ -124,7 +124,7 @@ def hide_padding(arguments: dict[str, Tensor], mask: Tensor) -> dict[str, Tensor
 
 
 def tensors(output: Any, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """An output's tensors; of token states and token logits, the rows of tokens."""
+    """The tensors of an output; hidden states and token logits without the rows of padding."""
     found: dict[str, Tensor] = {}
     for name in output.keys():  # noqa: SIM118 - theirs is no mapping of ours
         if name == "past_key_values":
@@ -137,7 +137,7 @@ def tensors(output: Any, mask: Tensor | None = None) -> dict[str, Tensor]:
 
 
 def wide(loss: Tensor) -> Tensor:
-    """Of 16 bits as fp32: transformers rounds a loss to the model's type, ours is fp32."""
+    """A 16-bit loss as fp32: transformers rounds a loss to the model's type, ours is fp32."""
     return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
 
@@ -147,7 +147,7 @@ def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def positions_of(name: str) -> Tensor:
-    """The positions of the tokens of ``IDS``; for packed ones whose mask had gaps they are unknown."""
+    """The positions of the tokens of ``IDS``; for packed tokens whose mask had gaps they are unknown."""
     return (IDS != 1).cumsum(1) + 1 if name.startswith("Roberta") else torch.arange(S).expand(B, S)
 
 
@@ -192,7 +192,7 @@ def check_multiple_choice(ours: Any, theirs: Any) -> None:
 
 
 def check_question_answering(ours: Any, theirs: Any) -> None:
-    """Without padding, of which transformers' loss is made too."""
+    """Without padding, because transformers' loss includes it."""
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors(module(IDS, **arguments("QuestionAnswering")))

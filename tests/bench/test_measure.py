@@ -1,4 +1,4 @@
-"""The benchmark engine: its arithmetic, its turns, and what becomes of a contender that fails."""
+"""The benchmark engine: its arithmetic, the order of measurements, and contenders that fail."""
 
 from __future__ import annotations
 
@@ -100,11 +100,11 @@ def test_ratio_is_to_the_best_peer() -> None:
     assert [row.gpu_ratio for row in found] == [0.5, None, None, None, None]
 
 
-# ---- turns -----------------------------------------------------------------------------------------------------------
+# ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
 class FakeClock:
-    """Time passes only when a test says so."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -219,11 +219,11 @@ def test_the_backend_that_ran_is_observed() -> None:
 
 @pytest.mark.usefixtures("_fixed_ceilings")
 def test_backends_of_both_directions_are_observed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention chooses with named options, and may leave its backward to another backend."""
+    """Attention selects with keyword options, and another backend may run its backward."""
     op = importlib.import_module("fasttfm.ops.attention")
     by_name = {backend.name: backend for backend in op.TABLE.backends}
     forward_alone = replace(by_name["cpu"], refuse_backward=lambda *args, **options: "forward only, for this test")
-    monkeypatch.setitem(backends._tables, op.TABLE.op, op.TABLE)  # a new table takes the op's place: it comes back
+    monkeypatch.setitem(backends._tables, op.TABLE.op, op.TABLE)  # restores the table that a new one replaces
     monkeypatch.setattr(op, "TABLE", BackendTable(op.TABLE.op, (forward_alone, by_name["reference"])))
     spec = specs.all_specs()["attention"]
     case = next(case for case in spec.cases if case.name == "typical")
@@ -236,7 +236,7 @@ def test_backends_of_both_directions_are_observed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_failed_capture_loses_only_the_device_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of a GPU, with the host's clock and with graphs that replay by calling again."""
+    """The path for GPUs, with the host's clock and with graphs whose replay repeats the call."""
 
     def captured(work: Work, stream: object) -> Work:
         if work.calls == 2:
@@ -432,8 +432,8 @@ def test_pytest_benchmark_has_the_same_numbers(
     gradients_in_forward: bool,
     directions: int,
 ) -> None:
-    """Without options the first case of each op runs, in its first dtype. Where the forward computes the gradients,
-    there is no backward to measure."""
+    """Without options the first case of each op runs, in its first dtype. If the forward computes the gradients, there
+    is no backward to measure."""
     pytest.importorskip("pytest_benchmark")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # pytest-benchmark measures nothing in a worker
     monkeypatch.setattr(measure, "default_device", lambda: CPU)

@@ -1,4 +1,4 @@
-"""``fasttfm embed``: a vector for each line, no text lost without a word, and every form of file."""
+"""``fasttfm embed``: a vector for each text, reports of truncated texts, and every file format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fasttfm glue``: tasks in GLUE's own layouts, scores, the leaderboard's files."""
+"""``fasttfm glue``: tasks in GLUE's layouts, scores, and the files of the leaderboard."""
 
 from __future__ import annotations
 

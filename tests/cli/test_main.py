@@ -1,4 +1,4 @@
-"""The command line: what ``fasttfm info`` says with and without its optional parts, and answers to wrong arguments."""
+"""The command line: ``fasttfm info`` with and without optional parts, and errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def run_prepared(*statements: str) -> str:
-    """The output of ``fasttfm info`` in an interpreter that ran these first: backends cache what they say."""
+    """The output of ``fasttfm info`` in a new interpreter that runs these first, because backends cache their
+    results."""
     code = "\n".join(
         ["import sys", *statements, "from fasttfm.cli.main import main", "raise SystemExit(main(['info']))"]
     )
@@ -66,7 +67,7 @@ def test_info_without_the_native_core() -> None:
     text = run_without("fasttfm._C")
     assert "missing" in line_of(text, "core")
     assert "`pip install .` builds it" in text
-    assert line_of(text, "layer_norm").split()[-1] == "yes"  # the reference stays
+    assert line_of(text, "layer_norm").split()[-1] == "yes"  # the reference is still available
 
 
 def test_info_without_either() -> None:

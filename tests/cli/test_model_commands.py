@@ -1,4 +1,4 @@
-"""The commands around trained models: embed, distill and generate, and answers to what is wrong."""
+"""The commands for trained models: embed, distill and generate, and errors for wrong arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(*arguments: Any) -> int:
 
 
 def stopped(capsys: pytest.CaptureFixture[str], arguments: Sequence[Any]) -> tuple[int, str]:
-    """The status and the last line on stderr of a command that cannot be run."""
+    """The exit status and the last line on stderr of a command that fails."""
     with pytest.raises(SystemExit) as error:
         run(*arguments)
     return int(error.value.code or 0), capsys.readouterr().err.splitlines()[-1]
@@ -248,7 +248,7 @@ def test_a_tinybert_in_two_stages(wordpiece: Tokenizer, corpus: Path, tmp_path: 
     assert losses[-1] < losses[0]
 
 
-# ---- what is wrong ---------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_wrong_arguments_are_reported(

@@ -1,4 +1,4 @@
-"""``fasttfm predict``: files of every task, with and without labels, in and out."""
+"""``fasttfm predict``: input and output files of every task, with and without labels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PREDICTING = [name for name, kind in TASKS.items() if kind.json_fields != "none"
 
 @pytest.fixture(scope="module")
 def trained(bert_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any, Any, Any]]:
-    """For every task a saved model with a drawn head, the model, the task and labelled examples."""
+    """For every task: a saved model with a random head, the model, the task and labelled examples."""
     found = {}
     for name in PREDICTING:
         kind = TASKS[name]
@@ -171,8 +171,8 @@ def test_truncation_and_thresholds(
 def test_scores_of_coqa_by_domain(
     bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """finetune and predict print CoQA's table of domains, and metrics.json has it. The model answers "white" wherever a
-    story has it, so that every number is known."""
+    """finetune and predict print CoQA's table of domains, and metrics.json has it. The model answers "white" if a story
+    contains it, so that every score is known."""
     monkeypatch.setattr(QuestionTask, "predictions", _answers_white)
     monkeypatch.setattr(QuestionTask, "_result", lambda self, answer: AnswerResult(answer.text, None, None, 0.0, 0.0))
     stories = [

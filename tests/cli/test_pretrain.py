@@ -1,4 +1,4 @@
-"""``fasttfm pretrain``: what it prints and leaves, and how it answers to what cannot be done."""
+"""``fasttfm pretrain``: its output, its files, and errors for impossible requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_run_prints_its_results(corpus: dict[str, Path], tmp_path: Path, capsy
 def test_a_step_is_timed_against_plain_torch(
     corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it is asked for, and where the package's own text is trained on."""
+    """If it is requested, and if the run trains on the shipped text."""
     monkeypatch.setattr(torch_step, "_ROUNDS", 1)
     monkeypatch.setattr(torch_step, "_SECONDS", 0.0)
     assert main(arguments(corpus, tmp_path / "run", "--compare")) == 0
@@ -118,10 +118,10 @@ def test_resume_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_the_default_run(tmp_path: Path) -> None:
-    """The README's numbers, loosely: the loss that `fasttfm pretrain` reaches, and that transformers opens the rest."""
+    """A shorter run of `fasttfm pretrain` reaches about the loss of the README, and transformers loads the result."""
     transformers = pytest.importorskip("transformers")
     begun = time.perf_counter()
-    # An eighth of the default's steps, so that the tests take less long than the job.
+    # An eighth of the default number of steps, so that the test is shorter than the default run.
     command = [sys.executable, "-m", "fasttfm", "pretrain", "--steps", "50", "--output", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr

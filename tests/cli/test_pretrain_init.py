@@ -1,4 +1,4 @@
-"""``fasttfm pretrain --init``, ``--objective`` and ``--resume``: where a run starts, what it learns, how it goes on."""
+"""``fasttfm pretrain --init``, ``--objective`` and ``--resume``: initial weights, objectives, and resumed runs."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def weights(directory: Path) -> dict[str, Any]:
 
 
 def test_a_run_starts_from_another(corpus: dict[str, Path], trained: dict[str, Path], tmp_path: Path) -> None:
-    """With a learning rate of 0 it ends with the same parameters; the tokenizer and the objective are the first one's,
-    and the tokenizer keeps the model's length."""
+    """With a learning rate of 0 it ends with the same parameters; the tokenizer and the objective are those of the
+    first run, and the tokenizer keeps the model's maximum length."""
     given = arguments(corpus, tmp_path / "run", "--init", str(trained["bert"]), "--learning-rate", "0")
     assert main(given) == 0
     before, after = weights(trained["bert"] / "latest"), weights(tmp_path / "run" / "latest")
@@ -83,7 +83,7 @@ def test_masked_lm_only_drops_the_other_head(corpus: dict[str, Path], trained: d
     assert main([*given, "--spans", "--masking", "0.2"]) == 0
     config = json.loads((tmp_path / "run" / "latest" / "config.json").read_text())
     assert config["architectures"] == ["BertForMaskedLM"]
-    # Such a checkpoint is trained on what it is made for.
+    # A run from such a checkpoint has its objective.
     assert main(arguments(corpus, tmp_path / "next", "--init", str(tmp_path / "run"))) == 0
     rows = read_rows(tmp_path / "next" / "log.csv")
     assert "held_out_next_sentence" not in rows[0]
@@ -181,7 +181,7 @@ def test_fractions_of_masks(corpus: dict[str, Path]) -> None:
 def test_a_run_resumes_with_its_own_settings(
     corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From another folder, too. More steps need to be asked for; then they are the run's."""
+    """Also from another working directory. More steps must be requested; they are then a setting of the run."""
     monkeypatch.chdir(corpus["data"].parent)
     small = [f"{name}={value}" for name, value in SIZES["bert"].items()]
     given = ["--data", "texts.txt", "--tokenizer", "wordpiece", "--seed", "3", "--set", *small]

@@ -1,4 +1,4 @@
-"""``fasttfm prompt-eval``: drawn examples, answers by likelihood and by generation, scores, and files."""
+"""``fasttfm prompt-eval``: random examples, answers by likelihood and by generation, scores, and files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def evaluation(gpt_directory: Path) -> Evaluation:
 def test_likelihoods_are_those_of_the_model(evaluation: Evaluation) -> None:
     encode = evaluation.tokenizer.encode
     pairs = [(encode("The state of"), encode(" the Union")), (encode("War"), encode(" and peace, and so on"))]
-    evaluation.tokens_per_batch = 8  # a batch each
+    evaluation.tokens_per_batch = 8  # one sequence per batch
     found = evaluation.log_likelihoods(pairs)
     for (first, last), value in zip(pairs, found, strict=True):
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The first lines of ``fasttfm info``: whether this machine runs fast, and what to do."""
+"""The first lines of ``fasttfm info``: whether the fast backends are available on this machine, and what to install."""
 
 from __future__ import annotations
 

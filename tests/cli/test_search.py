@@ -74,7 +74,7 @@ def test_a_text_finds_itself(
     assert lines[0] == TEXTS[3]
     assert re.fullmatch(rf" +1\.000 +4  {re.escape(TEXTS[3])}", lines[1])
     assert len(lines) == 3
-    # The file remembers the pooling, and with its own texts no --texts is needed.
+    # The file stores the pooling and its own texts, so that --texts is not needed.
     output = tmp_path / "found.jsonl"
     assert run(*call, "--vectors", folder / "vectors.safetensors", "--output", output) == 0
     assert run(*call, "--vectors", folder / "vectors.jsonl", *options[4:], "--output", output, "--overwrite") == 0
@@ -119,7 +119,7 @@ def test_the_page_has_the_weights_of_the_model(
     call = ("show", "attention", "--model", directory, "--text", "War and peace", "--device", "cpu")
     assert run(*call, "--output", tmp_path / "page.html") == 0
     page = (tmp_path / "page.html").read_text()
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # a name, which nothing is requested from
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # an XML namespace, which is not requested
     data = json.loads(re.search(r"const data = (.*);", page)[1])  # type: ignore[index]
     tokenizer = load_tokenizer(directory)
     ids = tokenizer.encode("War and peace")

@@ -1,4 +1,4 @@
-"""The step in plain torch that a trained model's is timed against is the same step."""
+"""The step in plain torch, against which `fasttfm pretrain` times its own, is the same step."""
 
 from __future__ import annotations
 

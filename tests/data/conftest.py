@@ -1,4 +1,4 @@
-"""Corpora that several files of tests read."""
+"""Corpora that several test files use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches: what sequences are made of, budgets, ranks, workers, and going on at any batch."""
+"""Batches: the contents of sequences, token budgets, ranks, workers, and resuming at any batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sequences(batches: list[Batch]) -> list[tuple[np.ndarray, np.ndarray | None,
 
 
 def halves(ids: np.ndarray, types: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """A and B of a pair, its special tokens and segment ids checked."""
+    """A and B of a pair; asserts its special tokens and segment ids."""
     assert types is not None
     (middle, last) = np.flatnonzero(ids == SEP)
     assert ids[0] == CLS
@@ -66,7 +66,7 @@ def half(count: int, total: int) -> bool:
     return abs(count - total / 2) <= 4 * math.sqrt(total) / 2
 
 
-# ---- what a sequence is ----------------------------------------------------------------------------------------------
+# ---- contents of a sequence ------------------------------------------------------------------------------------------
 
 
 def test_next_sentence_pairs(traced: Traced) -> None:
@@ -121,7 +121,7 @@ def test_causal_sequences_have_every_token_once(traced: Traced) -> None:
         text = ids[: len(ids) - ended]
         assert np.array_equal(text, np.arange(text[0], text[0] + len(text)))
         assert traced.document[text[0]] == traced.document[text[-1]]
-        # Pieces are full but for a document's last; the end token is there if there was room for it.
+        # Pieces are full except for the last of a document, which has the end token if there was room for it.
         assert len(ids) == 64 or text[-1] in last_words
         assert ended == (text[-1] in last_words and len(text) < 64)
         texts.append(text)
@@ -141,7 +141,7 @@ def test_end_tokens(tmp_path: Path) -> None:
 
 
 def test_masks_are_drawn_again_in_every_epoch(tmp_path: Path) -> None:
-    """One sequence, the same in every epoch, is masked otherwise each time."""
+    """The same sequence has other masks in every epoch."""
     corpus = trace(tmp_path, [[30] * 2])
     batches = list(stream(corpus.shards, "single", short_probability=0, epochs=10))
     assert len({tuple(ids.tolist()) for ids, _, _ in sequences(batches)}) == 1
@@ -149,13 +149,13 @@ def test_masks_are_drawn_again_in_every_epoch(tmp_path: Path) -> None:
 
 
 def test_short_sequences(tmp_path: Path) -> None:
-    """With sentences of one word, a sequence is as long as it aims to be: 30 words, or any number from 2 to 30."""
+    """With sentences of one word, sequences have their target length: 30 words, or any number from 2 to 30."""
     corpus = trace(tmp_path, [[1] * 20_000, [1] * 20_000])
     for probability in (0.0, 0.25, 1.0):
         batches = stream(corpus.shards, "single", 32, short_probability=probability, block_tokens=1 << 22)
         lengths = np.array([len(ids) for ids, _, _ in sequences(list(batches))])
         shorter, share = np.sum(lengths < 32), probability * 28 / 29
-        # Documents are worked on in parts, and the last sequence of a part has what is left.
+        # Documents are processed in parts, and the last sequence of a part has the remaining words.
         parts = 2 * math.ceil(20_000 / (64 * 32))
         assert abs(shorter - share * len(lengths)) <= 4 * math.sqrt(len(lengths) * share * (1 - share)) + parts
         if probability == 1:
@@ -197,7 +197,7 @@ def test_types_and_bounds(traced: Traced) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_are_full(novel: TokenShards, kind: str, length: int, budget: int) -> None:
     batches = list(stream(novel, kind, length, tokens_per_batch=budget, block_tokens=1 << 22))
-    *full, _ = (batch.tokens for batch in batches)  # one block, whose last batch is what is left
+    *full, _ = (batch.tokens for batch in batches)  # one block, whose last batch has the remaining tokens
     assert max(full) <= budget
     assert np.mean(full) >= 0.98 * budget
     assert len(batches) <= math.ceil(sum(batch.tokens for batch in batches) / (0.98 * budget))
@@ -229,7 +229,7 @@ def test_any_documents(
 
 
 def test_long_documents_are_cut_without_loss(tmp_path: Path) -> None:
-    """One document, hundreds of times as long as a sequence; one sentence of it, too."""
+    """One document that is hundreds of times as long as a sequence, and one such sentence."""
     corpus = trace(tmp_path, [[7] * 1500 + [9000] + [7] * 100, [3, 3]])
     for kind in ("single", "causal"):
         found = sequences(list(stream(corpus.shards, kind, 16, block_tokens=4000, tokens_per_batch=128)))
@@ -240,7 +240,7 @@ def test_long_documents_are_cut_without_loss(tmp_path: Path) -> None:
 
 
 def test_parts_of_long_documents(tmp_path: Path) -> None:
-    """Documents are cut after sentences, unless one is longer than a part."""
+    """Documents are split after sentences, unless a sentence is longer than a part."""
     lengths = [[7] * 1500 + [9000] + [7] * 100, [3, 3], [2000]]
     corpus = trace(tmp_path, lengths)
     most = 64 * 16
@@ -268,7 +268,7 @@ def traced_document(corpus: Traced, part: np.ndarray) -> int:
     return int(corpus.document[part[0]])
 
 
-# ---- order, ranks, workers, going on ---------------------------------------------------------------------------------
+# ---- order, ranks, workers, resuming ---------------------------------------------------------------------------------
 
 SETTINGS: dict[str, Any] = {"epochs": 2, "masking": Masking(whole_word=True, ngram=3)}
 
@@ -317,7 +317,7 @@ def test_resuming_at_a_batch(traced: Traced, reference: list[list[Any]], workers
         assert all(isinstance(value, (int, str)) for value in state.values())
         after = stream(traced.shards, **SETTINGS)
         after.load_state_dict(state)
-        # A batch that is made ahead is not taken yet: it comes again.
+        # A prefetched batch that was not yielded comes again.
         assert contents(next(iter(after), None) or EMPTY) == (reference[stop] if stop < len(reference) else [None] * 9)
 
 
@@ -358,7 +358,7 @@ def test_an_endless_stream_goes_through_epochs(traced: Traced, reference: list[l
 
 
 def test_another_process_makes_the_same_batches(traced: Traced, reference: list[list[Any]]) -> None:
-    """What a worker gets that is started anew, not forked."""
+    """As for a worker that is spawned, not forked."""
     batches = stream(traced.shards, **SETTINGS)
     list(itertools.islice(batches, 3))
     copy = pickle.loads(pickle.dumps(batches))
@@ -366,7 +366,7 @@ def test_another_process_makes_the_same_batches(traced: Traced, reference: list[
     assert [contents(batch) for batch in copy] == reference[3:]
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Files in the layouts in which benchmarks are published, each with a few lines, and files of any table."""
+"""Files in the layouts in which benchmarks are published, each with a few lines, and tables of any kind."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_tsv(tmp_path: Path, name: str, text: str, expected: TextExample) -> Non
 
 
 def test_skipped_lines_are_counted(tmp_path: Path) -> None:
-    """QQP's broken lines, and SNLI's examples on which people did not agree."""
+    """QQP's broken lines, and SNLI's examples without a gold label."""
     qqp = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\tA?\tB?\t0\n1\t1\tA?\n2\t1\t2\tC?\tD?\t1\n"
     with pytest.warns(UserWarning, match=r"train\.tsv: 1 lines that do not have 6 columns are left out"):
         examples = read_texts(write(tmp_path, "train.tsv", qqp))

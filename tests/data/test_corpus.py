@@ -1,4 +1,4 @@
-"""The texts and labelled sets that ship with the package."""
+"""The texts and labelled data sets that ship with the package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_corpus() -> None:
     documents = list(data.read_documents(folder))
     assert len(documents) == 98 + 63
     assert 3e6 < sum(map(len, documents)) < 4e6
-    assert sum(document.count("\n") for document in documents) > 20_000  # one sentence a line
+    assert sum(document.count("\n") for document in documents) > 20_000  # one sentence per line
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 2_500_000
     readme = (folder / "README.md").read_text()
     assert all(word in readme for word in ("public domain", "sotu 0.2.3", "moby-dick 0.2.3", "make_corpus.py"))
@@ -62,7 +62,7 @@ def test_labels_are_balanced() -> None:
 
 
 def naive_bayes(train: list[tuple[str, str]], dev: list[tuple[str, str]]) -> float:
-    """How often the words of a text determine the label."""
+    """The accuracy of naive Bayes over the words of a text."""
     counts: dict[str, Counter[str]] = {}
     for text, label in train:
         counts.setdefault(label, Counter()).update(set(re.findall(r"\w+", text.lower())))
@@ -76,7 +76,7 @@ def naive_bayes(train: list[tuple[str, str]], dev: list[tuple[str, str]]) -> flo
 
 
 def test_the_labels_can_be_learnt() -> None:
-    """A count of words is far above the majority: what a model that learns has to beat, too."""
+    """A bag of words is far above the majority class."""
     train, dev = (
         [(example.first, example.label or "") for example in read_texts(path)]
         for path in data.shipped_task("classify").values()

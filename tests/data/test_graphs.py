@@ -44,7 +44,7 @@ def graph(edges: Path) -> ConceptGraph:
 def test_an_edge_file(graph: ConceptGraph) -> None:
     assert graph.concepts == ["cup", "kitchen", "drinking_tea", "knife", "cutting_bread"]
     assert graph.relations == ["AtLocation", "UsedFor", "RelatedTo", "IsA"]
-    assert len(graph.heads) == 2 * 5  # the edge that comes twice counts once, the loop not at all
+    assert len(graph.heads) == 2 * 5  # a duplicate edge counts once, a self-loop not at all
     assert graph.between(0, 1) == [(0, 3.0)]
     assert graph.between(1, 0) == [(4, 3.0)]
     assert graph.relation_name(4) == "AtLocation^-1"
@@ -135,7 +135,7 @@ def test_limits_of_paths(graph: ConceptGraph) -> None:
 
 
 def test_paths_are_pruned_by_their_scores(graph: ConceptGraph) -> None:
-    """A triple's score is (1 + the cosine of relation and step) / 2, also where it is followed backwards."""
+    """A triple's score is (1 + the cosine of relation and step) / 2, also if it is followed backwards."""
     concepts = np.array([[0, 0], [1, 0], [0, 1], [0, 1], [0, 3]], dtype=np.float32)
     relations = np.array([[1, 0], [0, 1], [1, 0], [1, 1]], dtype=np.float32)
     finder = PathFinder(graph, GraphVectors(concepts, relations), least_score=0.0)
@@ -192,7 +192,7 @@ def test_grounding() -> None:
 
 
 def test_the_shipped_questions_are_about_the_shipped_graph() -> None:
-    """Every concept is found, every right answer is joined to its question, and no thing is asked about twice."""
+    """Every concept is found, every correct answer has a path to its question, and no thing is in two questions."""
     graph = read_graph(shipped_graph())
     grounder, finder = Grounder(graph.concepts), PathFinder(graph)
     asked = []

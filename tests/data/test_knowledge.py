@@ -1,4 +1,4 @@
-"""Graphs, mentions and labelled files about entities, and what is said about files that are wrong."""
+"""Knowledge graphs, mentions and labelled files about entities, and errors for wrong files."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_invalid_rows(read: Callable[[Path], Any], row: Any, message: str, tmp_p
         read(written(tmp_path / "rows.jsonl", row))
 
 
-# ---- what ships ------------------------------------------------------------------------------------------------------
+# ---- shipped data ----------------------------------------------------------------------------------------------------
 
 
 def test_the_shipped_graph_and_its_texts() -> None:

@@ -1,4 +1,4 @@
-"""Masking: shares, words and n-grams, counted over many tokens and held to four standard deviations."""
+"""Masking: fractions, words and n-grams, counted over many tokens and compared within four standard deviations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fasttfm.data.masking import Masking, Vocabulary
 
 MASK, FIRST, SIZE = 4, 5, 1000
-VOCABULARY = Vocabulary(MASK, np.arange(FIRST, SIZE), np.arange(SIZE) % 4 != 3)  # every fourth goes on with a word
+VOCABULARY = Vocabulary(MASK, np.arange(FIRST, SIZE), np.arange(SIZE) % 4 != 3)  # every fourth token continues a word
 
 
 def generator(seed: int = 0) -> np.random.Generator:
@@ -20,14 +20,14 @@ def generator(seed: int = 0) -> np.random.Generator:
 
 
 def sequences(lengths: list[int], seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of sequences with a special token before and after each, and the positions of the others."""
+    """Ids of sequences with a special token before and after each, and the positions of the other tokens."""
     parts = [np.concatenate([[2], generator(seed + i).integers(FIRST, SIZE, n), [3]]) for i, n in enumerate(lengths)]
     ids = np.concatenate(parts)
     return ids, np.flatnonzero(ids >= FIRST)
 
 
 def apply(masking: Masking, lengths: list[int], seed: int = 0) -> tuple[np.ndarray, ...]:
-    """Ids before and after, where texts are, which are predicted, and their labels."""
+    """Ids before and after masking, the positions of texts, the predicted positions, and their labels."""
     before, text = sequences(lengths)
     after = before.copy()
     positions, labels = masking.apply(after, text, VOCABULARY, generator(seed))
@@ -49,7 +49,7 @@ def test_fractions(masking: Masking) -> None:
     assert np.array_equal(labels, before[positions])
     others = np.setdiff1d(np.arange(len(before)), positions)
     assert np.array_equal(before[others], after[others])
-    assert np.all(before[positions] >= FIRST)  # nothing special is predicted
+    assert np.all(before[positions] >= FIRST)  # special tokens are never predicted
     now = after[positions]
     masked, same = now == MASK, now == labels
     assert close(int(masked.sum()), len(positions), 0.8)
@@ -76,7 +76,7 @@ def test_every_position_is_equally_likely() -> None:
 
 
 def words_of(ids: np.ndarray, text: np.ndarray) -> np.ndarray:
-    """The slow way: a number for each token's word."""
+    """The index of each token's word, computed token by token."""
     word, words = -1, []
     for i, place in enumerate(text):
         if i == 0 or text[i - 1] != place - 1 or VOCABULARY.starts_word[ids[place]]:
@@ -96,7 +96,7 @@ def test_whole_words() -> None:
 
 @pytest.mark.parametrize("whole_word", [False, True])
 def test_ngrams(whole_word: bool) -> None:
-    """Few predictions, so that n-grams rarely touch: their lengths are in proportion to 1, 1/2, 1/3."""
+    """Few predictions, so that n-grams are rarely adjacent: their lengths are in proportion to 1, 1/2, 1/3."""
     before, _, text, positions, _ = apply(Masking(0.01, whole_word=whole_word, ngram=3), [100_000] * 3)
     words = words_of(before, text) if whole_word else np.arange(len(text))
     chosen = np.unique(words[np.isin(text, positions)])
@@ -109,7 +109,7 @@ def test_ngrams(whole_word: bool) -> None:
 
 
 def test_ngrams_end_with_their_sequence() -> None:
-    """Parts of two tokens, n-grams of eight: never more than the two together."""
+    """Sequences of two tokens, n-grams of up to eight: a group has at most two tokens."""
     groups = Masking(ngram=8)._groups(*sequences([2] * 500), VOCABULARY, generator())
     assert np.bincount(groups).max() == 2
     assert np.all(groups[1::2] < np.append(groups[2::2], groups[-1] + 1))
@@ -151,7 +151,7 @@ def test_bad_settings(options: dict[str, float], message: str) -> None:
 
 
 def test_spans_are_replaced_as_a_whole() -> None:
-    """SpanBERT's: lengths in proportion to 0.8^n up to the longest, and one kind of replacement for a span."""
+    """As in SpanBERT: lengths in proportion to 0.8^n up to the maximum, and one kind of replacement per span."""
     _, after, text, positions, labels = apply(Masking(ngram=10, spans=True), [500] * 400)
     assert round(0.15 * len(text)) - 10 < len(positions) <= round(0.15 * len(text))
     kinds = np.where(after[positions] == MASK, 0, np.where(after[positions] == labels, 2, 1))

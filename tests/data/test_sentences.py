@@ -53,7 +53,7 @@ def test_sentences(text: str, sentences: list[str] | None) -> None:
 
 
 def test_long_texts_take_no_longer_than_their_length() -> None:
-    """No rule looks far back or ahead; a rule that does takes minutes of CPU time here."""
+    """No rule has a long lookbehind or lookahead; such a rule would take minutes of CPU time here."""
     length = 100_000
     begun = time.process_time()
     for text in ("a " * length, '." ' * length, "\n" * length, "\n " * length, "。」" * length, "." + '"' * length):
@@ -69,7 +69,7 @@ def test_the_korean_sample_gives_pairs_of_sentences(kind: str, family: str, tmp_
     assert all(unicodedata.is_normalized("NFC", document) for document in documents)
     readme = (path.parent / "README.md").read_text()
     assert all(word in readme for word in ("public domain", "기미독립선언서", "make_corpus.py"))
-    joined = iter(document.replace("\n", " ") for document in documents[:3])  # sentences by their signs only
+    joined = iter(document.replace("\n", " ") for document in documents[:3])  # sentences are found by punctuation only
     tokenizer = data.train_tokenizer(family, documents, 400)  # type: ignore[arg-type]
     shards = data.prepare(joined, tokenizer, tmp_path, progress=False)
     assert [len(shards.sentences(number)) - 1 for number in range(3)] == [3, 3, 3]

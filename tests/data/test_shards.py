@@ -1,4 +1,4 @@
-"""Shards: what is in them, that they are made once, go on after an interruption, and do not hide damage."""
+"""Shards: their contents; they are written once, continue after an interruption, and detect damage."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ids(shards: TokenShards) -> list[list[int]]:
     return [shards.document(i).tolist() for i in range(shards.documents)]
 
 
-# ---- what is in them -------------------------------------------------------------------------------------------------
+# ---- contents --------------------------------------------------------------------------------------------------------
 
 
 def test_documents_and_sentences(traced: Traced) -> None:
@@ -129,7 +129,7 @@ def test_split(traced: Traced) -> None:
         train.split(0.001)[1].split()
 
 
-# ---- made once, in parallel, going on --------------------------------------------------------------------------------
+# ---- preparing: once, in parallel, after an interruption -------------------------------------------------------------
 
 
 def test_workers_change_nothing(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -226,7 +226,7 @@ def test_several_at_the_same_time(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert len(found) == 4
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 def damage(path: Path) -> None:
@@ -275,7 +275,7 @@ def test_a_flipped_byte_anywhere_is_named_and_repaired(name: str, tmp_path: Path
     content = path.read_bytes()
     for place in range(0, len(content), max(1, len(content) // 40)):
         damaged = bytearray(content)
-        damaged[place] ^= 1  # a digit becomes another one
+        damaged[place] ^= 1  # changes a digit
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=name):
             TokenShards.open(tmp_path / "shards")

@@ -1,4 +1,4 @@
-"""Labelled files: each format as its publishers have it, and sentences for everything that is not so."""
+"""Labelled files: each format as it is published, and errors for everything else."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_columns_without_a_header(tmp_path: Path) -> None:
         read_texts(four)
 
 
-# ---- what is not of a format -----------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where documents come from: every format and every way to name files, odd texts, and what is no text."""
+"""Sources of documents: every format, every way to name files, unusual texts, and errors."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_folders_patterns_and_lists(tmp_path: Path) -> None:
 
 
 def test_markup(tmp_path: Path) -> None:
-    """A file is a document; its broken paragraphs are joined, headings and items keep their lines."""
+    """A file is a document; lines of a paragraph are joined, headings and list items keep their lines."""
     (tmp_path / "a.md").write_text(
         "# Whales\nThey swim\nfar. Always.\n\n- one\n  more\n- two\n\n    code here\n| a | b |\n"
     )
@@ -90,7 +90,7 @@ def test_markup(tmp_path: Path) -> None:
     ]
     (tmp_path / "b.rst").write_text("Title\n=====\n\nA text\nof two lines.\n\n.. note:: x\n")
     assert documents(tmp_path / "b.rst") == ["Title\n=====\nA text of two lines.\n.. note:: x"]
-    assert len(documents(tmp_path)) == 2  # a folder of nothing else
+    assert len(documents(tmp_path)) == 2  # a folder that contains nothing else
 
 
 def test_columns(tmp_path: Path) -> None:

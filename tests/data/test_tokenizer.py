@@ -1,4 +1,4 @@
-"""Tokenizers: trained, saved for HF's tools, loaded from each form, and what is no tokenizer."""
+"""Tokenizers: training, saving for Hugging Face's tools, loading from each format, and errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ids_of(texts: list[str], size: int) -> list[str]:
 
 
 def test_the_same_texts_give_the_same_wordpiece_vocabulary() -> None:
-    """Hash tables of the library are different each time, and every pair of these letters is equally frequent."""
+    """The library's hash tables have a random order, and every pair of these letters is equally frequent."""
     texts = [f"{a}{b}{c}" for a in "abcdefg" for b in "hijklmn" for c in "opqrstu"]
     found = ids_of(texts, 60)
     assert all(ids_of(texts, 60) == found for _ in range(4))
@@ -149,7 +149,7 @@ def test_vocabulary_files(wordpiece: Tokenizer, tmp_path: Path) -> None:
         assert loaded.special == wordpiece.special
         assert loaded.encode("The WHALE swims") == wordpiece.encode("The WHALE swims")
     path.write_text("".join(f"{name}\n" for name in [*names, "Whale"]))
-    assert load_tokenizer(path).encode("Whale") == [len(names)]  # names in capitals: nothing is made small
+    assert load_tokenizer(path).encode("Whale") == [len(names)]  # the vocabulary has capitals: no lowercasing
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": True}))
     assert load_tokenizer(tmp_path).encode("Whale") == wordpiece.encode("whale")
 

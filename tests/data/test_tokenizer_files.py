@@ -1,4 +1,4 @@
-"""Tokenizers from the files that models come with, and vocabularies of languages other than English."""
+"""Tokenizers from the files of published models, and vocabularies of languages other than English."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = ["Über die Brücke geht der Wal", "The whale swims, the whaler swims", 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
 def test_accents_and_hangul_are_kept(kind: str) -> None:
-    """Also where texts come decomposed (NFD), as from some file systems."""
+    """Also for decomposed texts (NFD), as from some file systems."""
     tokenizer = train_tokenizer(kind, TEXTS, 120)  # type: ignore[arg-type]
     for text in (KOREAN, "über brücke"):
         ids = tokenizer.encode(text)
@@ -145,7 +145,7 @@ def test_unigram_of_sentencepiece(tmp_path: Path) -> None:
 
 
 def test_bpe_of_sentencepiece(tmp_path: Path) -> None:
-    """Merges follow the scores: "al" is before "le"."""
+    """Merges are ordered by score: "al" precedes "le"."""
     pieces = [*PIECES[:4], ("al", -0.5, 1), ("le", -1.0, 1), ("ale", -2.0, 1), *PIECES[6:]]
     tokenizer = load_tokenizer(model_file(tmp_path / "own.model", 2, pieces))
     assert [tokenizer.token(id) for id in tokenizer.encode("ale lle")] == ["▁", "ale", "▁", "l", "le"]

@@ -17,7 +17,7 @@ def bert() -> Any:
 
 @pytest.fixture(scope="module")
 def sentences() -> list[list[int]]:
-    """128 sequences of 1 to 128 ids, in no order."""
+    """128 sequences of 1 to 128 ids, in random order."""
     generator = np.random.default_rng(0)
     lengths = generator.permutation(np.arange(1, 129))
     return [generator.integers(1, VOCABULARY, length).tolist() for length in lengths]

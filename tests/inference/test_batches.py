@@ -1,4 +1,4 @@
-"""Which sequences are computed together, buckets of shapes, and the cache of graphs: what needs no GPU."""
+"""Plans of batches, buckets of shapes, and the cache of CUDA graphs: the parts that need no GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_plan_of_no_sequences() -> None:
 
 
 def test_a_batch_fits_its_bucket() -> None:
-    """With the sequences that its fillers need, and little more."""
+    """Including the sequences that its fillers need, with little excess."""
     generator = np.random.default_rng(2)
     found = set()
     for _ in range(2000):
@@ -86,7 +86,7 @@ def test_a_graph_is_captured_when_its_shape_repeats() -> None:
 
 
 def test_alternating_shapes_do_not_evict_each_other() -> None:
-    """More shapes than fit: the graphs that there are stay, and are used."""
+    """With more shapes than the limit, the existing graphs are kept and used."""
     cache: GraphCache[int] = GraphCache(lambda key: key, limit=8)
     for _ in range(1000):
         for key in range(10):

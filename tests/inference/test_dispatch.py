@@ -1,4 +1,4 @@
-"""Requests of many threads: what is computed together, errors, a full queue, and the end."""
+"""Requests of many threads: batching, errors, a full queue, and closing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fasttfm.inference.dispatch import Dispatcher
 
 
 class Worker:
-    """Squares numbers, while ``gate`` is open; an item of 13 fails."""
+    """Squares numbers while ``gate`` is open; 13 raises an error."""
 
     def __init__(self) -> None:
         self.groups: list[list[int]] = []
@@ -148,7 +148,7 @@ def test_a_callback_may_close() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
 def test_a_child_process_computes_its_own_requests() -> None:
-    """It has the parent's queue and locks, one of them taken, but no thread."""
+    """It has the parent's queue and locks, one of which is held, but no thread."""
     worker = Worker()
     worker.gate.set()
     dispatcher = Dispatcher(worker.launch, max_tokens=1, max_waiting=100)
@@ -158,7 +158,7 @@ def test_a_child_process_computes_its_own_requests() -> None:
         if child == 0:
             result = 0
             with contextlib.suppress(BaseException):
-                signal.alarm(20)  # ends the child if it waits for nothing
+                signal.alarm(20)  # ends a child that deadlocks
                 result = dispatcher.submit(3, 1).result(10)
             os._exit(result)
     _, status = os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""Sessions on a CPU: the model's numbers, in the order of the inputs, whatever is computed with them."""
+"""Sessions on a CPU: the results of the model, in the order of the inputs, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def states_of(model: Any, ids: Sequence[int]) -> Tensor:
 
 
 def check(found: Any, model: Any, ids: Sequence[int], pooled: bool) -> None:
-    """By the rule of numerics.md, with the model on the sequence without others as plain fp32."""
+    """By the tolerance rule, with the model on the sequence by itself as plain fp32."""
     exact, naive = states_of(copy.deepcopy(model).double(), ids), states_of(model, ids)
     if pooled:
         exact, naive = exact.mean(0), naive.mean(0)
@@ -228,7 +228,7 @@ def vit() -> Any:
 
 @pytest.mark.parametrize("options", [{}, {"precision": "int8"}])
 def test_training_the_model_does_not_change_the_session(sentences: Ids, options: dict[str, Any]) -> None:
-    """Nothing is dropped, and the model learns on."""
+    """A session has no dropout, and the model can still be trained."""
     model = small_bert(hidden_dropout_prob=0.5)
     with Session(model, **options) as session:
         expected = session.encode(sentences[:8])
@@ -277,7 +277,7 @@ def test_a_deleted_session_is_freed(sentences: Ids) -> None:
     gone, thread = weakref.ref(session), session._dispatcher._thread
     del session
     assert thread is not None
-    for _ in range(50):  # the thread lets go of the request after its result is there
+    for _ in range(50):  # the thread releases the request after its result is set
         gc.collect()
         thread.join(0.1)
         if not thread.is_alive():
@@ -303,7 +303,7 @@ def test_gemms_in_other_types_are_close(
         assert (found * expected).sum(1).min() >= 0.99
         assert np.array_equal(found, expected) == is_exact
         assert np.isfinite(logits).all()
-        # Rows have scales of their own: a sentence's result is the same among others.
+        # Each row has its own scale, so that a sentence's result does not depend on the others.
         assert np.allclose(session.encode(sentences[9]), found[9], atol=1e-3)
     assert type(bert.bert.encoder.layers[0].qkv) is torch.nn.Linear
 

@@ -1,4 +1,4 @@
-"""Sessions on a GPU: graphs give the numbers of the model without them, are bounded in number, and share memory."""
+"""Sessions on a GPU: CUDA graphs give the results of the model, are bounded in number, and share memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_graphs_give_the_results_of_the_model(name: str, dtype: torch.dtype, sen
     with Session(model, device="cuda", dtype=dtype, max_tokens=256, max_graphs=0) as session:
         first = session.encode(chosen)
     with Session(model, device="cuda", dtype=dtype, max_tokens=256) as session:
-        session.encode(chosen)  # graphs are captured when a shape comes again
+        session.encode(chosen)  # graphs are captured when a shape repeats
         second, third = session.encode(chosen), session.encode(chosen)
         assert session.graph_counts.captured > 0
         assert session.graph_counts.replayed >= 2 * session.graph_counts.captured

@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 fasttfm.register_attention()
 
 PROMPTS = IDS[:4, :7]
-LEFT = torch.arange(7) >= torch.tensor([0, 3, 6, 1])[:, None]  # tokens of prompts, which are padded in front
+LEFT = torch.arange(7) >= torch.tensor([0, 3, 6, 1])[:, None]  # the mask of left-padded prompts
 
 
 def twins(name: str, implementation: str = "fasttfm", **changes: Any) -> tuple[Any, Any]:
@@ -32,7 +32,7 @@ def twins(name: str, implementation: str = "fasttfm", **changes: Any) -> tuple[A
 
 
 def llama() -> Any:
-    """A decoder that fasttfm does not patch, with one key head for two query heads."""
+    """A decoder that fasttfm does not patch, with one kv head for two query heads."""
     config = transformers.LlamaConfig(
         vocab_size=61,
         hidden_size=32,
@@ -86,7 +86,7 @@ def test_fasttfm_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "lengths_k" not in calls[0]
     ours(IDS, attention_mask=MASKS["right"])
     assert calls[2]["lengths_k"].tolist() == MASKS["right"].sum(1).tolist()
-    ours(IDS, attention_mask=MASKS["full"])  # no padding after all
+    ours(IDS, attention_mask=MASKS["full"])  # a mask without padding
     assert "lengths_k" not in calls[4]
 
 
@@ -146,7 +146,7 @@ DECODERS = model_pairs()
 
 
 def check(found: Tensor, theirs: Any, run: Any) -> None:
-    """``found`` against what ``run`` makes of transformers' model, by the tolerance rule."""
+    """``found`` against ``run`` of transformers' model, by the tolerance rule."""
     exact = copy.deepcopy(theirs).double()
     exact.set_attn_implementation("sdpa")  # eager rounds Llama's weights to fp32
     comparison = compare("result", found, run(theirs), run(exact), OUTPUT_FACTOR)
@@ -192,7 +192,7 @@ def test_a_static_cache(decoder: str) -> None:
 
 @pytest.mark.parametrize("decoder", ["GPT-2", "GPT-2, patched"])
 def test_documents_packed_into_one_row(decoder: str) -> None:
-    """transformers sees them by position ids that begin anew."""
+    """transformers detects them by position ids that restart."""
     ours, theirs = DECODERS[decoder]()
     positions = torch.cat([torch.arange(6), torch.arange(10)])[None]
 

@@ -1,4 +1,5 @@
-"""``attn_implementation="fasttfm_flash"``: what transformers and sentence-transformers do for FlashAttention only."""
+"""``attn_implementation="fasttfm_flash"``: features that transformers and sentence-transformers have only for
+FlashAttention."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def flattened(start: int = 0, **options: Any) -> tuple[dict[str, Any], list[Tensor]]:
-    """What transformers' collator makes of sequences, and these one by one."""
+    """A flattened batch of transformers' collator, and its sequences one by one."""
     sequences = [IDS[row, :length] for row, length in enumerate(LENGTHS)]
     collator = transformers.DataCollatorWithFlattening(position_ids_start=start, **options)
     return collator([{"input_ids": each.tolist()} for each in sequences]), sequences
@@ -69,7 +70,7 @@ def flattened(start: int = 0, **options: Any) -> tuple[dict[str, Any], list[Tens
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("make", [modern_bert, decoder])
 def test_windows_under_masks(make: Any, mask: str, calls: list[dict[str, Any]]) -> None:
-    """Padding between tokens is not in windows' measure, as it is not in FlashAttention's."""
+    """Windows do not count padding between tokens, as in FlashAttention."""
     ours, theirs = make()
     tokens = MASKS[mask].bool()
     if mask == "anywhere":  # only at both ends
@@ -148,7 +149,7 @@ def test_a_flattened_batch_of_modern_bert() -> None:
 
 @pytest.mark.parametrize("implementation", ["fasttfm", NAME])
 def test_documents_in_rows_of_a_batch(implementation: str, calls: list[dict[str, Any]]) -> None:
-    """Position ids that start again, in several rows."""
+    """Position ids that restart, in several rows."""
     ours, theirs = decoder(sliding_window=None)
     ours.set_attn_implementation(implementation)
     positions = torch.stack([torch.cat([torch.arange(n), torch.arange(16 - n)]) for n in (6, 1)])

@@ -1,4 +1,4 @@
-"""``fasttfm.patch`` against the models of transformers that it changes."""
+"""``fasttfm.patch`` against the unpatched models of transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HEADS = (
 
 
 def caller(given: dict[str, Tensor], *outputs: str) -> Any:
-    """Calls a model; of states and logits of tokens, the rows that are no padding."""
+    """Calls a model; returns hidden states and token logits without the rows of padding."""
     mask = given.get("attention_mask")
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -167,7 +167,7 @@ def test_dropout_is_applied_only_in_training(name: str) -> None:
     assert loss(0) != loss(1)
 
 
-# ---- what users see --------------------------------------------------------------------------------------------------
+# ---- interface -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
@@ -233,7 +233,7 @@ def test_gpt_loss_divided_by_the_count_of_a_larger_batch() -> None:
 
 
 def test_gpt_loss_of_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions that begin anew are documents to transformers where there is no cache, which there is by default."""
+    """Without a cache, transformers takes positions that restart for documents; by default there is a cache."""
     ours, theirs = (module.train() for module in pair(CAUSAL, n_layer=1))
     positions = torch.cat([torch.arange(6), torch.arange(10)])[None]
     fused = []
@@ -276,7 +276,7 @@ def test_errors_name_what_was_given() -> None:
         fasttfm.patch(module)
 
 
-# ---- models that are more than transformers made them ----------------------------------------------------------------
+# ---- altered models --------------------------------------------------------------------------------------------------
 
 
 class Adapted(torch.nn.Linear):
@@ -306,7 +306,7 @@ def test_hooks_inside_are_called(part: str) -> None:
 
 
 def test_a_forward_that_was_replaced_is_called_and_reported() -> None:
-    """As Accelerate's, of modules that it offloads or casts."""
+    """As by Accelerate, for modules that it offloads or casts."""
     theirs = theirs_of("BertForMaskedLM")
     ours, seen = copy.deepcopy(theirs), []
     attention, dense = ours.bert.encoder.layer[0].attention.self, ours.bert.encoder.layer[1].intermediate.dense
@@ -385,7 +385,7 @@ def test_alterations_have_the_effect_that_they_have_in_transformers(name: str) -
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_hooks_of_every_module_are_called_in_training(name: str) -> None:
-    """Of those that transformers calls, in a model that computes its loss by itself."""
+    """For the modules that transformers calls, in a model that computes its own loss."""
     ours, theirs = (module.train().double() for module in pair(name))
     given = {key: value[:2] for key, value in batch(name, "full").items()}
     paths = [
@@ -400,7 +400,7 @@ def test_hooks_of_every_module_are_called_in_training(name: str) -> None:
     for path in paths:
         seen: list[str] = []
         handle = ours.get_submodule(path).register_forward_hook(lambda *_, seen=seen: seen.append("called"))
-        loss = ours(**given).loss  # transformers' may be in fp32
+        loss = ours(**given).loss  # that of transformers may be fp32
         torch.testing.assert_close(loss.float(), expected.float(), msg=lambda text, path=path: f"{path}: {text}")
         assert seen or path not in called, path
         handle.remove()

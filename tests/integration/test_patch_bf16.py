@@ -1,4 +1,4 @@
-"""bf16 on CPUs without instructions for it: products are computed in fp32, in every path of patched models."""
+"""bf16 on CPUs without bf16 instructions: GEMMs are computed in fp32, in every path of patched models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.linear, torc
 
 
 class SlowProducts(TorchDispatchMode):
-    """Counts the rows of bf16 products that torch is asked for."""
+    """Records the rows of bf16 GEMMs that torch runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,10 +56,11 @@ def test_layers_run_no_bf16_gemms(family: str, autocast: bool, without_instructi
     if not autocast:
         model = model.bfloat16()
     fasttfm.patch(model)
-    for hidden_states in (False, True):  # layers run one by one: a dispatch mode wants to see their ops
+    for hidden_states in (False, True):  # with a dispatch mode, layers run op by op
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast), SlowProducts() as slow:
             output = model(ids, attention_mask=mask, output_hidden_states=hidden_states)
-        # transformers' own modules around the layers: poolers, which read one row a sequence, and ALBERT's projection.
+        # transformers' own modules around the layers: poolers, which read one row per sequence, and ALBERT's
+        # projection.
         around = [ids.numel()] if family == "Albert" else []
         assert [rows for rows in slow.rows if rows != len(ids)] == around, slow.rows
         found = output.last_hidden_state[mask.bool()].float()
@@ -91,7 +92,7 @@ def test_gradients_without_bf16_instructions(without_instructions: None) -> None
 def test_emulated_gemms_are_fp32_unless_rows_are_few(
     kind: str, rows: int, in_bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows are those of the activations, also in the product of the weight's gradient."""
+    """The rows are those of the activations, also in the GEMM of the weight's gradient."""
     monkeypatch.setattr(linear, "bf16_products", lambda: kind)
     torch.manual_seed(0)
     x, weight, dy = (torch.randn(*shape).bfloat16() for shape in ((rows, 64), (96, 64), (rows, 96)))

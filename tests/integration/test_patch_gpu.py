@@ -29,7 +29,7 @@ def on_gpu(name: str, mask: str = "right", **changes: Any) -> tuple[Any, Any, di
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_autocast_loss_and_gradients(name: str, mask: str) -> None:
-    """No further from the truth than transformers' model under autocast, by the tolerance rule."""
+    """No less accurate than transformers' model under autocast, by the tolerance rule."""
     ours, theirs, given = on_gpu(name, mask)
     exact = copy.deepcopy(theirs).double()
     with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -65,7 +65,7 @@ def test_evaluation_gives_logits(name: str) -> None:
 def test_a_step_without_mask_does_not_synchronize(name: str) -> None:
     """A masked-LM loss synchronizes for the number of its labels; a causal LM loss has no such number."""
     ours, _, given = on_gpu(name, "full")
-    ours.config.pad_token_id = None  # transformers itself looks for it, on the host, where there is no mask
+    ours.config.pad_token_id = None  # without a mask, transformers itself searches for it on the host
     if name != CAUSAL:
         del given["labels"]
 
@@ -104,7 +104,7 @@ def test_compiled_by_inductor(name: str) -> None:
 
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "own"])
 def test_a_mask_synchronizes_once(patched: bool) -> None:
-    """Forward, backward and step; without a mask, or with lengths, nothing is waited for."""
+    """Forward, backward and optimizer step. Without a mask, or with lengths, nothing synchronizes."""
     import warnings
 
     given = {key: value.cuda() for key, value in batch("BertForSequenceClassification").items()}

@@ -1,4 +1,4 @@
-"""``fasttfm.patch`` of transformers' ModernBERT: packed layers, calls that keep transformers' way, and back."""
+"""``fasttfm.patch`` of transformers' ModernBERT: packed layers, calls that stay with transformers, and ``unpatch``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {"num_hidden_layers": 4, "local_attention": 4, "pad_toke
 
 
 def runs(model: Any) -> list[int]:
-    """The numbers of tokens that the packed layers of a patched model are run with, as they come."""
+    """Records the number of tokens of each call of the packed layers of a patched model."""
     found: list[int] = []
     base = model if not hasattr(model, "model") else model.model
     layers = base._layers()

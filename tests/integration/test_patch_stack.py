@@ -1,4 +1,4 @@
-"""Patched encoders as one stack: the layers' own calls give the same, and whatever watches a module gets its call."""
+"""Patched encoders as one stack: it gives the results of the single layers, and modules with hooks are still called."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_padding_before_tokens_is_kept(name: str, stacks: list[bool]) -> None:
 
 
 def check_gradients(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """In fp32, by other orders of sums: test_patch.py holds both ways to fp64."""
+    """In fp32, with another order of sums; test_patch.py compares both paths with fp64."""
     there = {key: each for key, each in expected.items() if each is not None}
     assert there.keys() == {key for key, each in found.items() if each is not None}
     largest = max(float(each.abs().max()) for each in there.values())
@@ -162,7 +162,7 @@ def test_copies_pickles_and_unpatched_models_have_no_stack(stacks: list[bool]) -
 
 @pytest.mark.parametrize("change", ["data", "in place", "load_state_dict", "assigned"])
 def test_weights_are_read_in_every_call(change: str) -> None:
-    """Also those that torch does not count as changed."""
+    """Also after changes that torch does not count in the version."""
     ours, theirs = pair("BertModel")
     with torch.no_grad():
         states(ours)

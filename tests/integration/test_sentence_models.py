@@ -1,4 +1,4 @@
-"""``fasttfm.patch`` on whole models of sentence-transformers and PEFT, and on the families most of them have inside."""
+"""``fasttfm.patch`` on models of sentence-transformers and PEFT, and on the families that most of them contain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPECIAL = {"Bert": ("[CLS]", "[SEP]"), "XLMRoberta": ("<s>", "</s>"), "MPNet": (
 
 
 def check(found: Any, theirs: Any, run: Any) -> None:
-    """What a patched model gives against ``run`` of its twin, by the tolerance rule."""
+    """The result of a patched model against ``run`` of the unpatched one, by the tolerance rule."""
     results = (found, run(theirs), run(copy.deepcopy(theirs).double()))
     comparison = compare("result", *(torch.as_tensor(each) for each in results), OUTPUT_FACTOR)
     assert comparison.ok, str(comparison)
@@ -115,11 +115,11 @@ def test_unpatch(name: str) -> None:
     assert module.config._attn_implementation == before
 
 
-# ---- models around them ----------------------------------------------------------------------------------------------
+# ---- models that contain them ----------------------------------------------------------------------------------------
 
 
 def write_model(directory: Path, name: str) -> Path:
-    """A small checkpoint of a transformers' class with a tokenizer of words."""
+    """A small checkpoint of a class of transformers with a word-level tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     start, end = SPECIAL[next(family for family in SPECIAL if name.startswith(family))]
@@ -260,7 +260,7 @@ def test_a_peft_model() -> None:
     report = fasttfm.patch(ours)
     assert report.model == "PeftModel"
     assert re.search(r"run PEFT's code, \d+ of them here", report.left["linear layers with adapters"])
-    assert not [name for name in report.left if name.startswith("activation")]  # the pooler's is no news
+    assert not [name for name in report.left if name.startswith("activation")]  # that of the pooler is not reported
     given = batch("BertForSequenceClassification")
     check_patched(ours.train(), theirs.train(), caller(given, "loss"))
     merged = ours.merge_and_unload()

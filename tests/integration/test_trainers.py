@@ -21,7 +21,8 @@ KINDS = ("patched", "ours", "plain")
 LABELS = WORDS.where(MASKS["right"].bool(), -100)
 LABELS[:, 0] = IDS[:, 0]  # every sequence has something to predict
 STEPS, BATCH = 5, 4
-# Adam divides by gradients' sizes: a large epsilon keeps it from enlarging the roundings of those that are nearly 0.
+# Adam divides by the size of gradients: a large epsilon prevents it from amplifying the rounding of those that are
+# nearly 0.
 RATE, EPSILON = 2e-2, 1e-2
 
 
@@ -142,7 +143,7 @@ def test_trainer_with_checkpointing_accumulation_and_label_smoothing(kind: str, 
 
 
 def accelerated(kind: str, directory: Path, *, restore: bool) -> tuple[list[float], Any]:
-    """Losses of five steps of two batches each, saved after the third; or those from there on."""
+    """The losses of five steps of two batches each, with a checkpoint after the third; or those of a resumed run."""
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     module = make(kind)
     optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, eps=EPSILON)
@@ -184,7 +185,7 @@ def test_accelerate(kind: str, tmp_path: Path) -> None:
 def test_grad_scaler_in_fp16(kind: str, device: str) -> None:
     module = make(kind).to(device).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**40)  # too large: the first steps have to be left out
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**40)  # too large, so that the first steps are skipped
     batch = {"input_ids": IDS, "attention_mask": MASKS["right"], "labels": LABELS}
     batch = {name: value.to(device) for name, value in batch.items()}
     before = [parameter.detach().clone() for parameter in module.parameters()]

@@ -1,4 +1,4 @@
-"""Patched models in the ways people use models: compiled, exported, copied, checkpointed, distributed."""
+"""Patched models in common workflows: compiled, exported, copied, checkpointed, distributed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_training_step_is_one_graph(name: str, mask: str, monkeypatch: pytest.
     torch._dynamo.reset()
     sizes = {"n_layer": 1} if name == CAUSAL else {"num_hidden_layers": 1}
     ours, theirs = (module.train() for module in pair(name, **sizes))
-    fused: list[bool] = []  # one entry for a layer's attention, made when it is traced
+    fused: list[bool] = []  # one entry for each layer's attention, added when it is traced
     for module in (parts, gpt2):
         monkeypatch.setattr(module, "attend", lambda *args, **kwargs: fused.append(True) or attend(*args, **kwargs))
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -150,7 +150,7 @@ def test_other_types_and_plain_bf16() -> None:
 
 @pytest.mark.parametrize("name", [BERT, CAUSAL])
 def test_autocast(name: str) -> None:
-    """As far from the truth as transformers' model under autocast, by the tolerance rule."""
+    """As accurate as transformers' model under autocast, by the tolerance rule."""
     ours, theirs = (module.train() for module in pair(name))
     given = batch(name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -204,7 +204,7 @@ def test_a_patched_model_saves_less_for_the_backward() -> None:
 
 
 def half_of_a_batch(part: slice) -> dict[str, Tensor]:
-    """Every half has as many labels."""
+    """Both halves have the same number of labels."""
     given = {name: value[part] for name, value in batch(BERT, "right").items()}
     labels = torch.full_like(given["labels"], -100)
     labels[:, 0] = given["input_ids"][:, 0]

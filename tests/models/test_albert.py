@@ -1,4 +1,4 @@
-"""ALBERT against transformers, and what of its layers is one tensor."""
+"""ALBERT against transformers, and the parameters that its layers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose modules are more than fasttfm made them: hooks, LoRA, wrappers. Nothing of that is passed by."""
+"""Models with altered modules: hooks, LoRA, wrappers. None of them is bypassed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def value(name: str, model: Any) -> Tensor:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module that computes something. Heads without a classifier have a dropout that nothing is done with."""
+    """Every module that computes something. Heads without a classifier have a dropout that is not used."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -96,7 +96,7 @@ def test_lora_is_the_merged_weight(name: str) -> None:
         adapted, merged = copy.deepcopy(model), copy.deepcopy(model)
         low_rank(adapted, path)
         layer, linear = adapted.get_submodule(path), merged.get_submodule(path)
-        linear.weight = nn.Parameter((linear.weight + layer.b @ layer.a).detach())  # a tied decoder by itself
+        linear.weight = nn.Parameter((linear.weight + layer.b @ layer.a).detach())  # unties a tied decoder
         losses = [value(name, each) for each in (adapted, merged)]
         torch.testing.assert_close(*losses, msg=lambda text, path=path: f"{path}: {text}")
         torch.autograd.grad(losses[0].sum(), [layer.a, layer.b])

@@ -1,4 +1,4 @@
-"""Beam search against transformers', and against all continuations there are."""
+"""Beam search against that of transformers, and against an exhaustive search."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_same_sequences_as_transformers(model: Any, theirs: Any, options: di
 
 
 def test_enough_beams_find_the_best_continuation(model: Any) -> None:
-    """Every continuation of three tokens, where none ends early."""
+    """Among all continuations of three tokens, none of which ends early."""
     prompt = PROMPTS[2:]
     found = generate(model, prompt, max_new_tokens=3, num_beams=V * V, eos_token_id=[])
     everything = torch.tensor(list(itertools.product(range(V), repeat=3)))

@@ -41,7 +41,7 @@ CLASSES = [
     "RobertaForSequenceClassification",
     "RobertaForTokenClassification",
 ]
-# Padded and packed, with transformers on padded sequences: whether a mask has gaps changes nothing in the heads.
+# Padded and packed against transformers on padded sequences. Heads do not depend on whether a mask has gaps.
 LAYOUTS = [(name, mask) for name in CLASSES for mask in ("right", "full")] + [
     ("BertForMaskedLM", "anywhere"),
     ("RobertaForTokenClassification", "anywhere"),

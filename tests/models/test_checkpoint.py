@@ -1,4 +1,4 @@
-"""Checkpoint directories: read and written with the same bits as by transformers; what is broken is named."""
+"""Checkpoint directories: read and written with the same bits as by transformers; errors name what is broken."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_tied_weights_are_one_tensor(tmp_path: Path) -> None:
 
 
 def test_an_untied_parameter_is_saved(tmp_path: Path) -> None:
-    """A checkpoint with one of the two would be read back with the other's values."""
+    """A checkpoint with only one of the two would be loaded with its values for both."""
     made = model()
     made.lm_head.decoder.weight = torch.nn.Parameter(made.lm_head.decoder.weight.detach().clone())
     made.save_pretrained(tmp_path / "equal")
@@ -179,7 +179,7 @@ def test_a_failed_save_keeps_the_previous_checkpoint(
 
 
 def save_twice(directory: Path, shard_bytes: int, operations: int) -> None:
-    """Saves a model of ones, then one of twos; is killed in the second save after this many file operations."""
+    """Saves a model of ones, then one of twos, and is killed in the second save after this many file operations."""
     made = model()
     left = itertools.count(operations, -1)
 
@@ -284,7 +284,7 @@ def test_torch_files_run_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "must not run" not in capsys.readouterr().out
 
 
-# ---- models of one family from each other's weights ------------------------------------------------------------------
+# ---- checkpoints of other classes of the family ----------------------------------------------------------------------
 
 
 def test_a_new_head_is_initialized_and_named(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_base_and_heads_load_each_others_checkpoints(tmp_path: Path) -> None:
     assert same_tensors(again.encoder.state_dict(), base.encoder.state_dict())
 
 
-# ---- what is broken --------------------------------------------------------------------------------------------------
+# ---- broken checkpoints ----------------------------------------------------------------------------------------------
 
 KEY = "bert.encoder.layer.1.attention.self.key.weight"
 

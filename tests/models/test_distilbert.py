@@ -78,7 +78,7 @@ def test_students_start_with_every_second_layer(name: str) -> None:
 
 
 def test_a_student_with_every_layer_is_its_teacher() -> None:
-    """Of a single sentence, whose segment is the first."""
+    """For a single sentence, whose segment is the first."""
     source = teacher()
     student = models.DistilBertForMaskedLM.from_teacher(source, range(5)).eval()
     expected = source.double()(IDS, MASKS["right"]).logits

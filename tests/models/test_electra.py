@@ -1,4 +1,4 @@
-"""ELECTRA against transformers: each model by itself, and generator and discriminator together."""
+"""ELECTRA against transformers: single models, and generator and discriminator together."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_question_answering(tmp_path: Path) -> None:
 
 
 def joint(**changes: Any) -> Any:
-    """With a generator of a third: 16 wide, 1 head."""
+    """With a generator of a third of the size: width 16, 1 head."""
     torch.manual_seed(0)
     sizes = {**SIZES, "embedding_size": 20, "generator_size": 1 / 3, **changes}
     made = models.ElectraForJointPreTraining(models.ElectraConfig(**sizes))
@@ -114,7 +114,7 @@ def test_tokens_are_sampled_where_they_were_masked() -> None:
 
 
 def test_a_sample_that_equals_the_original_is_no_replacement() -> None:
-    """A generator that knows the word: the bias of one word is far above the others'."""
+    """A generator that predicts the original: the bias of one token is far above the others."""
     module = joint().eval()
     with torch.no_grad():
         module.generator.lm_head.decoder.bias[7] = 1e4
@@ -126,7 +126,7 @@ def test_a_sample_that_equals_the_original_is_no_replacement() -> None:
 
 
 class TheirJoint(torch.nn.Module):
-    """transformers' two models, on words that are given."""
+    """transformers' two models, on given tokens."""
 
     def __init__(self, generator: Any, discriminator: Any) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class TheirJoint(torch.nn.Module):
 
 @pytest.mark.parametrize("kind", ["right", "anywhere"])
 def test_same_losses_and_gradients_as_transformers(kind: str, tmp_path: Path) -> None:
-    """On the words that ours has drawn. A shared parameter's gradient is the sum of both models'."""
+    """On the tokens that ours has sampled. The gradient of a shared parameter is the sum over both models."""
     ours = joint().eval()
     ours.save_pretrained(tmp_path)
     theirs = TheirJoint(
@@ -171,7 +171,7 @@ def test_same_losses_and_gradients_as_transformers(kind: str, tmp_path: Path) ->
 
 
 def test_padded_packed_and_selected_rows_are_the_same() -> None:
-    """With dropout: the same seed draws the same words and drops the same elements."""
+    """With dropout: the same seed samples the same tokens and drops the same elements."""
     module = joint()
     mask = MASKS["right"]
     labels = WORDS.where(mask, -100)

@@ -1,6 +1,6 @@
 """ERNIE of Tsinghua against the equations of its paper in plain torch, on padded batches, in fp64 with gradients.
 
-``plain`` reads tensors by the names of the released checkpoint, so that it also says what these names mean.
+``plain`` reads tensors by the names of the released checkpoint, so that it also documents these names.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def test_losses_match_the_equations() -> None:
 
 
 def test_a_wrong_equation_is_detected() -> None:
-    """What the comparison must reject: the bias of entities left out of tokens without one."""
+    """The comparison rejects equations without the bias of entities for tokens without one."""
     made = model("Model")
     full = {f"bert.{name}": value for name, value in made.checkpoint_tensors(dict(made.state_dict())).items()}
     full["bert.encoder.layer.1.intermediate.dense_ent.bias"] = torch.zeros(40, dtype=torch.float64)
@@ -197,7 +197,7 @@ def test_a_wrong_equation_is_detected() -> None:
     assert not torch.allclose(found[MASK], states[-1][MASK])
 
 
-# ---- the same numbers in other ways ----------------------------------------------------------------------------------
+# ---- other layouts and paths -----------------------------------------------------------------------------------------
 
 
 def packed() -> tuple[Tensor, dict[str, Any]]:
@@ -278,7 +278,7 @@ def test_entities_that_do_not_exist_are_refused() -> None:
 
 
 def release(folder: Path) -> dict[str, Tensor]:
-    """A file with the names and shapes of thunlp's release, made without this package's models, and its settings."""
+    """A file with the names and shapes of thunlp's release, written without this package's models, and its settings."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def linear(name: str, outputs: int, inputs: int) -> None:

@@ -1,4 +1,4 @@
-"""``generate`` against transformers', against models that read everything anew for each token, and its sampling."""
+"""``generate`` against transformers and against models without a cache, and its sampling."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def naive(module: Any, prompt: Tensor, new: int, ends: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cache_changes_nothing(family: str) -> None:
-    """Every step's state, of sequences of different lengths, against the whole sequences' states."""
+    """The hidden state of every step, for sequences of different lengths, against those of the whole sequences."""
     module = model(family).transformer
     decoder = CachedDecoder(module, S + 5)
     batch = PackedBatch.of(PROMPTS, lengths=LENGTHS)

@@ -1,4 +1,4 @@
-"""``GenerationSession``: sequences that come and go change nothing for the others."""
+"""``GenerationSession``: a sequence does not depend on the others that start and end meanwhile."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("max_batch", [1, 2, 4])
 def test_sequences_are_those_of_separate_sessions(model: Any, max_batch: int) -> None:
-    """More sequences than slots, of different lengths and options: they wait, end and move."""
+    """More sequences than slots, of different lengths and options: they wait, finish and move to other slots."""
     session = GenerationSession(model, max_batch=max_batch)
     running = [session.submit(prompt, **options) for prompt, options in zip(PROMPTS, OPTIONS, strict=True)]
     late = None
@@ -161,7 +161,7 @@ def test_ends_may_be_arrays(model: Any, ends: Any) -> None:
 
 
 def test_a_failed_step_ends_those_that_ran_in_it(model: Any) -> None:
-    """They raise instead of being waited for without end; those that are submitted later are not affected."""
+    """They raise instead of blocking forever; those that are submitted later are not affected."""
     calls: list[int] = []
 
     def fail(*_: Any) -> None:
@@ -187,7 +187,7 @@ def test_a_failed_step_ends_those_that_ran_in_it(model: Any) -> None:
 
 
 def test_the_last_tokens_come_with_the_end(model: Any) -> None:
-    """Another thread may note the end between two looks of an iteration at the sequence."""
+    """Another thread may set the end between two reads of an iteration."""
     session = GenerationSession(model)
     generation = session.submit(PROMPTS[0], max_new_tokens=2, eos_token_id=[])
 

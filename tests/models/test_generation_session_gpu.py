@@ -1,4 +1,4 @@
-"""Sessions on a GPU: graphs and fused kernels give the tokens of plain steps, and wait for nothing."""
+"""Sessions on a GPU: CUDA graphs and fused kernels give the tokens of plain steps, and do not synchronize."""
 
 from __future__ import annotations
 

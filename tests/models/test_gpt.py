@@ -31,7 +31,7 @@ FAMILIES = ["GPT2", "OpenAIGPT"]
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
 CLASSES = [f"{family}{head}" for family in FAMILIES for head in ("Model", "LMHeadModel", "ForSequenceClassification")]
-# With padding before a token, transformers' loss predicts the token from the padding, so there it is left out.
+# With padding before a token, transformers' loss predicts the token from the padding, so that loss is not compared.
 LAYOUTS = [(name, mask) for name in CLASSES for mask in ("right", "full")] + [
     (f"{family}Model", "anywhere") for family in FAMILIES
 ]
@@ -57,7 +57,7 @@ def test_same_numbers_as_transformers(name: str, kind: str, packed: bool, tmp_pa
         if module is not ours or not packed:
             return tensors(module(ids, attention_mask=mask, **given, **options), mask)
         own = {key: value[there] if value.shape == mask.shape else value for key, value in given.items()}
-        if kind == "anywhere":  # where a packed token stood cannot be known
+        if kind == "anywhere":  # the position of a packed token is not known
             own["position_ids"] = torch.arange(S).expand(B, S)[there]
         cu_seqlens = torch.nn.functional.pad(there.sum(1).cumsum(0), (1, 0)).int()
         return tensors(module(ids[there], cu_seqlens=cu_seqlens, max_seqlen=S, **own, **options))
@@ -140,7 +140,7 @@ def test_attentions(tmp_path: Path) -> None:
 
 
 def test_the_last_token_is_read() -> None:
-    """Not padding, where the mask does not say it; the last token where no word means padding."""
+    """Padding is found by its id if the mask does not exclude it; without a padding id, the last token is read."""
     module = models.GPT2ForSequenceClassification(config("GPT2")).eval()
     ids = torch.where(MASKS["right"], IDS, PAD)
     by_mask = module(ids, MASKS["right"]).logits
@@ -174,7 +174,7 @@ def test_transformers_reads_ours_and_we_read_theirs(name: str, tied: bool, tmp_p
     assert theirs.config.num_labels == ours.config.num_labels
     theirs.save_pretrained(tmp_path / "theirs")
     written, kept = (load_file(tmp_path / who / "model.safetensors") for who in ("theirs", "ours"))
-    if name == "OpenAIGPTDoubleHeadsModel":  # of the two names of the word table, transformers keeps the other here
+    if name == "OpenAIGPTDoubleHeadsModel":  # transformers keeps the other name of the tied weight
         written["transformer.tokens_embed.weight"] = written.pop("lm_head.weight")
     assert same_tensors(written, kept)
     again = getattr(models, name).from_pretrained(tmp_path / "theirs")
@@ -289,7 +289,7 @@ def test_residual_projections_start_small() -> None:
 
 
 def test_a_training_step_is_one_graph_and_can_be_checkpointed() -> None:
-    """Compiled, and with activation checkpointing, the same bits, dropout included."""
+    """Compiled and with activation checkpointing it gives the same bits, including dropout."""
     module = models.GPT2LMHeadModel(config("GPT2"))
     cu_seqlens = torch.tensor([0, 11, B * S], dtype=torch.int32)
 

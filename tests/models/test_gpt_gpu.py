@@ -1,4 +1,4 @@
-"""GPTs on a GPU: transformers' numbers, generation that waits for nothing."""
+"""GPTs on a GPU: the results of transformers, and generation that does not synchronize."""
 
 from __future__ import annotations
 

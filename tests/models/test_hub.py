@@ -1,4 +1,4 @@
-"""Models by their hub ids: from a cache in the hub's layout, downloads from a fake hub, and what is refused."""
+"""Models by their hub ids: from a cache in the hub's layout, downloads from a fake hub, and errors."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def names_in(directory: Path) -> list[str]:
 
 
 def described(files: list[str]) -> Any:
-    """A model's files as the hub answers with them."""
+    """A model's files in the form of the hub's API."""
     return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in files])
 
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of the test's own, and no network: what asks for it fails."""
+    """A separate cache, and no network: requests fail."""
 
     def unreachable(*_: Any, **__: Any) -> Any:
         raise AssertionError("the network was asked")
@@ -75,7 +75,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def online(bert_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A hub with one model and files that are not needed; the calls that were made of it."""
+    """A hub with one model, some of whose files are not needed; returns the recorded calls."""
     remote = tmp_path / "remote"
     shutil.copytree(bert_directory, remote)
     for name in ("pytorch_model.bin", "tf_model.h5", "onnx/config.json", "1_Pooling/config.json", "README.md"):
@@ -178,7 +178,7 @@ def test_a_model_without_weights_that_are_safe_to_read(monkeypatch: pytest.Monke
         model_directory(NAME)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_without_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_a_path_is_no_hub_id(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("online")
 def test_an_unreachable_hub_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub repeats some requests for half a minute, which a mistyped name without network would wait for."""
+    """huggingface_hub retries some requests for half a minute, which would delay the error for a mistyped name."""
     asked: list[float] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         api = hub.HfApi(endpoint=f"http://127.0.0.1:{server.getsockname()[1]}")

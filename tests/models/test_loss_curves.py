@@ -1,8 +1,8 @@
 """200 training steps of small models on real text, with dropout: our losses follow those of transformers.
 
-Every run begins with the same weights and reads the same batches; seeds differ in what is dropped. Curves are held to
-the tolerance rule: the mean of our three seeds is compared, the truth is the mean of transformers' three, and plain
-torch's error is how far the furthest of these is from the mean of the others.
+Every run starts with the same weights and reads the same batches; seeds only change dropout. Curves are compared by the
+tolerance rule: the mean of our three seeds against the mean of transformers' three, where plain torch's error is the
+largest distance of one of these from the mean of the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 STEPS, B, S = 200, 4, 16
 WINDOW = 20  # steps that are averaged
 SEEDS = (1, 2, 3)
-PAD, MASK, V = 128, 129, 130  # words are bytes
+PAD, MASK, V = 128, 129, 130  # tokens are bytes
 ENCODER = {
     "vocab_size": V,
     "hidden_size": 64,
@@ -54,7 +54,7 @@ class Batches(NamedTuple):
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_products() -> Iterator[None]:
-    """One thread, and no library that prepares every product: these are small."""
+    """One thread, and no oneDNN, whose setup of each GEMM takes longer than these small GEMMs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.backends.mkldnn.flags(enabled=False):
@@ -66,7 +66,7 @@ def plain_products() -> Iterator[None]:
 
 
 def text() -> tuple[Tensor, Tensor, torch.Generator]:
-    """Pieces of this project's licence [STEPS, B, S], of different lengths, where they have words, and dice."""
+    """Pieces of this project's licence [STEPS, B, S] of different lengths, their mask, and a random generator."""
     words = torch.tensor(list((Path(__file__).parents[2] / "LICENSE").read_bytes()))
     dice = torch.Generator().manual_seed(0)
     starts = torch.randint(len(words) - S, (STEPS, B, 1), generator=dice)
@@ -74,13 +74,13 @@ def text() -> tuple[Tensor, Tensor, torch.Generator]:
     return words[starts + torch.arange(S)].where(there, PAD), there, dice
 
 
-def next_words() -> Batches:
+def causal_lm() -> Batches:
     ids, there, _ = text()
     return Batches(ids, there.long(), ids.where(there, -100))
 
 
-def masked_words(predicted: float = 0.3, kept: float = 0.5) -> Batches:
-    """Shares of the words are predicted, and of these not masked: so that 200 steps learn much."""
+def masked_lm(predicted: float = 0.3, kept: float = 0.5) -> Batches:
+    """A fraction of the tokens is predicted, and of these a fraction is not masked, so that 200 steps learn much."""
     ids, there, dice = text()
     chosen = (torch.rand(ids.shape, generator=dice) < predicted) & there
     masked = chosen & (torch.rand(ids.shape, generator=dice) >= kept)
@@ -122,7 +122,7 @@ def curves(
 
 
 def begin(name: str, directory: Path) -> None:
-    """The checkpoint that all runs begin with."""
+    """Writes the initial checkpoint of all runs."""
     family = next(family for family in CONFIGS if name.startswith(family))
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**CONFIGS[family])
@@ -132,9 +132,9 @@ def begin(name: str, directory: Path) -> None:
 def compare_curves(ours: Tensor, theirs: Tensor) -> Comparison:
     exact = theirs.double().mean(0)
     others = (theirs.sum(0) - theirs) / (len(theirs) - 1)
-    held_out = (exact + (theirs - others)).float()  # as far from the truth as each seed is from the others
+    held_out = (exact + (theirs - others)).float()  # as far from the mean as each seed is from the others
     comparison = compare("loss", ours.mean(0), held_out, exact, OUTPUT_FACTOR)
-    assert exact[0] - exact[-1] > 5 * comparison.bound  # what is learned is much more than the noise
+    assert exact[0] - exact[-1] > 5 * comparison.bound  # the loss decreases by much more than the noise
     return comparison
 
 
@@ -151,24 +151,24 @@ def check_family(name: str, directory: Path, batches: Batches) -> Tensor:
 
 
 def test_bert(tmp_path: Path) -> None:
-    name, batches = "BertForMaskedLM", masked_words()
+    name, batches = "BertForMaskedLM", masked_lm()
     theirs = check_family(name, tmp_path, batches)
     others = curves(models, name, tmp_path, batches, SEEDS[:1], hidden_dropout_prob=0.0)
-    assert not compare_curves(others, theirs).ok  # the band is narrow enough to see whether anything is dropped
+    assert not compare_curves(others, theirs).ok  # the bound is small enough to detect missing dropout
 
 
 def test_albert(tmp_path: Path) -> None:
-    check_family("AlbertForMaskedLM", tmp_path, masked_words())
+    check_family("AlbertForMaskedLM", tmp_path, masked_lm())
 
 
 def test_gpt2(tmp_path: Path) -> None:
-    check_family("GPT2LMHeadModel", tmp_path, next_words())
+    check_family("GPT2LMHeadModel", tmp_path, causal_lm())
 
 
 def test_electra(tmp_path: Path) -> None:
     """Both models together, and then only the discriminator on the tokens that the generator has sampled."""
     torch.manual_seed(0)
-    batches = masked_words(0.15, kept=0.0)
+    batches = masked_lm(0.15, kept=0.0)
     joint = models.ElectraForJointPreTraining(models.ElectraConfig(**CONFIGS["Electra"], generator_size=0.5))
     outputs = train(joint, batches, seed=1)
     for losses in ([each.generator_loss for each in outputs], [each.discriminator_loss for each in outputs]):

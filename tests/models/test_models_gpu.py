@@ -1,4 +1,4 @@
-"""Models on a GPU: the CPU's numbers, padded as packed, and no waiting."""
+"""Models on a GPU: the results of the CPU, padded and packed, without synchronization."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_question_answering(tmp_path: Path) -> None:
 
 
 def test_a_released_configuration(tmp_path: Path) -> None:
-    """Its fields of the wavelengths and of the global layers are not those that transformers writes today."""
+    """Its fields for the rotary base and the global layers have other names than those that transformers writes."""
     own = {**SIZES, **LOCAL, "num_hidden_layers": 5}
     released = {"global_attn_every_n_layers": 2, "global_rope_theta": 1000.0, "local_rope_theta": 10.0}
     theirs = transformers.ModernBertModel(transformers.ModernBertConfig(**own, **released)).eval()
@@ -90,7 +90,7 @@ def test_positions_count_by_their_distance() -> None:
 
 
 def test_sequences_beyond_the_configured_positions(tmp_path: Path) -> None:
-    """transformers computes the angles of any position; our tables grow."""
+    """transformers computes the angles of any position; our tables are extended."""
     name = "ModernBertForMaskedLM"
     ours, theirs = pair(name, tmp_path, **{**LOCAL, "max_position_embeddings": 4})
     assert ours.model.encoder.positions == 4
@@ -111,7 +111,7 @@ def test_weights_of_local_layers_end_at_the_window() -> None:
 
 
 def test_dropout_and_checkpointing_give_the_same_gradients() -> None:
-    """Layers that run again in the backward drop the same elements."""
+    """Layers that are recomputed in the backward drop the same elements."""
     config = models.ModernBertConfig(**{**SIZES, **LOCAL, "attention_dropout": 0.2, "mlp_dropout": 0.2})
     torch.manual_seed(0)
     model = models.ModernBertForMaskedLM(config).train()

@@ -1,4 +1,4 @@
-"""Models as ONNX files: the plain form that is exported is the model, and onnxruntime computes the same."""
+"""ONNX export: the plain form that is exported gives the results of the model, and so does onnxruntime."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_gpt_heads_read_the_last_token_wherever_padding_is(head: Head, pad_token
     model = small("gpt2", head, pad_token_id=pad_token_id).double()
     inputs = padded(model)
     inputs["attention_mask"] = inputs["attention_mask"].flip(-1)  # padding in front
-    inputs["input_ids"].view(4, 9)[0, 6:] = 7  # padding by its id, which the mask does not know of
-    inputs["input_ids"].view(4, 9)[1, 5:] = 7  # of all tokens: the first one counts
+    inputs["input_ids"].view(4, 9)[0, 6:] = 7  # padding by its id, which the mask does not exclude
+    inputs["input_ids"].view(4, 9)[1, 5:] = 7  # only padding: the first token is read
     with torch.no_grad():
         expected = model(**inputs)
         with _plain(model):

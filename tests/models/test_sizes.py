@@ -1,4 +1,5 @@
-"""Every named size of every family, built without memory: parameters as published, and as many as transformers has."""
+"""Every named size of every family, on the meta device: the published number of parameters, and that of
+transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ PUBLISHED = {
     "DistilBertModel": {"base": 66},
     "ModernBertModel": {"base": 149, "large": 395},
     "ViTModel": {"mini": 0.22, "tiny": 5.7, "small": 22, "base": 86, "large": 307, "huge": 632},  # mini is ours
-    "ErnieKnowledgeModel": {"tiny": 4.4, "mini": 11.3, "base": 114},  # the smaller ones: BERT's with entities
+    "ErnieKnowledgeModel": {"tiny": 4.4, "mini": 11.3, "base": 114},  # the smaller ones are BERT's sizes with entities
     "OpenAIGPTLMHeadModel": {"base": 117},
     "GPT2LMHeadModel": {"small": 124, "medium": 355, "large": 774, "xl": 1558},
     "GPT3LMHeadModel": {

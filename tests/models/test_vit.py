@@ -1,4 +1,4 @@
-"""ViT against transformers: the same checkpoint, the same outputs and gradients, sizes of images, what is refused."""
+"""ViT against transformers: the same checkpoint, the same outputs and gradients, image sizes, and errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def theirs_of(name: str, **changes: Any) -> Any:
 
 
 def pair(name: str, directory: Path, **changes: Any) -> tuple[Any, Any]:
-    """Ours, read from the checkpoint that theirs wrote, and theirs."""
+    """Our model, loaded from the checkpoint of theirs, and theirs."""
     theirs = theirs_of(name, **changes)
     theirs.save_pretrained(directory)
     return getattr(models, name).from_pretrained(directory), theirs
@@ -84,7 +84,7 @@ def checkpoint_name(name: str) -> str:
 
 
 def check(ours: Any, theirs: Any, images: Tensor, **given: Any) -> None:
-    """Outputs, hidden states and gradients, those of the pixels included."""
+    """Outputs, hidden states and gradients, including those of the pixels."""
 
     def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors(module(inputs["pixels"], **given, output_hidden_states=True))
@@ -115,7 +115,7 @@ def test_same_numbers_as_transformers(name: str, changes: dict[str, Any], tmp_pa
 
 @pytest.mark.parametrize(("height", "width"), [(16, 16), (8, 20), (13, 15)])
 def test_images_of_other_sizes(height: int, width: int, tmp_path: Path) -> None:
-    """Positions are interpolated; pixels beyond the last whole patch are left out."""
+    """Positions are interpolated; pixels past the last whole patch are ignored."""
     check(*pair("ViTModel", tmp_path), pixels(height, width), interpolate_pos_encoding=True)
 
 
@@ -147,7 +147,7 @@ def test_transformers_reads_what_is_saved(name: str, tmp_path: Path) -> None:
 
 
 def test_heads_load_each_others_checkpoints(tmp_path: Path) -> None:
-    """A mask token and a pooler are parts that a checkpoint may have, and may lack."""
+    """A checkpoint may have or not have a mask token and a pooler."""
     models.ViTForMaskedImageModeling(models.ViTConfig(**SIZES)).save_pretrained(tmp_path / "masked")
     with pytest.warns(UserWarning, match="no trained head \\(classifier\\): randomly initialized"):
         labels = models.ViTForImageClassification.from_pretrained(tmp_path / "masked", num_labels=5)
@@ -225,7 +225,7 @@ def test_bf16_autocast_and_compile() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CLASSES)
 def test_same_numbers_on_a_gpu(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Heads of 64, which the native core takes in bf16."""
+    """Heads of 64, which the native core supports in bf16."""
     ours, theirs = pair(name, tmp_path, hidden_size=128, num_attention_heads=2)
     given = {key: value.cuda() for key, value in arguments(name).items()}
     check(ours.cuda().to(dtype), theirs.cuda().to(dtype), pixels(), **given)

@@ -1,4 +1,4 @@
-"""Models in the ways people use them: compiled, copied, exported, checkpointed, distributed."""
+"""Models in common workflows: compiled, copied, exported, checkpointed, distributed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PACKED: dict[str, Any] = {
 }
 
 
-# One of each family; ALBERT's layers share a part, ELECTRA is both its models.
+# One of each family; ALBERT's layers share parameters, ELECTRA is generator and discriminator.
 FAMILIES: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": {},
     "AlbertForMaskedLM": {"embedding_size": 20, "parameter_sharing": "attention", "hidden_dropout_prob": 0.1},
@@ -111,7 +111,7 @@ def test_packed_encoders_are_exported_for_any_batch(name: str) -> None:
     batches = [(IDS, torch.tensor([0, 5, 9, 14], dtype=torch.int32)), (IDS[:12], torch.tensor([0, 3, 4, 9, 12]).int())]
     sizes: dict[str, Any] = {"ids": {0: torch.export.Dim("tokens", min=3)}}
     sizes["cu_seqlens"] = {0: torch.export.Dim("boundaries", min=4)}
-    if name == "ModernBertModel":  # a program takes as many sequences as its example
+    if name == "ModernBertModel":  # an exported program has the number of sequences of its example
         batches[1], sizes["cu_seqlens"] = (IDS[:12], torch.tensor([0, 3, 4, 12]).int()), None
     with torch.no_grad():
         program = torch.export.export(module, batches[0], dynamic_shapes=sizes).module()
@@ -131,7 +131,7 @@ def test_copies_train_equally_and_stay_tied(name: str, duplicate: Any) -> None:
 
 @each_family
 def test_other_types_and_back(name: str) -> None:
-    """What was in 16 bits stays what it is; tied parameters are one in every type."""
+    """Values that fit 16 bits are exact; tied parameters stay tied in every type."""
     module = model(name).bfloat16()
     before = [parameter.detach().clone() for parameter in module.parameters()]
     loss, *gradients = step(module.to(torch.float64), module)
@@ -176,7 +176,7 @@ def half_of_a_batch(part: slice) -> dict[str, Tensor]:
 
 
 def check_gradients_of_the_whole(found: dict[str, Tensor]) -> None:
-    """Against those of a step with the whole batch."""
+    """Against the gradients of a step with the whole batch."""
     whole = {}
     for dtype in (torch.float32, torch.float64):
         module = plain(dtype)

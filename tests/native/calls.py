@@ -20,7 +20,8 @@ def elementwise(
     out: Tensor | None = None,
     threads: int = 1,
 ) -> Tensor:
-    """``function`` of each element, read in ``x``'s type and written in ``dtype`` as every CPU kernel does it."""
+    """``function`` of each element, read in ``x``'s type and written in ``dtype`` by the loads and stores of CPU
+    kernels."""
     y = torch.empty_like(x, dtype=dtype or x.dtype) if out is None else out
     _native.core().elementwise_cpu(
         x=x.data_ptr(),
@@ -35,6 +36,6 @@ def elementwise(
 
 
 def layer_norm_arguments(x: Tensor) -> tuple[list[Any], dict[str, Tensor]]:
-    """What ``layer_norm_forward`` takes for ``x`` [N, C] without parameters, and the outputs among them."""
+    """The arguments of ``layer_norm_forward`` for ``x`` [N, C] without parameters, and the outputs among them."""
     outputs = {"y": torch.empty_like(x), "statistics": torch.empty(2, x.shape[0])}
     return [x, None, None, *outputs.values(), 1e-5], outputs

@@ -1,6 +1,6 @@
-// The product kernel for few rows (kernels/few_rows/cuda_product.cu) thread by thread on the host, with the index
-// arithmetic of tiles.h: copies into stages in TMA's layout, ldmatrix, mma, the exchange between groups of warps, and
-// the stores.
+// The GEMM kernel for few rows (kernels/few_rows/cuda_product.cu), emulated thread by thread on the host with the index
+// arithmetic of tiles.h: copies into stages in TMA's layout, ldmatrix, mma, the reduction over groups of warps, and the
+// stores.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -11,7 +11,7 @@ using namespace fasttfm::few_rows;
 
 namespace {
 
-// One stage of one operand, 2 bytes an element in memory, as floats here.
+// One stage of one operand; its elements have 2 bytes on the GPU and are floats here.
 void copy_stage(std::vector<float>& memory, int base, int tile_rows, int threads, const float* from, int first_row,
                 int all_rows, int first, int all_inner) {
   const int step = threads / kTileChunks;
@@ -25,7 +25,8 @@ void copy_stage(std::vector<float>& memory, int base, int tile_rows, int threads
     }
 }
 
-// ldmatrix: registers [lane][matrix][2] of 8 x 8 matrices, whose rows start where lanes 8 m to 8 m + 7 say.
+// ldmatrix: registers [lane][matrix][2] of 8 x 8 matrices; lanes 8 m to 8 m + 7 give the addresses of the rows of
+// matrix m.
 void ldmatrix(const std::vector<float>& memory, const int* addresses, int matrices, float (*words)[4][2]) {
   for (int lane = 0; lane < 32; ++lane)
     for (int m = 0; m < matrices; ++m)
@@ -131,7 +132,7 @@ extern "C" void few_rows_product_emulated(int index, int part_count, const float
       }
 }
 
-// How many of the 16-byte chunks that one phase of ldmatrix reads (eight rows) share a bank with another, over all
+// The number of bank conflicts of ldmatrix (between the 16-byte chunks of eight rows that one phase reads), over all
 // rows and chunks of a tile with rows of `chunks` chunks.
 extern "C" int few_rows_bank_conflicts(int chunks) {
   int conflicts = 0;

@@ -1,4 +1,4 @@
-"""Wrong calls of the native core raise, each with its own exception; none of them reaches a kernel."""
+"""Wrong calls of the native core raise the documented exceptions; none of them reaches a kernel."""
 
 from __future__ import annotations
 

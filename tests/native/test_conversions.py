@@ -1,4 +1,4 @@
-"""Loads widen and stores narrow as torch does, on every instruction set, at each 16-bit pattern and boundary."""
+"""Loads and stores convert as torch does, on every instruction set, for each 16-bit pattern and rounding boundary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan and the index arithmetic of the products for few rows, on the host: the kernel emulated thread by thread."""
+"""The plan and the index arithmetic of the GEMMs for few rows: the kernel, emulated thread by thread on the host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def test_every_tile_multiplies(emulated: ctypes.CDLL) -> None:
-    """Small integers, whose sums are exact: rows, columns and K that are no multiples of a tile, several parts of K."""
+    """With small integers, whose sums are exact; rows, columns and K that are no multiples of a tile; several parts of
+    K."""
     assert emulated.few_rows_tile_count() == TILES
     generator = np.random.default_rng(0)
     for tile, (rows, columns, inner, parts) in product(range(TILES), [(1, 8, 8, 1), (133, 136, 200, 3)]):

@@ -1,4 +1,4 @@
-"""Threads: every count gives the same bits, torch's own pool is used, and neither limits nor forks stop the work."""
+"""Threads: every number of threads gives the same bits, torch's pool is used, and limits and forks are handled."""
 
 from __future__ import annotations
 

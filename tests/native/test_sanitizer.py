@@ -1,4 +1,4 @@
-"""``make asan`` would notice: a launcher that is given too small a buffer must be stopped by AddressSanitizer."""
+"""``make asan`` can fail: AddressSanitizer reports a launcher that gets a buffer that is too small."""
 
 from __future__ import annotations
 

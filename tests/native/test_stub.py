@@ -1,4 +1,4 @@
-"""python/fasttfm/_C.pyi against the module it describes: the same functions, the same fields, the same attributes."""
+"""python/fasttfm/_C.pyi against the module that it describes: the same functions, fields and attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses of many tensors in one call, and whether they are alike from period to period."""
+"""Addresses of many tensors in one call, and whether all periods of the table have the same types and shapes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def table(tensors: list[Tensor | None], period: int) -> tuple[int, list[int]]:
 
 
 def readable() -> bool:
-    """From version 2.10 on torch says how its tensors are read."""
+    """From version 2.10 on torch has the DLPack C exchange API."""
     return hasattr(Tensor, "__dlpack_c_exchange_api__")
 
 
-@pytest.mark.skipif(not readable(), reason="torch older than 2.10 does not say how its tensors are read")
+@pytest.mark.skipif(not readable(), reason="requires the DLPack C exchange API of torch 2.10")
 @pytest.mark.parametrize(
     ("tensors", "period", "code"),
     [

@@ -1,5 +1,5 @@
-"""Where a transformer layer's tensors lie in the memory that its caller gives: no two that are in use at the same time
-share a byte, all are aligned, and sizes that 64 bits do not count are refused."""
+"""The memory layout of a transformer layer: tensors that are in use at the same time do not overlap, all are aligned,
+and sizes that overflow 64 bits are refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_sizes_that_do_not_fit_are_refused(kind: int) -> None:
 
 
 def test_every_size_of_the_core_covers_its_regions() -> None:
-    """Three layers: what is kept is the layers' regions and what lies between them."""
+    """Three layers: the kept buffer has the regions of the layers and what they pass to each other."""
     from array import array
 
     from fasttfm import _native

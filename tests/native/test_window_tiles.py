@@ -1,4 +1,4 @@
-"""Tiles of Hopper's attention with windows, walked on the host: window_tiles.cpp says what holds."""
+"""The tiles of Hopper's attention with windows, checked on the host by window_tiles.cpp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel, forward and backward, for sanitizers to watch; results are compared in tests/ops.
+"""Every kernel, forward and backward, to be run under sanitizers; results are compared in tests/ops.
 
 pytest does not collect this file by its name: ``make asan`` and ``make sanitize-gpu`` run it.
 """
@@ -85,7 +85,7 @@ def test_on_a_gpu(spec: OpSpec, case: OpCase) -> None:
 
 
 def run_cuda_kernels(spec: OpSpec, case: OpCase) -> None:
-    """In each of the case's types that the kernels take; skips where they take none."""
+    """In each of the case's types that the kernels support; skips if they support none."""
     refusals = []
     for dtype in case.dtypes:
         try:
@@ -107,15 +107,15 @@ ROW_OPS = [spec for spec in SPECS if spec.name in ROW_NAMES]
 )
 @pytest.mark.parametrize("spec", [pytest.param(spec, id=f"{spec.name}-rows") for spec in ROW_OPS])
 def test_rows(spec: OpSpec, rows: int, columns: int) -> None:
-    """For each number of vectors and warps that share a row (common/cuda/rows.cuh). Of 13 rows some groups of the last
-    block get none, of 1601 every group gets several."""
+    """For each number of vectors and warps per row (common/cuda/rows.cuh). With 13 rows some groups of the last block
+    have none, with 1601 every group has several."""
     typical = next(case for case in spec.cases if case.name == "typical")
     case = replace(typical, sizes={**typical.sizes, "shape": (rows, columns)})
     run_cuda_kernels(spec, case)
 
 
-# Lengths of queries and keys. Sums of dq are kept on chip up to 512 queries, and in memory beyond, where several blocks
-# share a head; where lengths differ, blocks take heads from a counter.
+# Lengths of queries and keys. Sums of dq are kept in shared memory up to 512 queries, and in global memory beyond,
+# where several blocks share a head. If lengths differ, blocks fetch heads from a counter.
 LENGTHS = {
     "equal": ([130, 130], [130, 130]),
     "different": ([150, 0, 1, 270, 64], [64, 3, 200, 270, 0]),
@@ -155,7 +155,7 @@ def test_attention_with_many_heads(sequences: int, tokens: int, causal: bool) ->
     attention(q, q, q, causal=causal, backend="cuda")
 
 
-# Of one tile, of tiles that reach past the end, and of several rounds of tiles on all multiprocessors.
+# One tile, tiles that extend past the end, and several rounds of tiles on all SMs.
 PRODUCT_SIZES = [(300, 200, 392), (127, 72, 328), (4300, 64, 4096)]
 PRODUCT_CALLS = [
     pytest.param(*sizes, kind, dtype, id="gelu_product-" + "-".join(map(str, (*sizes, kind, dtype_name(dtype)))))

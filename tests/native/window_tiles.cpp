@@ -1,5 +1,6 @@
-// Walks the tiles of the windowed Hopper attention kernels on the host and compares them with all pairs of queries and
-// keys: every pair of a window is in one step, every step has a pair, and sums of dQ meet as the kernel assumes.
+// Enumerates the tiles of the windowed Hopper attention kernels on the host and compares them with all pairs of queries
+// and keys: every pair of a window is in one step, every step has a pair, and sums of dQ are combined as the kernel
+// assumes.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -31,7 +32,7 @@ struct Lengths {
   }
 };
 
-// Which tiles have a pair, by all pairs.
+// Which tiles have a pair, by enumerating all pairs.
 std::set<std::pair<int, int>> met_tiles(const Lengths& lengths, const Window& window, int queries, int keys) {
   std::set<std::pair<int, int>> met;
   for (int i = 0; i < lengths.q; ++i)
@@ -145,7 +146,7 @@ void check_chunks(const std::vector<Lengths>& batch, const Window& window, bool 
 int main() {
   std::mt19937 random(1);
   const auto below = [&](int n) { return static_cast<int>(random() % n); };
-  const std::vector<Window> windows = {{0, 0},  {64, 64}, {127, 0},  {0, 127},     {13, 200},  {200, 13},
+  const std::vector<Window> windows = {{0, 0},  {64, 64},   {127, 0}, {0, 127},   {13, 200},  {200, 13},
                                        {1, 63}, {160, 161}, {63, 64}, {5000, 10}, {10, 5000}, {300, 300}};
   for (const Window& window : windows)
     for (int round = 0; round < 6; ++round) {

@@ -72,7 +72,7 @@ def test_autocast_and_dropout() -> None:
 
 OPTIONS = {"positions": POSITIONS, "segments": SEGMENTS, "padding_idx": 0}
 PATHS = ("word", "position", "segment", "norm")
-# Hooks that scale their inputs have no ids to scale.
+# Hooks that scale inputs do not apply to ids.
 ALTERATIONS = {
     name: alteration
     for name, alteration in alterations_of(fasttfm.nn.Embeddings(V, C, **OPTIONS), PATHS).items()

@@ -1,4 +1,4 @@
-"""``Fp8Training``: models train in FP8, and neither outliers nor steps without finite numbers end that."""
+"""``Fp8Training``: models train in FP8, also after outliers and steps that are not finite."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def train(network: nn.Module, scaling: Fp8Training | None, steps: int) -> list[f
 
 @pytest.mark.parametrize("kind", ["bert", "albert", "gpt2"])
 def test_models_learn_as_in_bf16(kind: str) -> None:
-    """The losses' differences are far below what is learnt."""
+    """The losses differ by much less than they decrease."""
     network = model(kind)
     other = copy.deepcopy(network)
     found, expected = train(network, Fp8Training(network), 12), train(other, None, 12)
@@ -92,8 +92,8 @@ def gradients(network: nn.Module, ids: Tensor) -> list[Tensor]:
 
 
 def test_a_step_that_is_not_finite_keeps_the_scales() -> None:
-    """What is not finite reaches the gradients, where training loops find it; the next step is as if it had not been,
-    apart from one place in the histories."""
+    """Values that are not finite reach the gradients, where training loops detect them; the next step is not affected,
+    except for one entry of the amax histories."""
     network = model()
     scaling = Fp8Training(network)
     for _ in range(2):

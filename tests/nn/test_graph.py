@@ -1,4 +1,4 @@
-"""GraphReasoner against KagNet's equations, written graph by graph and path by path in plain torch, in fp64."""
+"""GraphReasoner against KagNet's equations, written per graph and per path in plain torch, in fp64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def path(*steps: int) -> ConceptPath:
 
 @pytest.fixture(scope="module")
 def graphs() -> list[SchemaGraph]:
-    """With paths of one, two and three edges; with pairs that no path joins; without pairs; without concepts."""
+    """Graphs with paths of one, two and three edges, with pairs without a path, without pairs, and without concepts."""
     first = SchemaGraph(
         [0, 1, 2, 3, 4],
         [(0, 1), (1, 2), (0, 3), (3, 4), (2, 4)],

@@ -55,7 +55,7 @@ def test_masked_loss(given: str) -> None:
             return {"loss": module.loss(inputs["x"], LABELS)}
         if given == "max_predictions":
             return {"loss": module.loss(inputs["x"], LABELS, max_predictions=7)}
-        positions = torch.tensor([8, 1, 6, 3, 3, 0])  # in any order, filled up
+        positions = torch.tensor([8, 1, 6, 3, 3, 0])  # in any order, with fillers
         labels = LABELS[positions].index_fill(0, torch.tensor([4]), -100)
         return {"loss": module.loss(inputs["x"], labels, positions=positions)}
 

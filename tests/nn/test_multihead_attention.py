@@ -88,7 +88,7 @@ def test_cross_attention(options: dict[str, Any], batch_first: bool) -> None:
 def test_causal_with_padding_agrees_where_there_are_tokens(own: bool) -> None:
     ours, theirs = pair(batch_first=True)
     mask = padding_mask(S)
-    mask[1, 0], mask[1, -1] = False, True  # torch gives NaN where a token may attend to none
+    mask[1, 0], mask[1, -1] = False, True  # torch gives NaN for a token that attends to none
 
     def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         x = inputs["x"]
@@ -132,7 +132,7 @@ def test_a_wrong_mask_is_detected() -> None:
 
 @pytest.mark.parametrize("boolean", [True, False])
 def test_a_mask_may_exclude_every_key_of_a_query(boolean: bool) -> None:
-    """As in torch: the projection of nothing, and finite gradients everywhere."""
+    """As in torch: the projection of zeros, and finite gradients everywhere."""
     ours, theirs = (module.double() for module in pair(batch_first=True))
     mask = causal_mask(S)
     mask[2] = True
@@ -231,7 +231,7 @@ def test_compiled_in_one_graph() -> None:
     assert torch.equal(torch.autograd.grad(eager.sum(), x)[0], torch.autograd.grad(traced.sum(), x)[0])
 
 
-# ---- modules that are more than torch made them ----------------------------------------------------------------------
+# ---- altered modules -------------------------------------------------------------------------------------------------
 
 ALTERATIONS = alterations_of(torch.nn.MultiheadAttention(C, H), ("",))
 
@@ -260,7 +260,7 @@ def test_parametrized_projections() -> None:
 
 
 def test_an_output_projection_that_is_more_than_a_linear_layer_is_called() -> None:
-    """torch reads the weight past it."""
+    """torch reads its weight without calling it."""
     ours, _ = pair(batch_first=True)
     ours, x = ours.double(), tokens(S, True).double()
     context = torch.linalg.solve(ours.out_proj.weight, (ours(x, x, x, need_weights=False)[0] - ours.out_proj.bias).mT)

@@ -1,4 +1,4 @@
-"""Second derivatives and forward mode through every module: right, or refused by an error that names an op."""
+"""Second derivatives and forward mode through every module: correct, or refused by an error that names an op."""
 
 from __future__ import annotations
 

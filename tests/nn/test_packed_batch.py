@@ -1,4 +1,4 @@
-"""fasttfm.nn.PackedBatch: from padded to packed and back, for every way to say where the tokens are."""
+"""fasttfm.nn.PackedBatch: from padded to packed and back, with masks, lengths and cu_seqlens."""
 
 from __future__ import annotations
 

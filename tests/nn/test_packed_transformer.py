@@ -1,4 +1,5 @@
-"""fasttfm.nn.PackedLayer and PackedTransformer: against torch.nn's layers, sequence by sequence, and themselves."""
+"""fasttfm.nn.PackedLayer and PackedTransformer against torch.nn's layers on single sequences, and against each
+other."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def encoder(norm_first: bool, layers: int = LAYERS, **options: Any) -> fasttfm.n
 
 
 class Plain(nn.Module):
-    """The same model out of torch.nn's layers, run on one sequence at a time."""
+    """The same model built from torch.nn's layers, run on one sequence at a time."""
 
     def __init__(self, source: fasttfm.nn.PackedTransformer, norm_first: bool, causal: bool) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ def gradients(module: nn.Module, x: Tensor, seed: int) -> list[Tensor]:
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("memory", MEMORY, ids=str)
 def test_dropout_is_the_same_forward_and_backward(norm_first: bool, memory: dict[str, bool]) -> None:
-    """The gradient of the dropped-out function, by finite differences: it exists only if both passes drop the same."""
+    """Compares the gradient with finite differences: they agree only if both passes drop the same elements."""
     module = encoder(norm_first, dropout=0.3, attention_dropout=0.3, **memory).double()
     x = tokens().double().requires_grad_()
 
@@ -155,7 +156,7 @@ def test_saved_bytes() -> None:
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("kept", [gelu_product.PRODUCT, gelu_product.DERIVATIVE])
 def test_a_kept_activation_changes_no_gradient(norm_first: bool, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp64, where a derivative that is rounded before it is multiplied makes no difference to speak of."""
+    """In fp64, in which rounding the derivative before the multiplication makes no visible difference."""
     monkeypatch.setattr(gelu_product, "kept_beside", lambda *_: kept)
     again, keeps = (encoder(norm_first, keep_activation=keep).double() for keep in (False, True))
     for found, expected in zip(*(gradients(module, tokens().double(), 0) for module in (keeps, again)), strict=True):
@@ -212,7 +213,7 @@ def test_all_layers_by_one_op_are_the_layers_one_by_one(norm_first: bool, monkey
 
 def test_a_tensor_that_has_replaced_a_parameter_is_used() -> None:
     module, x = encoder(norm_first=False), tokens()
-    module(x, CU_SEQLENS, 9)  # has looked at its modules
+    module(x, CU_SEQLENS, 9)  # inspects its modules and caches the result
     expected = copy.deepcopy(module)
     for each in (module, expected):
         with torch.no_grad():
@@ -282,7 +283,7 @@ def test_compiled_in_one_graph(norm_first: bool) -> None:
         assert torch.equal(a, b)
 
 
-# ---- layers with modules that are more than their parameters ---------------------------------------------------------
+# ---- altered layers --------------------------------------------------------------------------------------------------
 
 ONE = (torch.tensor([0, T], dtype=torch.int32), T)  # a batch of one sequence
 PATHS = tuple(f"layers.1.{part}" for part in ("qkv", "out", "up", "down", "norm1", "norm2"))
@@ -342,7 +343,7 @@ def test_hooks_change_nothing_about_dropout(parts: tuple[str, ...], norm_first: 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 def test_sharded_layers(norm_first: bool) -> None:
-    """FSDP's parameters are whole in the call of their own layer only, so no other layer may read them."""
+    """FSDP gathers parameters only during the call of their own layer, so no other layer may read them."""
     from torch.distributed.fsdp import fully_shard
 
     ours = encoder(norm_first, dropout=0.2).double()
@@ -364,7 +365,7 @@ def test_sharded_layers(norm_first: bool) -> None:
 
 
 def test_layers_with_their_own_dropout_are_recomputed_equally() -> None:
-    """A replaced module may have dropout of its own, which checkpointing has to repeat."""
+    """A replaced module may have its own dropout, which checkpointing has to repeat."""
     ours = encoder(norm_first=False, dropout=0.2).double()
     ours.layers[0].up = nn.Sequential(nn.Dropout(0.5), ours.layers[0].up)
     expected = gradients(ours, tokens().double(), 5)
@@ -402,7 +403,7 @@ WIDE = {"width": 256, "heads": 4, "intermediate": 512}
 
 
 class Composed(nn.Module):
-    """A layer of plain torch for each of ours, on a padded batch: the reference for results of a GPU."""
+    """Our layers in plain torch, sequence by sequence: the reference for results of a GPU."""
 
     def __init__(self, source: fasttfm.nn.PackedTransformer) -> None:
         super().__init__()
@@ -456,7 +457,7 @@ def test_same_numbers_on_a_gpu(norm_first: bool, memory: dict[str, bool], dtype:
 @pytest.mark.gpu
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 def test_dropout_on_a_gpu_is_that_of_the_cpu(norm_first: bool) -> None:
-    """Seeds decide, not devices: with the same seeds both drop the same elements."""
+    """Masks depend on seeds and not on devices: with the same seeds both drop the same elements."""
     module = wide_encoder(norm_first, dropout=0.2, attention_dropout=0.2)
     x, cu_seqlens, longest = wide_batch()
     layer, seeds = module.layers[0], torch.tensor([3, 4, 5])
@@ -465,7 +466,7 @@ def test_dropout_on_a_gpu_is_that_of_the_cpu(norm_first: bool) -> None:
     y, _ = layer(x.cuda(), cu_seqlens, longest, seeds=seeds.cuda(), **on_gpu)
     layer.cpu()
     expected, _ = layer(x, cu_seqlens.cpu(), longest, seeds=seeds, **options)
-    assert (y.cpu() - expected).abs().max() < 1e-2  # one element dropped otherwise is off by far more
+    assert (y.cpu() - expected).abs().max() < 1e-2  # a single element with another mask differs by far more
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ def test_without_a_weight() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_the_default_eps_is_that_of_the_statistics_dtype(dtype: torch.dtype) -> None:
-    """Rows so small that eps decides."""
+    """Rows so small that the result depends on eps."""
     ours, theirs = (module.to(dtype) for module in pair(24))
     x = (torch.randn(5, 24, dtype=torch.float64) * (1e-8 if dtype == torch.float64 else 1e-4)).to(dtype)
     torch.testing.assert_close(ours(x), theirs(x))

@@ -64,7 +64,7 @@ def test_same_numbers_as_torch(masks: dict[str, Any], norm_first: bool) -> None:
 def test_causal_with_padding_agrees_where_there_are_tokens(norm_first: bool) -> None:
     ours, theirs = pair(norm_first)
     x, ignored = torch.randn(B, S, C), padding_mask()
-    ignored[1, 0], ignored[1, -1] = False, True  # torch gives NaN where a token may attend to none
+    ignored[1, 0], ignored[1, -1] = False, True  # torch gives NaN for a token that attends to none
     causal = torch.ones(S, S, dtype=torch.bool).triu(1)
 
     def call(module: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def test_compiled_in_one_graph() -> None:
         )
 
 
-# ---- encoders that are more than torch made them ---------------------------------------------------------------------
+# ---- altered encoders ------------------------------------------------------------------------------------------------
 
 PATHS = ("", "layers.0", "layers.1", "layers.1.linear1", "layers.2.self_attn", "layers.2.norm2", "norm")
 ALTERATIONS = alterations_of(pair(norm_first=True)[1], PATHS)
@@ -114,7 +114,7 @@ def test_a_compiled_layer_is_called() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_layers_of_another_kind_are_called(causal: bool) -> None:
-    """A layer of torch's, and one with other heads, among ours."""
+    """A layer of torch and one with another number of heads, among ours."""
     ours, theirs = pair(norm_first=False)
     other = torch.nn.TransformerEncoderLayer(C, 4, I, dropout=0.0, batch_first=True)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64) if causal else None

@@ -149,7 +149,7 @@ def test_masks_of_numbers_are_refused_by_name() -> None:
         ours(tokens(True), src_key_padding_mask=torch.zeros(B, S))
 
 
-# ---- layers that are more than torch made them -----------------------------------------------------------------------
+# ---- altered layers --------------------------------------------------------------------------------------------------
 
 PATHS = ("", "self_attn", "linear1", "linear2", "norm1", "norm2", "dropout", "dropout1", "dropout2")
 ALTERATIONS = alterations_of(torch.nn.TransformerEncoderLayer(C, H, I), PATHS)
@@ -168,7 +168,7 @@ def test_alterations_have_the_effect_that_they_have_in_torch(name: str, norm_fir
 
 
 def test_hooks_see_tokens_in_torchs_layout() -> None:
-    """Not in the order that masks have them in, nor with the batch first where it is not."""
+    """In the caller's order of dimensions and tokens, not in the internal one."""
     seen: list[Tensor] = []
     ours, theirs = pair()
     for module in (ours, theirs):
@@ -247,7 +247,7 @@ def test_another_attention_gets_the_masks_that_torch_gives() -> None:
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 @pytest.mark.parametrize("part", ["dropout", "dropout1", "dropout2"])
 def test_dropout_modules_have_their_own_training_mode(part: str, norm_first: bool) -> None:
-    """As in Monte Carlo dropout. What drops all leaves nothing to chance."""
+    """As in Monte Carlo dropout. With a probability of 1 the test is deterministic."""
     ours, theirs = pair(batch_first=True, norm_first=norm_first)
     for module in (ours, theirs):
         module.eval()
