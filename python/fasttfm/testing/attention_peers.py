@@ -11,12 +11,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from fasttfm.bench.peers import PeerUnavailable, flash_attn_4, peer_module
+from fasttfm.kernels.attention.problem import window_bounds
 from fasttfm.ops.linear import bf16_products
 from fasttfm.testing.spec import Inputs, PeerCall
 
 
 def _sdpa(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
     """torch's attention; sequences of different lengths are padded before the measurement, and masked."""
+    if options.get("window") is not None:
+        raise PeerUnavailable("SDPA has no windows")
     q, k, v, starts = inputs["q"], inputs["k"], inputs["v"], inputs.get("cu_seqlens")
     leaves = None
     if starts is not None:
@@ -97,9 +100,13 @@ def varlen(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
     varlen_attn = getattr(peer_module("torch.nn.attention.varlen"), "varlen_attn", None)
     if varlen_attn is None:
         raise PeerUnavailable(f"torch {torch.__version__} has no varlen_attn")
-    causal = options.get("causal", False)
-    windowed = "window_size" in inspect.signature(varlen_attn).parameters
-    mask = {"window_size": (-1, 0 if causal else -1)} if windowed else {"is_causal": causal}
+    bounds = window_bounds(options.get("causal", False), options.get("window"))
+    if "window_size" in inspect.signature(varlen_attn).parameters:
+        mask: dict[str, Any] = {"window_size": bounds}
+    elif options.get("window") is not None:
+        raise PeerUnavailable(f"varlen_attn of torch {torch.__version__} has no windows")
+    else:
+        mask = {"is_causal": options.get("causal", False)}
     starts, longest = inputs["cu_seqlens"], options["max_seqlen"]
     tensors = (inputs["q"], inputs["k"], inputs["v"], starts, starts, longest, longest)
     return lambda: varlen_attn(*tensors, **mask)

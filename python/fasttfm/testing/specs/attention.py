@@ -254,8 +254,8 @@ def _spread(sequences: int, least: int, most: int) -> Lengths:
     return tuple(steps[order].tolist())
 
 
-def _packed_bench_case(name: str, **options: Any) -> OpCase:
-    return _case(name, _spread(64, 64, 512), 16, 64, layout="packed", max_seqlen=512, **options)
+def _packed_bench_case(name: str, heads: int = 16, head_dim: int = 64, **options: Any) -> OpCase:
+    return _case(name, _spread(64, 64, 512), heads, head_dim, layout="packed", max_seqlen=512, **options)
 
 
 BENCH_CASES = (
@@ -263,6 +263,11 @@ BENCH_CASES = (
     _packed_bench_case("packed_64to512", dropout_p=0.0),
     _packed_bench_case("packed_64to512_p0.1", dropout_p=0.1),
     _packed_bench_case("packed_64to512_causal", dropout_p=0.0, causal=True),
+    # The heads of MiniLM, ModernBERT-base (its windows) and ViT-H/14.
+    _packed_bench_case("packed_64to512_d32", 12, 32, dropout_p=0.0),
+    _case("packed_8192_window128", (8192,) * 2, 12, 64, layout="packed", max_seqlen=8192, window=(64, 64)),
+    _case("64x16x257x80", (257,) * 64, 16, 80),
+    _case("32x16x512x96", (512,) * 32, 16, 96),
 )
 CURVES = {
     f"{heads} heads of {head_dim}{', causal' if causal else ''}{f', dropout {p}' if p else ''}": {
