@@ -1,4 +1,4 @@
-"""The rules of the house, each a function that returns its violations as sentences; test_house.py applies them."""
+"""The house rules: each is a function that returns its violations as sentences. test_house.py applies them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_KERNEL_LINES = 150
 MAX_ARGUMENTS = 8
-FOREIGN_SIGNATURES = "python/fasttfm/flash_attn.py"  # those of FlashAttention, which a test holds them against
+FOREIGN_SIGNATURES = "python/fasttfm/flash_attn.py"  # the signatures of FlashAttention, which a test compares
 MAX_LAUNCHER_ARGUMENTS = 12
 
-# ---- one op, the same stem in every room -----------------------------------------------------------------------------
-
-# Where every op has a file.
-ROOMS_OF_AN_OP = (
+# ---- files of an op, all with the same stem --------------------------------------------------------------------------
+FILES_OF_AN_OP = (
     "kernels/{op}/reference.py",
     "python/fasttfm/ops/{op}.py",
     "python/fasttfm/testing/specs/{op}.py",
@@ -26,7 +24,7 @@ ROOMS_OF_AN_OP = (
     "benchmarks/bench_{op}.py",
     "docs/ops/{op}.md",
 )
-# Files in those rooms that belong to no op: what the ops share, and the layer that is composed of them.
+# Files in those folders that belong to no op: shared code, and the layers that are composed of ops.
 SHARED = {
     "python/fasttfm/ops/": {
         *(
@@ -58,7 +56,7 @@ SHARED = {
     "kernels/": {"fp8", "transformer_block"},
     "tests/ops/test_": {"fp8", "fp8_block", "int8_linear", "knowledge_block", "transformer_block", "transformer_stack"},
 }
-# Folders of kernels/ that belong to no op: what all share, and what the losses over a vocabulary share.
+# Folders of kernels/ that belong to no op: code that all ops share, and code of the losses over a vocabulary.
 SHARED_KERNELS = ("common", "vocabulary")
 # problem.py has the options of a call, if there are many; tuning.py and triton_<part>.py are parts of triton.py.
 KERNEL_FILES = {"reference.py", "problem.py", "triton.py", "tuning.py", "op.h", "cpu.cpp", "cuda.cu"}
@@ -67,28 +65,28 @@ HEADERS = {".h", ".cuh"}
 
 
 def ops_found(root: Path) -> dict[str, set[str]]:
-    """Every op that has a file in some room, with the rooms that have one."""
+    """Every op that has one of FILES_OF_AN_OP, with those that it has."""
     found: dict[str, set[str]] = {}
-    for room in ROOMS_OF_AN_OP:
-        prefix, suffix = room.split("{op}")
-        for path in root.glob(room.replace("{op}", "*")):
+    for pattern in FILES_OF_AN_OP:
+        prefix, suffix = pattern.split("{op}")
+        for path in root.glob(pattern.replace("{op}", "*")):
             stem = path.relative_to(root).as_posix().removeprefix(prefix).removesuffix(suffix)
             if not stem.startswith("__") and stem not in SHARED.get(prefix, ()):
-                found.setdefault(stem, set()).add(room)
+                found.setdefault(stem, set()).add(pattern)
     return found
 
 
-def missing_rooms(root: Path) -> list[str]:
+def missing_files(root: Path) -> list[str]:
     return [
-        f"{op}: there is no {room.format(op=op)}"
-        for op, rooms in sorted(ops_found(root).items())
-        for room in ROOMS_OF_AN_OP
-        if room not in rooms
+        f"{op}: there is no {pattern.format(op=op)}"
+        for op, present in sorted(ops_found(root).items())
+        for pattern in FILES_OF_AN_OP
+        if pattern not in present
     ]
 
 
 def stray_kernel_files(root: Path) -> list[str]:
-    """Files of an op's folder that are none of KERNEL_FILES, no parts of one, and no headers."""
+    """Files in an op's folder that are neither KERNEL_FILES, nor parts of one, nor headers."""
     return [
         f"{path.relative_to(root)}: expected {', '.join(sorted(KERNEL_FILES))} or a header"
         for path in sorted(root.glob("kernels/*/*"))
@@ -97,7 +95,7 @@ def stray_kernel_files(root: Path) -> list[str]:
     ]
 
 
-# ---- what C++ may include --------------------------------------------------------------------------------------------
+# ---- C++ includes ----------------------------------------------------------------------------------------------------
 
 
 def forbidden_includes(path: str, text: str) -> list[str]:
@@ -114,10 +112,11 @@ def anonymous_namespaces(path: str, text: str) -> list[str]:
     return [f"{path}: anonymous namespace in a header"] * len(re.findall(r"^\s*namespace\s*\{", text, re.MULTILINE))
 
 
-# ---- which way the imports run ---------------------------------------------------------------------------------------
+# ---- layers of the package: the direction of imports -----------------------------------------------------------------
 
-# A room is a module or package directly under fasttfm; `fasttfm` is the package's own __init__, `peers` is
-# bench/peers.py, which specs build their peers with. Foundations import nothing of the house and are free for all.
+# A layer is a module or package directly under fasttfm; `fasttfm` is the package's own __init__, `peers` is
+# bench/peers.py, with which specs build their peers. FOUNDATIONS import nothing of fasttfm, and all layers may import
+# them.
 FOUNDATIONS = {"_gpus", "_version", "atomic_files", "extras"}
 _WORK = {"ops", "nn", "models", "train", "data", "generate"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -141,28 +140,28 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
     "selftest": {"ops", "testing"},
     "fasttfm": {"flash_attn", "patching", "optim", *_WORK},
-    **{room: set() for room in FOUNDATIONS},
+    **{layer: set() for layer in FOUNDATIONS},
 }
 
 
 def backward_imports(module: str, text: str) -> list[str]:
-    """Imports in fasttfm's ``module`` that run against the direction."""
-    room = room_of(module)
-    if room not in MAY_IMPORT:
-        return [f"{module}: {room!r} is no room of the house (MAY_IMPORT)"]
+    """Imports of ``module`` that MAY_IMPORT does not allow."""
+    layer = layer_of(module)
+    if layer not in MAY_IMPORT:
+        return [f"{module}: {layer!r} is not in MAY_IMPORT"]
     violations = []
     for imported in fasttfm_imports(module, text):
-        target = room_of(imported)
-        if target in FOUNDATIONS or (target in MAY_IMPORT[room] and not _crosses_implementations(module, imported)):
+        target = layer_of(imported)
+        if target in FOUNDATIONS or (target in MAY_IMPORT[layer] and not _crosses_implementations(module, imported)):
             continue
         violations.append(f"{module}: must not import {imported}")
     return violations
 
 
-def import_circle(texts: Mapping[str, str]) -> list[str]:
-    """Modules of which each imports the one before it, and the first the last; empty where there is no such circle.
+def import_cycle(texts: Mapping[str, str]) -> list[str]:
+    """A cycle of modules, each of which imports the previous one; empty if there is none.
 
-    Imports inside functions count: they hide a circle, they do not remove it.
+    Imports inside functions count: they hide a cycle, but do not remove it.
     """
     graph: dict[str, set[str]] = {module: set() for module in texts}
     for module, text in texts.items():
@@ -174,7 +173,7 @@ def import_circle(texts: Mapping[str, str]) -> list[str]:
     return []
 
 
-def room_of(module: str) -> str:
+def layer_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) == 1:
         return "fasttfm"
@@ -182,12 +181,12 @@ def room_of(module: str) -> str:
 
 
 def _crosses_implementations(module: str, imported: str) -> bool:
-    """Kernels know the shared folders and their own, but never a reference; an op, and its files of native calls and
-    of the choice of a backend, know only its own kernels."""
+    """Whether a kernel imports another op's kernels or a reference, or an op imports another op's kernels. An op's
+    files of native calls and of the selection of a backend count as the op."""
     parts, target = module.split("."), imported.split(".")
-    if target[:2] != ["fasttfm", "kernels"] or room_of(module) == "testing":
+    if target[:2] != ["fasttfm", "kernels"] or layer_of(module) == "testing":
         return False
-    if room_of(module) == "kernels" and target[-1] == "reference":
+    if layer_of(module) == "kernels" and target[-1] == "reference":
         return True
     own = re.sub("_(native|choice)$", "", parts[2]) if len(parts) > 2 else None
     return target[2] not in (*SHARED_KERNELS, own)
@@ -195,7 +194,7 @@ def _crosses_implementations(module: str, imported: str) -> bool:
 
 def fasttfm_imports(module: str, text: str, known: Collection[str] = ()) -> Iterator[str]:
     """Every module of fasttfm that ``text`` imports, at its top or inside functions, relative imports resolved.
-    ``from package import name`` imports a module if it is ``known``, otherwise what the package's __init__ has."""
+    ``from package import name`` imports a module if it is ``known``, otherwise the package's __init__."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -216,11 +215,11 @@ def _is_package(module: str) -> bool:
 
 # ---- registries ------------------------------------------------------------------------------------------------------
 
-MOST_LISTED = 2  # names of a registry in one literal: two may be a special case, more are a second list
+MOST_LISTED = 2  # names of a registry in one literal: two may be a special case, more are a duplicate list
 
 
 def second_lists(path: str, text: str, *registries: Collection[str]) -> list[str]:
-    """Tuples, lists, sets and dictionaries that list names of a registry again."""
+    """Tuples, lists, sets and dictionaries that repeat names of a registry."""
     violations = []
     for node in ast.walk(ast.parse(text)):
         elements = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", ())
@@ -253,7 +252,7 @@ def long_python_functions(path: str, text: str) -> list[str]:
 
 
 def many_arguments(path: str, text: str) -> list[str]:
-    """Public functions and methods with too many positional-or-keyword arguments. Options after ``*`` are free."""
+    """Public functions and methods with too many positional-or-keyword arguments; keyword-only ones do not count."""
     if path == FOREIGN_SIGNATURES:
         return []
     limit = MAX_LAUNCHER_ARGUMENTS if path.startswith("kernels/") else MAX_ARGUMENTS
@@ -320,13 +319,13 @@ _BLANKED = re.compile(
 
 
 def _without_comments(text: str) -> str:
-    """Comments, literals and preprocessor lines as empty lines, so that line numbers stay."""
+    """The text with comments, literals and preprocessor lines blanked, so that line numbers stay."""
     return _BLANKED.sub(lambda found: "\n" * found[0].count("\n"), text)
 
 
 # ---- the field's terms -----------------------------------------------------------------------------------------------
 
-# Phrases that a reader of the PTX, CUDA, PyTorch and Hugging Face documentation would have to translate, and the term.
+# Phrases that are not in the PTX, CUDA, PyTorch and Hugging Face documentation, and the term to use instead.
 PHRASES = {
     r"copy engine": "TMA",
     r"matrix units?": "tensor cores",
@@ -345,7 +344,7 @@ PHRASES = {
     r"names? out of": "a key of, or one of",
     r"tabulators?": "tab",
 }
-# Words that had become tics. Tests may use them as names.
+# Overused words. Tests may use them as names.
 TICS = {
     r"alone": "only",
     r"behind": "after, or at the end of",

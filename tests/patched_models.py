@@ -1,4 +1,4 @@
-"""What the tests of patched models share."""
+"""Shared by the tests of patched models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_dropout(module: Any, p: float) -> Any:
 
 
 def pair(name: str, *, dropout: float = 0.0, **changes: Any) -> tuple[Any, Any]:
-    """A patched model of transformers and its twin as it was."""
+    """A patched model of transformers and an unpatched copy."""
     pytest.importorskip("transformers")
     pairs = name.endswith(("QuestionAnswering", "PreTraining"))
     theirs = with_dropout(theirs_of(name, **({"num_labels": 2} if pairs else {}), **changes), dropout)
@@ -54,14 +54,13 @@ def pair(name: str, *, dropout: float = 0.0, **changes: Any) -> tuple[Any, Any]:
 
 
 def batch(name: str, mask: str = "right") -> dict[str, Tensor]:
-    """What a model is called with, to make a loss; padding's words and labels are what tokenizers and collators make of
-    them."""
+    """A model's arguments for a loss; padding has the ids and labels that tokenizers and collators give it."""
     tokens = MASKS[mask].bool()
     given = {"input_ids": IDS if tokens.all() else IDS.where(tokens, PAD if "GPT" in name else 1)}
     if mask != "full":
         given["attention_mask"] = MASKS[mask]
     if name == CAUSAL:
-        # transformers predicts a token that follows padding from padding's row.
+        # transformers predicts a token that follows padding from the row of the padding.
         follows = torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=True)
         return given | {"labels": IDS.where(tokens & follows, -100)}
     if name.endswith("MultipleChoice"):
@@ -87,8 +86,8 @@ def _labels(name: str, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def check_patched(ours: Any, theirs: Any, call: Any, inputs: dict[str, Tensor] | None = None) -> None:
-    """``check_modules``, with the model's gradient as one vector: a loss sums few numbers up for some parameters, whose
-    errors by themselves are now several times plain torch's and now a fraction of them."""
+    """``check_modules`` with the gradients of all parameters as one vector: for some parameters a loss sums few
+    numbers, and the ratio of two such errors varies widely."""
     found = compare_modules(ours, theirs, call, inputs or {}, draws=3)
     parameters = {f"d{name}" for name, _ in ours.named_parameters()}
     wrong = [str(each) for each in found if each.name not in parameters and not each.error <= _output_bound(each)]
@@ -99,7 +98,7 @@ def check_patched(ours: Any, theirs: Any, call: Any, inputs: dict[str, Tensor] |
 
 
 def _output_bound(comparison: Comparison) -> float:
-    """The rule's, where plain torch's error counts as one rounding step at least: a loss is a single number, which it
-    hits exactly at times."""
+    """The bound of the tolerance rule with an error of plain torch of at least one rounding step, because a loss is a
+    single number that plain torch sometimes computes exactly."""
     step = comparison.bound - OUTPUT_FACTOR * comparison.naive_error
     return OUTPUT_FACTOR * max(comparison.naive_error, step) + step

@@ -1,4 +1,4 @@
-"""Small models with drawn parameters, saved with a tokenizer as directories."""
+"""Small models with random parameters, saved as directories with a tokenizer."""
 
 from __future__ import annotations
 

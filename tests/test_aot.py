@@ -1,5 +1,5 @@
-"""Every Triton kernel compiles for sm_80 and sm_90, one of each op for sm_100 and sm_120, without spills and within the
-shared memory of every chip that runs it."""
+"""Every Triton kernel compiles for sm_80 and sm_90, and one of each op for sm_100 and sm_120, without spills and within
+the shared memory of every GPU that runs it."""
 
 import importlib.util
 import os

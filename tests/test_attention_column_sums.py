@@ -1,4 +1,4 @@
-"""attention's backward from one qkv: the sums of the gradient over all tokens, wherever they are computed."""
+"""The column sums of dqkv in attention's backward from one qkv tensor, by the kernel or by a separate reduction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
 )
 
-# Lengths of packed sequences, or (batch, tokens) and, where given, the lengths of dense ones.
+# Lengths of packed sequences, or (batch, tokens) and optionally the lengths of dense ones.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dense": {"dense": (5, 512)},
     "dense, odd": {"dense": (3, 333)},
@@ -35,7 +35,7 @@ HEADS = 3
 
 
 class Call:
-    """The backward of one call on random numbers; tokens that are no sequence's hold NaN."""
+    """The backward of one call on random inputs; tokens that belong to no sequence are NaN."""
 
     def __init__(
         self,
@@ -79,12 +79,11 @@ class Call:
 
 
 def bound_of(dqkv: Tensor, sums: Tensor) -> Tensor:
-    """How far ``sums`` may be from the exact sums of the rounded ``dqkv``.
+    """A bound of the distance of ``sums`` from the exact sums of the rounded ``dqkv``.
 
-    The sums may be of numbers before they were rounded. A rounding is off by up to eps / 2 of its number, and
-    roundings are independent of one another: by Hoeffding's inequality their sum is above 8 times the root of the sum
-    of their squared limits once in 10^13 cases. Next, fp32 additions: a term goes through fewer than 256 of them.
-    Last, the sum's own rounding.
+    The sums may be those of the unrounded gradients. The error of a rounding is at most eps / 2 of its number, and
+    these errors are independent: by Hoeffding's inequality their sum exceeds 8 times the root of the sum of their
+    squared limits once in 10^13 cases. A term goes through fewer than 256 fp32 additions, and the sum is rounded once.
     """
     rows = dqkv.double().reshape(-1, sums.numel())
     information = torch.finfo(dqkv.dtype)
@@ -100,7 +99,7 @@ def check_sums(dqkv: Tensor, sums: Tensor) -> None:
     assert excess.max() <= 1, [part.max().item() for part in excess.chunk(3)]
 
 
-# ---- where the kernel does not give them -----------------------------------------------------------------------------
+# ---- by a separate reduction -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["lengths", "packed"])
@@ -145,7 +144,7 @@ def test_the_packed_layer_requests_column_sums_for_a_trained_bias(monkeypatch: p
     monkeypatch.setattr(transformer_block, "bypass_dispatcher", lambda _, *ops: [
         spy if op is qkv_backward_op else op.implementation for op in ops
     ])  # fmt: skip
-    layer = PackedLayer(32, 4, 64)  # heads that the native layer refuses
+    layer = PackedLayer(32, 4, 64)  # a head dim that the native layer does not support
     for learns in (True, False):
         layer.qkv.bias.requires_grad_(learns)
         y, _ = layer(torch.randn(12, 32), torch.tensor([0, 5, 12], dtype=torch.int32), 7)

@@ -1,4 +1,4 @@
-"""attention's own backward on Hopper: which calls are its, and that it gives the same bits under load."""
+"""attention's CUDA kernels for Hopper: which calls they support, accuracy, and the same bits under load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def starts(*lengths: int) -> Tensor:
 
 
 def empty(*shape: int) -> Tensor:
-    """Of a shape that no memory is taken for."""
+    """A tensor without memory (on the meta device)."""
     return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
 
 
@@ -219,7 +219,8 @@ def test_same_bits_under_load(case: str, head_dim: int) -> None:
     [pytest.param(case, marks=pytest.mark.large_memory if max(LOAD[case][1]) > 2500 else ()) for case in LOAD],
 )
 def test_first_and_last_sequence_against_the_reference(case: str, head_dim: int, dtype: torch.dtype) -> None:
-    """Under load; without dropout, whose mask depends on a sequence's index, the reference computes each by itself."""
+    """Under load, without dropout, whose mask depends on the index of a sequence: the reference gets single
+    sequences."""
     lengths, lengths_k, options = LOAD[case]
     function, inputs, dout = packed_call(case, head_dim, dtype)
     function = partial(function, dropout_p=0.0)
@@ -244,7 +245,7 @@ def test_first_and_last_sequence_against_the_reference(case: str, head_dim: int,
 @pytest.mark.parametrize("head_dim", HEADS)
 @pytest.mark.parametrize("case", LOAD)
 def test_gradients_are_those_of_triton(case: str, head_dim: int) -> None:
-    """Dropout's mask included: another one would change a tenth of the sums' terms."""
+    """Including the dropout mask: another one would change a tenth of the terms of the sums."""
     function, inputs, dout = packed_call(case, head_dim)
     own = gradients(function, inputs, dout)[1:]
     others = gradients(partial(function, backend="triton"), inputs, dout)[1:]
@@ -258,7 +259,7 @@ def test_gradients_are_those_of_triton(case: str, head_dim: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("length", [600, 1500])
 def test_the_number_of_blocks_changes_no_bit(length: int, causal: bool) -> None:
-    """Two heads are shared by as many blocks as they have tiles of keys; among 160 each has one or two."""
+    """Of two heads, each is shared by as many blocks as it has tiles of keys; of 160, each has one or two blocks."""
     torch.manual_seed(2)
     inputs = [torch.randn(1, length, 2, 64, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
     function = partial(attention, causal=causal, dropout_p=0.1, seed=torch.tensor([3], device="cuda"), backend="cuda")
@@ -284,7 +285,7 @@ def test_gradients_at_odd_addresses(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", HEADS)
 @pytest.mark.parametrize("factor", [1, 4])  # sums on chip, and in memory
 def test_the_order_of_sequences_changes_no_bit(head_dim: int, factor: int) -> None:
-    """Those with most work are handed out first: to whom, and when, depends on all of them."""
+    """Sequences with the most work are scheduled first, so that the assignment to blocks depends on all of them."""
     torch.manual_seed(4)
     lengths = [factor * length for length in DIFFERENT]
     tensors = [torch.randn(sum(lengths), HEADS[head_dim], head_dim, dtype=torch.bfloat16, device="cuda")] * 4
@@ -357,7 +358,7 @@ def test_windows_against_the_reference(case: str, head_dim: int, dtype: torch.dt
 @on_hopper
 @pytest.mark.parametrize("head_dim", HEADS)
 def test_nan_outside_of_the_window_has_no_effect(head_dim: int) -> None:
-    """Rows of the neighbouring sequence, and tiles outside of a query's window, are not read."""
+    """Rows of the neighbouring sequence and tiles outside of a query's window are not read."""
     function, inputs, dout = window_call("64 and 64", head_dim, torch.bfloat16)
     for x in inputs:
         x[2000 + 300] = float("nan")  # of the second sequence
@@ -427,7 +428,7 @@ FEW_KEYS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
 
 
 def few_keys_call(case: str, head_dim: int, dtype: torch.dtype, padded: bool) -> tuple[Any, list[Tensor]]:
-    """``attention``, and its q, k and v; rows of padding are no numbers."""
+    """``attention`` and its q, k and v; rows of padding are NaN."""
     lengths, lengths_k, options = FEW_KEYS[case]
     torch.manual_seed(2)
     sizes = (lengths, lengths_k, lengths_k)
@@ -476,7 +477,7 @@ def test_few_keys_against_the_reference(case: str, head_dim: int, dtype: torch.d
 
 # ---- the forward's softmax -------------------------------------------------------------------------------------------
 
-# What is added to the scores of 512 keys, from the first on; it goes over them from the last on.
+# Offsets of the scores of 512 keys, from the first to the last; the kernel iterates from the last to the first.
 LEVELS = {
     "rising": torch.linspace(150.0, -150.0, 512),
     "falling": torch.linspace(-150.0, 150.0, 512),

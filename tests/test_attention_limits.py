@@ -1,4 +1,4 @@
-"""Calls at the edge of what attention serves: bounds of any size, kernels that do not fit, meta tensors."""
+"""Limits of attention: large bounds, kernels that do not fit on the GPU, meta tensors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _TENSORS = tuple(torch.zeros(1, 1, 1, 8).expand(1, tokens, 1, 8) for tokens in (
 
 @pytest.mark.parametrize("name", WORKSPACES)
 def test_workspace_sizes_do_not_overflow(name: str) -> None:
-    """Whatever numbers come: a positive size that is large enough, or an error."""
+    """For any arguments: a positive size that is large enough, or an error."""
     function = getattr(_native.core(), name)
     types = re.findall(r": ([^,)]*)", function.__doc__.partition("->")[0])
     choices = [_TENSORS if "Tensor" in type else _NUMBERS for type in types]
@@ -83,7 +83,7 @@ def test_workspace_sizes_do_not_overflow(name: str) -> None:
 
 
 def test_a_kernel_that_does_not_fit_leaves_the_call_to_the_next_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not an error, unless the backend was requested by name."""
+    """It is an error only if the backend was requested by name."""
     table = backends.tables()["attention"]
 
     def too_large(*_: Any, **__: Any) -> None:
@@ -112,7 +112,7 @@ NO_GREEN_CONTEXT = 77  # the exit code that says so
 
 
 def backward_in_a_green_context(head_dim: int) -> None:
-    """Blocks that wait for each other do not fit on few multiprocessors: the backward is Triton's, to the bit."""
+    """The blocks of a cooperative launch do not fit on few SMs: the backward is that of Triton, to the bit."""
     q, k, v, dout = torch.randn(4, 1, 4096, 12, head_dim, dtype=torch.bfloat16, device="cuda")
     assert backends.explain("attention", q, k, v).backward == "cuda"
     out, lse = attention(q, k, v, return_lse=True)
@@ -145,7 +145,7 @@ def backward_in_a_green_context(head_dim: int) -> None:
 @HOPPER
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_backward_in_a_green_context(head_dim: int) -> None:
-    """In a process of its own: no other test gets memory that belongs to a stream of a destroyed context."""
+    """In a separate process, so that no other test gets memory of a stream of a destroyed context."""
     command = [sys.executable, __file__, str(head_dim)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == NO_GREEN_CONTEXT:
@@ -157,7 +157,7 @@ def test_the_backward_in_a_green_context(head_dim: int) -> None:
 @HOPPER
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_two_streams_of_different_priority_do_not_deadlock(head_dim: int) -> None:
-    """Each launch has all its blocks on the chip or none: two of them do not keep each other from it."""
+    """The blocks of a cooperative launch are all resident or none is, so that two launches do not deadlock."""
     q, k, v, dout = torch.randn(4, 1, 4096, 8, head_dim, dtype=torch.bfloat16, device="cuda")
     out, lse = attention(q, k, v, return_lse=True, backend="cuda")
     options = (None,) * 7 + (4096, 4096, -1, -1, head_dim**-0.5, 0.0, "cuda")
@@ -176,7 +176,7 @@ def test_two_streams_of_different_priority_do_not_deadlock(head_dim: int) -> Non
             assert torch.equal(ours, theirs)
 
 
-# ---- tensors without numbers, and the interpreter --------------------------------------------------------------------
+# ---- meta tensors and Triton's interpreter ---------------------------------------------------------------------------
 
 
 def test_meta_tensors_have_shapes() -> None:

@@ -1,4 +1,4 @@
-"""What rows of attention's results hold where something is special: a NaN, no sequence, nothing to attend to."""
+"""Special rows of attention's results: with a NaN, outside of all sequences, with nothing to attend to."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def reached(name: str, token: int, attended: Tensor) -> dict[str, tuple[Tensor, Any]]:
-    """Rows and columns of each result that depend on one number of an input."""
+    """Rows and columns of each result that depend on one element of an input."""
     own = torch.arange(attended.shape[1], device=attended.device) == token
     queries = own if name in ("q", "dout") else attended[:, token]
     keys = attended[queries].any(dim=0)
@@ -73,7 +73,7 @@ def reached(name: str, token: int, attended: Tensor) -> dict[str, tuple[Tensor, 
 def test_a_nan_reaches_what_depends_on_it(
     backend: str, device: str, head_dim: int, padded: bool, options: str, number: float
 ) -> None:
-    """And neither other heads, nor other sequences, nor rows past a sequence's end."""
+    """It reaches neither other heads, nor other sequences, nor rows past the end of a sequence."""
     if backend == "cuda" and options == "window":
         pytest.skip("Hopper's own kernels take no window")
     real, size = TOKENS[device]
@@ -103,9 +103,9 @@ def test_a_nan_reaches_what_depends_on_it(
     for sequence, name in enumerate(INPUTS):
         for result, (rows, columns) in reached(name, token, attended).items():
             if options == "dropout" and (name in ("v", "dout") or result == "dv"):
-                continue  # a weight that is dropped may silence it
+                continue  # the weight may be dropped
             if number == float("inf") and result.startswith("d"):
-                continue  # as a score it may result in weights of 0
+                continue  # as a score it may give weights of 0
             found = results[result][sequence, :real, HEAD][rows][:, columns]
             wrong = found.isfinite() if number == float("inf") else ~found.isnan()
             assert found.numel() > 0
@@ -115,11 +115,11 @@ def test_a_nan_reaches_what_depends_on_it(
         assert tensor[:, :real, 1 - HEAD].isfinite().all(), f"{result}: of another head"
         past = tensor[:, real:]
         if backend == "cuda" and result.startswith("d"):
-            past = past[4:]  # in a sequence that has a NaN, Hopper's own kernels pass it on to gradients past its end
+            past = past[4:]  # the Hopper kernels propagate a NaN of a sequence to gradients past its end
         assert (past == (-torch.inf if result == "lse" else 0.0)).all(), f"{result}: past the end"
 
 
-# ---- rows that are no sequence's -------------------------------------------------------------------------------------
+# ---- rows outside of all sequences -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

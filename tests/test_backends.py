@@ -1,4 +1,4 @@
-"""The choice of backend: requested, explained, refused with every reason, and the same for a call's backward."""
+"""The selection of a backend: requests, explanations, errors with all reasons, and the backward of a call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLE = backends.tables()["layer_norm"]
 
 @pytest.fixture
 def served() -> Iterator[list[str]]:
-    """The backends that serve layer_norm's calls from here on, as "<backend> <function>", in order."""
+    """Records the backends that run layer_norm's calls, as "<backend> <function>", in order."""
     calls: list[str] = []
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def test_argument_and_context_request_a_backend(served: list[str]) -> None:
     layer_norm(X, backend="reference")
     with use_backend("reference"):
         layer_norm(X)
-        layer_norm(X, backend="cpu")  # the call's own word counts
+        layer_norm(X, backend="cpu")  # the argument has priority
         with use_backend(None):
             layer_norm(X)
         layer_norm(X)

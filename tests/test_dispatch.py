@@ -1,5 +1,5 @@
-"""How every op meets torch's dispatcher and autograd: tensor subclasses, meta tensors, tracers, and derivatives other
-than the first in reverse mode. Each is right, or raises a sentence that names the op."""
+"""Every op with torch's dispatcher and autograd: tensor subclasses, meta tensors, tracers, and derivatives other than
+the first in reverse mode. Each is correct, or raises an error that names the op."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fasttfm.testing.specs import all_specs
 from fasttfm.testing.specs.pack import UNPACK_SPEC
 
 SPECS = {**all_specs(), UNPACK_SPEC.name: UNPACK_SPEC}
-# Their ops take lists of bool.
+# Ops with arguments that are lists of bool.
 LOSSES = ("contrastive_loss", "distillation_loss", "linear_cross_entropy", "masked_lm_loss")
-LINEAR = ("column_sum", "pack", "rotary", "unpack")  # in their differentiable input: second derivatives are right
+LINEAR = ("column_sum", "pack", "rotary", "unpack")  # linear in their input, so that second derivatives are correct
 
 every_op = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 TRAINED = {name: spec for name, spec in SPECS.items() if spec.differentiable}  # the others are for inference only
@@ -32,7 +32,7 @@ WRITTEN = {"decode_attention": ("key_cache", "value_cache")}  # arguments that a
 
 
 class Wrapped(Tensor):
-    """Holds a tensor and has no memory of its own, as DTensor does. Ops see what it holds."""
+    """Wraps a tensor and has no memory of its own, like DTensor. Ops get the wrapped tensor."""
 
     inner: Tensor
 
@@ -78,7 +78,7 @@ lost = pytest.raises(NotImplementedError, match=r"^fasttfm::\w+: derivatives in 
 
 @every_op
 def test_a_subclass_in_any_argument_is_seen(spec: OpSpec) -> None:
-    """Kernels would read its data pointer, 0, as an argument that is left out."""
+    """Kernels would take its data pointer, 0, for a missing argument."""
     case = spec.cases[0]
     inputs = draw_inputs(spec, case, torch.float32)
     plain = outputs_of(spec.function(**inputs, **case.options))
@@ -229,7 +229,7 @@ def test_second_derivatives_of_a_layer_are_refused() -> None:
 def test_forward_mode_is_refused(spec: OpSpec, train: bool) -> None:
     _, function, values = typical(spec)
     with forward_ad.dual_level():
-        function(*values)  # no tangents, no refusal
+        function(*values)  # without tangents it is not refused
         for index, value in enumerate(values):
             dual = forward_ad.make_dual(value.clone().requires_grad_(train), torch.ones_like(value))
             with lost:
@@ -267,7 +267,7 @@ def test_derivatives_by_function_transforms_are_refused(spec: OpSpec) -> None:
         torch.func.jvp(loss, tuple(values), tangents)
     with lost:
         torch.func.jacfwd(loss)(*values)
-    # What does not depend on the differentiated argument has no derivative to lose.
+    # Results that do not depend on the differentiated argument need no derivative.
     found = torch.func.grad(lambda x: x.sum() + loss(*values))(torch.ones(2))
     assert found.tolist() == [1.0, 1.0]
 
@@ -286,7 +286,7 @@ def test_vmap_is_right_without_gradients_and_refused_with(spec: OpSpec) -> None:
 
 @trained_op
 def test_gradients_do_not_follow_indices_that_numpy_overwrites(spec: OpSpec) -> None:
-    """A buffer that is filled with the next batch before the backward of this one: torch counts no change."""
+    """A buffer that NumPy fills with the next batch before the backward: torch does not count that change."""
     seen: list[set[str]] = []
     for case in spec.cases:
         inputs = draw_inputs(spec, case, torch.float32)

@@ -1,4 +1,4 @@
-"""The code of every page runs as it is printed, and the documentation's links lead somewhere."""
+"""The code of every page runs as it is printed, and the links of the documentation are valid."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _FURTHER = ("onnxruntime", "onnxscript", "sentence_transformers")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with small checkpoints and texts by the names that the pages give them."""
+    """A folder with small checkpoints and texts under the names that the pages use."""
     transformers = pytest.importorskip("transformers")
     from small_models import addresses, save_bert
 
@@ -112,7 +112,7 @@ def test_every_op_has_its_chart_on_its_page() -> None:
 
 
 def _commands(text: str) -> list[str]:
-    """The lines of a page's code blocks that call the command line."""
+    """The commands in a page's code blocks."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = [line for language, block in blocks if not language for line in block.replace("\\\n", " ").splitlines()]
     found = [re.search(r"(?:^|\| |-m )fasttfm ([a-z].*)$", line) for line in lines]
@@ -153,13 +153,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def _speed_rows(text: str) -> list[tuple[str, str, float]]:
-    """Of each row of a table of speeds: both times as they are printed, and the printed ratio."""
+    """Both printed times and the printed ratio of each row of a table of speeds."""
     found = re.findall(r"^\|[^|]*\| ([\d.]+) ms \| ([\d.]+) ms[^|]*\| ([\d.]+)x \|$", text, re.MULTILINE)
     return [(ours, peer, float(ratio)) for ours, peer, ratio in found]
 
 
 def _wrong_speeds(text: str) -> list[str]:
-    """Times that are no row's median, and ratios that are not those of the row's times."""
+    """Times that are not the median of a result, and ratios that are not those of the printed times."""
     rows = [row for path in RESULTS.glob("*-*_*.csv") for row in csv.DictReader(path.open())]
     rows += [row for path in RESULTS.glob("*-inference.csv") for row in csv.DictReader(path.open())]
     rows += [row for path in RESULTS.glob("*-encoders.csv") for row in csv.DictReader(path.open())]

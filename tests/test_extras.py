@@ -1,4 +1,4 @@
-"""What messages tell users to install exists."""
+"""The extras that error messages tell users to install exist."""
 
 from __future__ import annotations
 

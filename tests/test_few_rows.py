@@ -95,7 +95,7 @@ def test_products(columns: int, inner: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tile", range(TILES))
 def test_every_tile(tile: int) -> None:
-    """Also with more parts of K than the plan takes, and without a bias."""
+    """Also with more parts of K than the plan has, and without a bias."""
     torch.manual_seed(0)
     x, weight = draw(200, 776, dtype=torch.bfloat16), draw(296, 776, dtype=torch.bfloat16, scale=0.05)
     exact, naive = x.double() @ weight.double().t(), (x.float() @ weight.float().t()).to(x.dtype)
@@ -135,7 +135,8 @@ def test_add_norm(columns: int, stream: torch.dtype | None, dtype: torch.dtype) 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 3)], ids=str)
 @pytest.mark.parametrize("split", [0, 1], ids=["queries", "keys"])
 def test_attention(split: int, window: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
-    """An empty sequence, one of a single token, others that are no multiples of 64; two tokens belong to none."""
+    """An empty sequence, one of a single token, others whose lengths are no multiples of 64, and two tokens after the
+    last sequence."""
     torch.manual_seed(0)
     places, heads = [0, 64, 64, 65, 198, 500], 3
     tokens = places[-1] + 2
@@ -178,7 +179,7 @@ def in_type(layer: BlockParameters, dtype: torch.dtype) -> BlockParameters:
 @pytest.mark.parametrize(("width", "heads"), [(128, 4), (768, 12), (256, 2)])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_layers(dtype: torch.dtype, width: int, heads: int, pre_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers: as the reference, within the rule; the same bits run after run, and from a CUDA graph."""
+    """Two layers against the reference, by the tolerance rule; every run and a CUDA graph give the same bits."""
     monkeypatch.setattr(transformer_native, "MOST_FEW_ROWS", 512)
     torch.manual_seed(0)
     places = torch.tensor([0, 9, 9, 140, 200], dtype=torch.int32, device="cuda")
@@ -214,7 +215,7 @@ def test_layers(dtype: torch.dtype, width: int, heads: int, pre_norm: bool, monk
 
 
 def test_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More tokens than few, in short sequences: attention's kernel for few rows between the other products."""
+    """Many tokens in short sequences: attention's kernel for few rows with the GEMMs for many rows."""
     monkeypatch.setattr(transformer_native, "MOST_FEW_ROWS", 0)
     torch.manual_seed(0)
     places = torch.tensor([0, 30, 30, 100], dtype=torch.int32, device="cuda")

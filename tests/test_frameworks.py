@@ -52,5 +52,5 @@ def test_a_result_outlives_its_tensor() -> None:
     y = ops.rms_norm(torch.from_dlpack(x))
     result, expected = np.from_dlpack(y), y.clone()
     del y
-    torch.ones(64, 256).mul_(3)  # would take the memory if it were free
+    torch.ones(64, 256).mul_(3)  # would overwrite the memory if it were free
     np.testing.assert_array_equal(result, expected.numpy())

@@ -37,7 +37,7 @@ CASES = [
     Case(1500, 1024, 4096, kind="gelu_tanh"),
     Case(640, 320, 264, kind="relu"),
     Case(129, 64, 512, kind="silu", bias=torch.bfloat16),
-    # Several rounds of tiles on 132 multiprocessors, with tiles of the last one shared by several blocks.
+    # Several rounds of tiles on 132 SMs; in the last round several blocks share a tile.
     Case(4700, 64, 4096),
     Case(4300, 64, 4096),
 ]

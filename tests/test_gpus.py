@@ -1,4 +1,4 @@
-"""What serves on which GPU and under which driver: by rules over numbers, no device is asked."""
+"""Which GPUs and drivers are supported: rules over version numbers, which query no device."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_machine_code_runs_on_its_major_version_from_its_minor_version_on() -> N
 
 
 class Machine:
-    """A core that was built with CUDA, and the GPUs that it finds."""
+    """A simulated core that was built with CUDA, and its GPUs."""
 
     cuda_version, cuda_archs = 13000, ARCHS
 
@@ -188,7 +188,7 @@ CALLS: list[tuple[Any, ...]] = [
 @pytest.mark.parametrize("chip", BLOCK_MEMORY)
 @pytest.mark.parametrize(("op", "dtype", "residual", "linear_bias"), CALLS)
 def test_row_kernels_fit_every_gpu(op: str, dtype: str, residual: str | None, linear_bias: bool, chip: int) -> None:
-    """Up to 4096 columns everywhere: what models have. Wider rows take Triton where they do not fit."""
+    """Up to 4096 columns on every GPU, which covers common models. Triton runs wider rows that do not fit."""
     limit = BLOCK_MEMORY[chip]
     for columns in COLUMNS:
         needed = _memory(op, columns, dtype, limit, residual, linear_bias)
@@ -216,7 +216,7 @@ def test_the_shared_memory_of_unsupported_calls_is_0() -> None:
 
 @with_cuda
 def test_fp32_bert_base_fits_99_kilobytes() -> None:
-    """Its rows of 768 numbers did not fit."""
+    """Rows of 768 fp32 elements."""
     assert _memory("layer_norm", 768, "float32", 10**9) > BLOCK_MEMORY[86]
     assert _memory("layer_norm", 768, "float32", BLOCK_MEMORY[86]) < 99 * 1024
 
@@ -287,7 +287,7 @@ def test_other_heads_have_the_same_tiles_on_all_gpus_but_hopper() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("chip", [80, 86])
 def test_the_tiles_of_other_gpus(chip: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this one."""
+    """Run on this GPU."""
     from fasttfm.kernels.attention import triton
 
     monkeypatch.setattr(triton, "is_hopper", lambda device: False)
@@ -340,7 +340,7 @@ SIMILAR = [
 def test_the_kernels_of_smaller_gpus(
     op: str, name: str, columns: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The blocks that GPUs with 99 KB of shared memory take run on every other GPU as well."""
+    """The blocks for GPUs with 99 KB of shared memory also run on every other GPU."""
     monkeypatch.setattr(_native, "block_memory", lambda index: BLOCK_MEMORY[86])
     (case,) = (each for each in SPECS[op].cases if each.name == name)
     case = dataclasses.replace(case, sizes={**case.sizes, "shape": (517, columns)})
@@ -357,7 +357,7 @@ def test_a_launch_that_fails_leaves_no_pending_error() -> None:
     y.zero_()
     many = x[:1].expand(2**40, 64)
     with pytest.raises(RuntimeError, match=r"invalid (configuration )?argument"):
-        core.layer_norm_forward(many, None, None, y, statistics, 1e-5)  # a grid of 0 blocks, in 32 bits
+        core.layer_norm_forward(many, None, None, y, statistics, 1e-5)  # the grid's size is 0 modulo 2^32
     core.layer_norm_forward(x, None, None, y, statistics, 1e-5)
     assert torch.equal(y, expected)
 

@@ -1,4 +1,4 @@
-"""Keeps the rules of the house (house_rules.py) over the whole tree, and shows that each rule can fail."""
+"""Applies the house rules (house_rules.py) to the whole tree, and shows that each rule can fail."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dedent(text: str) -> str:
 
 def test_every_op_has_all_its_files() -> None:
     assert "layer_norm" in rules.ops_found(ROOT)
-    assert rules.missing_rooms(ROOT) == []
+    assert rules.missing_files(ROOT) == []
 
 
 def test_kernel_folders_hold_one_file_per_language() -> None:
@@ -65,8 +65,8 @@ def test_imports_run_one_way() -> None:
     assert [violation for module, text in found.items() for violation in rules.backward_imports(module, text)] == []
 
 
-def test_no_imports_run_in_a_circle() -> None:
-    assert rules.import_circle(dict(modules())) == []
+def test_no_import_cycles() -> None:
+    assert rules.import_cycle(dict(modules())) == []
 
 
 def test_no_file_is_long() -> None:
@@ -99,7 +99,7 @@ def test_text_is_in_the_fields_terms() -> None:
 
 
 def _is_prose(path: str) -> bool:
-    """The rules and their tests quote what they reject; docs/notes is history."""
+    """The rules and their tests contain what they reject; docs/notes is history."""
     return not path.startswith("docs/notes/") and path not in ("tests/house_rules.py", "tests/test_house.py")
 
 
@@ -107,16 +107,16 @@ def _is_prose(path: str) -> bool:
 
 
 def test_an_op_without_a_test_or_a_page_is_found(tmp_path: Path) -> None:
-    for room in rules.ROOMS_OF_AN_OP:
-        path = tmp_path / room.format(op="scale")
+    for pattern in rules.FILES_OF_AN_OP:
+        path = tmp_path / pattern.format(op="scale")
         path.parent.mkdir(parents=True)
         path.touch()
     (tmp_path / "python/fasttfm/ops/checks.py").touch()
-    assert rules.missing_rooms(tmp_path) == []
+    assert rules.missing_files(tmp_path) == []
     (tmp_path / "tests/ops/test_scale.py").unlink()
-    assert rules.missing_rooms(tmp_path) == ["scale: there is no tests/ops/test_scale.py"]
+    assert rules.missing_files(tmp_path) == ["scale: there is no tests/ops/test_scale.py"]
     (tmp_path / "docs/ops/shift.md").touch()
-    assert "shift: there is no kernels/shift/reference.py" in rules.missing_rooms(tmp_path)
+    assert "shift: there is no kernels/shift/reference.py" in rules.missing_files(tmp_path)
 
 
 def test_a_stray_kernel_file_is_found(tmp_path: Path) -> None:
@@ -184,15 +184,15 @@ def test_backward_imports_are_found(module: str, line: str, allowed: bool) -> No
     assert (rules.backward_imports(module, line) == []) is allowed
 
 
-def test_an_import_circle_is_found() -> None:
+def test_an_import_cycle_is_found() -> None:
     texts = {
         "fasttfm.data.a": "from fasttfm.data import b",
         "fasttfm.data.b": "from fasttfm.data.c import read",
         "fasttfm.data.c": "import json",
     }
-    assert rules.import_circle(texts) == []
+    assert rules.import_cycle(texts) == []
     texts["fasttfm.data.c"] = "def read():\n    from fasttfm.data.a import table"
-    assert {"fasttfm.data.a", "fasttfm.data.b", "fasttfm.data.c"} == set(rules.import_circle(texts))
+    assert {"fasttfm.data.a", "fasttfm.data.b", "fasttfm.data.c"} == set(rules.import_cycle(texts))
 
 
 def test_long_files_are_found() -> None:

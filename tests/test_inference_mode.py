@@ -21,7 +21,7 @@ from fasttfm.testing.pytest_ops import interpreted
 
 @pytest.fixture(autouse=True)
 def first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has been reported in this process yet: the ops' words do not exist."""
+    """Removes the error words of the ops, as in a process without an earlier call."""
     for errors in index_errors._all:
         monkeypatch.setattr(errors, "_devices", {})
 
@@ -39,7 +39,7 @@ def test_error_words_can_be_reset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_error_words_are_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their copy is read by the host, whatever torch's default device is."""
+    """Their copy is on the host, whatever torch's default device is."""
     monkeypatch.setattr(index_errors, "_all", [])
     with torch.device("meta"):
         IndexErrors("op", ("ids",)).words(torch.device("cpu"))

@@ -1,5 +1,5 @@
-"""A call like one before is neither checked nor chosen again (ops/declare.py). Nothing else changes by that: what is
-wrong is still refused, whoever has to see a call still sees it, and rows and tokens may differ."""
+"""A call with the properties of an earlier one skips checks and the selection of a backend (ops/declare.py). Wrong
+calls are still refused, dispatch modes and subclasses see every call, and the numbers of rows and tokens may differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fasttfm.ops.declare import KnownCalls
 
 X, W = torch.randn(3, 4, 16), torch.randn(16)
 Q = torch.randn(2, 5, 2, 16)
-LENGTHS = torch.tensor([9, 9], dtype=torch.int32)  # more than there are
+LENGTHS = torch.tensor([9, 9], dtype=torch.int32)  # more tokens than the tensors have
 CALLS: dict[str, Callable[[], Any]] = {
     "layer_norm": lambda: ops.layer_norm(X, W, W),
     "dropout_add_layer_norm": lambda: ops.dropout_add_layer_norm(X, X, W, W),
@@ -114,7 +114,7 @@ def test_gradients_flow_where_they_are_required(inference: bool) -> None:
 
 
 class Wrapper(Tensor):
-    """A subclass whose functions torch hands to it."""
+    """A subclass with __torch_function__."""
 
 
 def test_a_subclass_is_not_taken_for_a_plain_tensor() -> None:

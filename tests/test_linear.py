@@ -1,4 +1,4 @@
-"""What the ops around linear layers share: casts by one launch, and products that keep to their types."""
+"""Shared by the ops with linear layers: casts by one launch, and GEMMs that keep the types of their operands."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_autocast_does_not_change_the_types_of_products(shape: tuple[int, ...] |
     a, b, bias = matrix(4, 8), matrix(8, 3), matrix(1, 3)[0] if biased else None
     expected = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.mm(a, b).dtype == torch.bfloat16  # as it would be
+        assert torch.mm(a, b).dtype == torch.bfloat16  # the effect of autocast
         found = linear.matmul(a, b, bias, shape=shape)
     assert found.dtype == torch.float32
     assert torch.equal(found, expected.view(found.shape))
@@ -69,7 +69,7 @@ def test_products_in_autocasts_own_type() -> None:
 @pytest.mark.parametrize("rows", [2, 17, 40])
 @pytest.mark.parametrize("columns", [3, 15, 16, 42, 80, 96])
 def test_gemms_read_nothing_past_a_row(rows: int, columns: int) -> None:
-    """torch's bf16 product on CPUs with AMX does, unless the number of columns is a multiple of 32."""
+    """torch's bf16 GEMM on CPUs with AMX does, unless the number of columns is a multiple of 32."""
     wide = torch.full((rows, columns + 3), torch.nan, dtype=torch.bfloat16)
     wide[:, :columns] = matrix(rows, columns)
     weight, total = matrix(columns, 45, torch.bfloat16), torch.zeros(rows, 45, dtype=torch.bfloat16)

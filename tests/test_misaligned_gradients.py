@@ -1,4 +1,4 @@
-"""Gradients that are contiguous but start between multiples of 16 bytes, as that of ``torch.cat`` does."""
+"""Gradients that are contiguous but not aligned to 16 bytes, like those of ``torch.cat``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 def _gradients(op: Callable[[Tensor, Tensor], Any], dtype: torch.dtype, device: str, *, before: int) -> list[Tensor]:
-    """Where ``before`` numbers lie before those of the op's gradient."""
+    """The gradients if ``before`` elements precede the op's gradient in memory."""
     x, parameter = _draw(160, C), _draw(C)
     leaves = [each.to(dtype).to(device).requires_grad_() for each in (x, parameter)]
     y = op(*leaves)
@@ -78,7 +78,7 @@ def test_the_copy_is_aligned() -> None:
 
 @pytest.mark.parametrize("name", [name for name in OPS if any(word in name for word in ("norm", "bias", "gated"))])
 def test_launchers_get_aligned_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the CPU's launchers are called with: the CUDA kernels' get the same addresses."""
+    """The arguments of the CPU launchers; those of the CUDA kernels have the same alignment."""
     core, seen = _native.core(), []
 
     class Core:

@@ -1,4 +1,4 @@
-"""tools/new_op.py in a copy of the tree: the op it writes passes its own tests and keeps the rules of the house."""
+"""tools/new_op.py in a copy of the tree: the op that it writes passes its own tests and the house rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree that can be imported as it is, with the installed core in it."""
+    """A copy of the tree that can be imported, with the installed core."""
     root = tmp_path_factory.mktemp("tree")
     ignore = shutil.ignore_patterns("__pycache__", "results", "*.egg-info", "*.so")
     for folder in ("kernels", "csrc", "python", "tests", "benchmarks", "docs", "tools"):
@@ -36,7 +36,7 @@ def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def written(tree: Path) -> list[str]:
-    """The paths that new_op.py says it wrote."""
+    """The paths that new_op.py prints."""
     result = run(tree, "tools/new_op.py", "scale_rows")
     assert result.returncode == 0, result.stderr
     return result.stdout.partition("\n\n")[0].splitlines()

@@ -1,4 +1,5 @@
-"""AdamW against torch's and its formula: on a CPU, with the kernel's table read by a model of it, and on a GPU."""
+"""AdamW against torch's and its formula: on a CPU, with a Python model of the kernel that reads its table, and on a
+GPU."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from fasttfm.optim import AdamW
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, compare
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-# Several chunks, odd ends, nothing at all.
+# Several chunks, odd sizes, an empty tensor.
 SIZES = (1, 3, 4, 5, 0, 1023, 16384, 16385, 65536 * 2 + 7, 40000, 2, 0, *range(1000, 1300))
 GPU = pytest.mark.gpu
 
 
 def made(sizes: tuple[int, ...], device: str = "cpu", seed: int = 0) -> list[nn.Parameter]:
-    """Parameters, some of them views that begin anywhere."""
+    """Parameters, some of them views at any offset."""
     generator = torch.Generator().manual_seed(seed)
     whole = [torch.randn(size + 3, generator=generator).to(device) for size in sizes]
     starts = [index % 3 if index % 5 == 0 else 0 for index in range(len(sizes))]
@@ -146,7 +147,7 @@ def test_the_table_has_the_kernels_rows() -> None:
 
 
 class Model:
-    """What the kernel does, with addresses of the host's memory."""
+    """A model of the kernel for addresses in host memory."""
 
     adamw_chunk = 16384
     tensor_table = staticmethod(_C.tensor_table)
@@ -256,7 +257,7 @@ def test_what_the_kernel_does_not_support_is_refused(change: Callable[[AdamW, Te
 @pytest.mark.parametrize("max_norm", [1.0, float("inf")])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1.0])
 def test_a_norm_that_is_not_finite_changes_nothing(bad: float, max_norm: float, device: str) -> None:
-    """Where ``found_inf`` is given."""
+    """If ``found_inf`` is given."""
     parameters = made((40, 5, 20000), device)
     before = [each.detach().clone() for each in parameters]
     for each, gradient in zip(parameters, gradients_of(parameters, 0), strict=True):
@@ -348,7 +349,7 @@ def test_grad_scale_and_found_inf_are_used() -> None:
 
 @GPU
 def test_a_step_can_be_captured() -> None:
-    """With a rate on the device, clipping and copies; and it goes on where parameters have been changed."""
+    """With a learning rate on the device, clipping and copies; replays continue from parameters that were changed."""
     results = []
     for graphed in (False, True):
         parameters = made((5000, 70), "cuda")
@@ -375,7 +376,7 @@ def test_a_step_can_be_captured() -> None:
             assert found is not None
             assert torch.equal(found, parameters[0].bfloat16())
         results.append([each.detach().clone() for each in parameters])
-        # What the graph does not write cannot have a copy any more.
+        # A parameter that the graph does not update loses its copy.
         assert weight_copies.copy_of(parameters[1], torch.bfloat16) is None
         optimizer.step()
         assert (weight_copies.copy_of(parameters[1], torch.bfloat16) is None) == graphed
@@ -399,7 +400,7 @@ def _with_gaps() -> Tensor:
 def test_every_memory_layout(
     parameter: Callable[[], Tensor], gradient: Callable[[], Tensor], clip: float | None
 ) -> None:
-    """torch's fused step on a CPU takes elements in the order of memory."""
+    """torch's fused step on a CPU processes elements in memory order."""
     torch.manual_seed(0)
     ours = nn.Parameter(parameter())
     theirs = nn.Parameter(ours.detach().clone(memory_format=torch.contiguous_format))

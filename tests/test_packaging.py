@@ -1,4 +1,4 @@
-"""From tree to sdist to wheel to import, with this interpreter's tools and no network; and the build's options."""
+"""From tree to sdist to wheel to import, with the tools of this interpreter and no network; and build options."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def only(paths: list[Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools writes into the tree that it packs."""
+    """Built from a copy, because setuptools writes into the source tree."""
     tree = tmp_path_factory.mktemp("tree")
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for folder in TREE:
@@ -163,7 +163,7 @@ def test_the_wheel_imports_and_computes_elsewhere(wheel: Path, tmp_path: Path) -
 
 
 def configure(folder: Path, *definitions: str) -> tuple[int, str]:
-    """CMake's exit status and what it printed, with its line breaks undone."""
+    """CMake's exit status and its output without line breaks."""
     import pybind11
 
     fixed = (f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}")

@@ -1,4 +1,5 @@
-"""A family is one file: a vision model without token ids and tokenizer is seen where it fits and refused in words."""
+"""A family is one file: a vision model without token ids and tokenizer is listed where it fits and refused
+elsewhere."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class ToyConfig(models.config.ModelConfig):
 
 
 class ToyModel(models.pretrained.PretrainedModel):
-    """Patches of a picture as vectors."""
+    """Patches of an image as vectors."""
 
     config_class, names, base = ToyConfig, Names(prefix="toy", base=(), heads=()), True
 
@@ -54,7 +55,7 @@ class Reconstruction(Pretraining):
 
 FAMILY = Family("Toy", ToyConfig, {Head.NONE: ToyModel, Head.SEQUENCE_CLASSIFICATION: ToyModel})
 
-# ---- where it is seen ------------------------------------------------------------------------------------------------
+# ---- where it is listed ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

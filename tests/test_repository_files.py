@@ -1,4 +1,4 @@
-"""Workflows, templates and the citation file follow their schemas, and do what the Makefile does."""
+"""Workflows, templates and the citation file follow their schemas, and workflows call the Makefile."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def targets_of(makefile: str) -> set[str]:
 
 
 def strange_commands(workflow: str, targets: set[str]) -> list[str]:
-    """Steps that are no target of the Makefile: they would run only there."""
+    """Steps that do not call a target of the Makefile."""
     commands = (command.split() for command in commands_of(workflow))
     return [" ".join(words) for words in commands if words[0] != "make" or words[1] not in targets]
 
 
 def unpinned_actions(workflow: str) -> list[str]:
-    """Actions that are neither of this repository nor of one commit, with its version beside it."""
+    """Actions of other repositories that are not pinned to a commit with a version in a comment."""
     used = re.findall(r"uses: (.+)", workflow)
     return [action for action in used if not re.search(r"^\./|@[0-9a-f]{40} # v\d+\.\d+\.\d+$", action)]
 

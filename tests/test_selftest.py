@@ -1,4 +1,4 @@
-"""python -m fasttfm.selftest."""
+"""``python -m fasttfm.selftest``."""
 
 from __future__ import annotations
 

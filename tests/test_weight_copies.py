@@ -1,4 +1,4 @@
-"""Copies of parameters: which a forward gets, when it does not, and that training with them changes no bit."""
+"""16-bit copies of parameters: when a forward uses one, and that training with them changes no bit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ HELD: list[Any] = []
 
 
 def to_write(parameter: Tensor, *, captured: bool = False) -> Tensor | None:
-    """What a step of an optimizer is given to write."""
+    """The copy that a step of an optimizer writes."""
     (entry,) = weight_copies.entries_of([parameter])
     return None if entry is None else entry.to_write(parameter, captured=captured)
 
 
 @pytest.fixture(autouse=True)
 def held() -> Iterator[list[Any]]:
-    """What an optimizer would hold."""
+    """The entries that an optimizer would hold."""
     HELD.clear()
     yield HELD
     HELD.clear()
@@ -51,7 +51,7 @@ def test_there_is_no_copy_unless_it_is_requested() -> None:
     assert to_write(parameter) is None
     entries = weight_copies.enroll([parameter])
     assert len(entries) == 1
-    assert to_write(parameter) is None  # no forward wants one
+    assert to_write(parameter) is None  # no forward has requested one
     with torch.inference_mode():
         uncounted = torch.randn(4)
     assert weight_copies.enroll([uncounted]) == []
@@ -73,11 +73,11 @@ def test_there_is_no_copy_unless_it_is_requested() -> None:
 def test_a_copy_is_valid_until_the_parameter_changes(change: Callable[[nn.Parameter], Any]) -> None:
     parameter, found = with_copy()
     parameter.grad = torch.ones(4, 6)
-    AdamW([parameter], weight_copies=True)  # which has torch's optimizers listened to
+    AdamW([parameter], weight_copies=True)  # registers hooks for torch's optimizers
     change(parameter)
     assert weight_copies.copy_of(parameter, BF16) is None
     weight_copies.refresh(HELD)
-    assert weight_copies.copy_of(parameter, BF16) is found  # the same memory: a graph may read it
+    assert weight_copies.copy_of(parameter, BF16) is found  # the same memory, because a CUDA graph may read it
     assert torch.equal(found, parameter.bfloat16())
 
 
@@ -138,7 +138,7 @@ def test_a_captured_step_invalidates_copies_that_it_does_not_write() -> None:
     assert to_write(stale, captured=True) is None
     weight_copies.enroll([stale])
     assert weight_copies.copy_of(stale, BF16) is None
-    assert to_write(stale) is None  # for good
+    assert to_write(stale) is None  # permanently
 
 
 CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -164,14 +164,14 @@ def test_steps_look_up_copies_again_after_a_change(name: str) -> None:
     assert weight_copies.copy_of(parameter, BF16) is found
     assert step.find(captured=False, moved=False) is None
     step.written()
-    assert weight_copies.copy_of(parameter, BF16) is found  # its version is noted
+    assert weight_copies.copy_of(parameter, BF16) is found  # caches its version
     CHANGES[name](parameter)
     copies = step.find(captured=False, moved=False)
     assert copies is not None
     assert copies[1] is not None
     assert torch.equal(copies[1].float(), parameter.to(copies[1].dtype).float())
     step.written()
-    assert weight_copies.copy_of(other, BF16) is None  # requested now
+    assert weight_copies.copy_of(other, BF16) is None  # requests it
     copies = step.find(captured=False, moved=False)
     assert copies is not None
     assert copies[0] is not None
@@ -265,4 +265,4 @@ def test_training_with_copies_changes_no_bit(device: str, monkeypatch: pytest.Mo
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     training = [all(each) for each in given[:4]]
     assert training == [False, True, True, True]
-    assert not any(any(each) for each in given[4:])  # evaluation casts, and so does who has no copies
+    assert not any(any(each) for each in given[4:])  # evaluation and training without copies cast

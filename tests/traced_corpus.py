@@ -1,4 +1,4 @@
-"""Corpora whose every token says where it is from: ids count through documents, so that their order can be read."""
+"""Corpora in which every token identifies its position: ids count through the documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST = len(SPECIAL)  # the id of the first word
 
 
 def word_tokenizer(words: int, *, special: Sequence[str] = SPECIAL) -> data.Tokenizer:
-    """Word ``w7`` has the id FIRST + 7; every fourth word goes on with the one before."""
+    """Word ``w7`` has the id FIRST + 7; every fourth token continues the previous word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {name: id for id, name in enumerate([*special, *(f"w{i}" for i in range(words))])}
@@ -40,7 +40,7 @@ class Traced:
 
 
 def trace(folder: Path, documents: Sequence[Sequence[int]], *, shard_characters: int = 1 << 24) -> Traced:
-    """Prepares documents that are given as their sentences' lengths."""
+    """Prepares documents that are given by the lengths of their sentences."""
     texts, where, word, sentence = [], [], 0, 0
     for number, lengths in enumerate(documents):
         lines = []

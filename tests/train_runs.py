@@ -1,7 +1,7 @@
-"""Small training runs for the tests of fasttfm.train: texts, settings, and processes that start in no time.
+"""Small training runs for the tests of fasttfm.train: texts, settings, and processes that start quickly.
 
-Processes come from a server that has imported everything and computed nothing, so they begin within milliseconds and
-can be killed at any moment.
+Processes are forked from a server that has imported everything and computed nothing, so that they start within
+milliseconds and can be killed at any time.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ with contextlib.suppress(ModuleNotFoundError):
     import matplotlib.pyplot  # noqa: F401 - the same
     import sklearn.metrics  # noqa: F401
 
-# Processes find the functions of test modules by their names from the repository's root. At the end: kernels/ there is
-# not to be taken for Hugging Face's package.
+# Processes import test modules by their names from the repository's root. It is last on the path, because its kernels/
+# must not be taken for Hugging Face's package.
 if (root := str(Path(__file__).parents[1])) not in sys.path:
     sys.path.append(root)
 
@@ -58,7 +58,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def write_texts(path: Path, documents: int = 40) -> Path:
-    """Sentences of invented words: some follow others more often than not, so that there is something to learn."""
+    """Sentences of invented words, some of which often follow others, so that a model can learn them."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghiklmnoprstu", k=draw.randint(2, 6))) for _ in range(80)]
     texts = []
@@ -107,7 +107,7 @@ def run_of(output: Path, **changes: Any) -> RunSettings:
 
 
 def results(directory: Path) -> tuple[bytes, Any, list[dict[str, str]]]:
-    """What a run left and another one must have too: parameters, training state, rows without what is measured."""
+    """The results of a run that another one must reproduce: parameters, training state, rows without measured times."""
     latest = directory / "latest"
     weights = b"".join(path.read_bytes() for path in sorted(latest.rglob("*.safetensors")))
     rows = read_rows(directory / "log.csv")

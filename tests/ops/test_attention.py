@@ -40,7 +40,7 @@ CASES = {case.name: case for case in SPEC.cases}
 
 
 def randn_for(backend: str, device: str, *shape: int) -> Tensor:
-    """Of a type and a head dim, the last number, that the backend takes: "cuda" takes no fp32 and few head dims."""
+    """With a type and a head dim that the backend supports: "cuda" has no fp32 and few head dims."""
     if backend == "cuda":
         return torch.randn(*shape[:-1], 64, dtype=torch.bfloat16, device=device)
     return torch.randn(*shape, device=device)
@@ -70,7 +70,7 @@ def with_gradients(function: Callable[..., Any], inputs: tuple[Tensor, ...], dou
 
 
 def allowed(queries: int, keys: int, left: int | None, right: int | None) -> Tensor:
-    """The mask, query by query, as a sentence would put it."""
+    """The mask, query by query, as documented."""
     mask = torch.zeros(queries, keys, dtype=torch.bool)
     for i in range(queries):
         position = i + keys - queries
@@ -123,7 +123,7 @@ def one_key_bound(dout: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_packed_batches(seed: int) -> None:
-    """Packed sequences of random lengths: each as the reference computes it by itself, by the harness's rule."""
+    """Packed sequences of random lengths, each against the reference on that sequence, by the tolerance rule."""
     random = Random(seed)
     lengths = [random.choice([0, 1, random.randint(2, 40)]) for _ in range(random.randint(1, 6))]
     lengths_k = [length + random.choice([0, random.randint(1, 40)]) for length in lengths]
@@ -131,7 +131,7 @@ def test_random_packed_batches(seed: int) -> None:
     window = random.choice([None, (0, 0), (5, None), (None, 3), (9, 4)])
     starts, starts_k = cu_seqlens_from_lengths(lengths), cu_seqlens_from_lengths(lengths_k)
     generator = torch.Generator().manual_seed(seed)
-    # Many heads: the rule compares largest errors, which over few elements are a matter of luck.
+    # Many heads: the rule compares largest errors, which vary too much over few elements.
     q, dout = torch.randn(2, sum(lengths), 16, head_dim, generator=generator)
     k, v = torch.randn(2, sum(lengths_k), 8, head_dim, generator=generator)
     options = {"causal": causal, "window": window, "dropout_p": p, "seed": seed_of(5)}
@@ -165,7 +165,7 @@ def kept_weights(lengths: tuple[int, ...], heads: int, keys: int, p: float, seed
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 @pytest.mark.parametrize("p", [1 / 256, 0.1, 0.7])
 def test_every_backend_draws_the_same_mask(backend: str, device: str, p: float) -> None:
-    """With equal scores and unit vectors for values, the output is the row of dropped weights itself."""
+    """With equal scores and unit vectors as values, the output is the row of weights after dropout."""
     lengths, keys, heads, head_dim = (5, 0, 1, 67), 131, 2, 136
     dtype, seed = torch.float32, seed_of(-(2**62) - 12345, device)
     if backend == "cuda":
@@ -190,7 +190,7 @@ def test_every_backend_draws_the_same_mask(backend: str, device: str, p: float) 
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 def test_backward_drops_what_forward_dropped(backend: str, device: str) -> None:
-    """With equal scores and unit vectors for what comes in, dv is the column of dropped weights itself."""
+    """With equal scores and unit vectors as dout, dv is the column of weights after dropout."""
     tokens, heads, p = 60 if backend == "cuda" else 70, 2, 0.3
     v = randn_for(backend, device, 1, tokens, heads, 72).requires_grad_()
     q = torch.zeros_like(v)
@@ -206,7 +206,7 @@ def test_backward_drops_what_forward_dropped(backend: str, device: str) -> None:
 def test_packed_and_padded_batches_give_the_same_bits(backend: str, device: str, causal: bool, head_dim: int) -> None:
     longest = max(LENGTHS) + 3
     real = present(LENGTHS, longest, device)
-    kv_heads = 2 if backend == "cuda" else 1  # grouped, its backward would be another's
+    kv_heads = 2 if backend == "cuda" else 1  # another backend would run the backward of grouped heads
     padded = tuple(
         randn_for(backend, device, len(LENGTHS), longest, heads, head_dim) for heads in (2, kv_heads, kv_heads)
     )
@@ -268,7 +268,7 @@ def test_one_qkv_tensor_gives_the_bits_of_three(backend: str, device: str) -> No
 
 
 def test_the_output_of_the_projection_is_not_copied() -> None:
-    """The projection's output goes in as it is, and one gradient of its shape comes back."""
+    """The projection's output is the input, and the gradient is one tensor of its shape."""
     x, weight = torch.randn(11, 32, requires_grad=True), torch.randn(96, 32, requires_grad=True)
     starts = cu_seqlens_from_lengths([4, 7])
     qkv = qkv_projection(x, weight, None, 2)
@@ -310,7 +310,7 @@ def test_one_token_attends_to_itself(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize(("backend", "device"), BACKENDS)
 def test_nothing_leaks_from_beyond_a_sequence(backend: str, device: str) -> None:
-    """NaN in padding, and in the other sequences of a packed batch, changes no bit of a result."""
+    """NaN in padding and in other sequences of a packed batch changes no bit of a result."""
     lengths, longest = (5, 0, 37), 40
     real = present(lengths, longest, device)
     clean = randn_for(backend, device, 4, len(lengths), longest, 2, 16)
@@ -464,7 +464,8 @@ def test_a_thousand_runs_give_the_same_bits(case: str, backend: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_a_cuda_graph_follows_new_lengths(backend: str) -> None:
-    """Captured once with a bound on the lengths, a graph serves any boundaries and draws a new seed at each replay."""
+    """A graph that is captured with a bound on the lengths works for any boundaries, and each replay draws a new
+    seed."""
     tokens, longest = 300, 128
     qkv = torch.randn(tokens, 3, 4, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     dout = torch.randn(tokens, 4, 64, dtype=torch.bfloat16, device="cuda")
@@ -505,7 +506,7 @@ def test_wrong_boundaries_access_nothing_outside_of_the_tensors(values: tuple[in
 @pytest.mark.large_memory
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_more_than_two_to_the_31_elements(backend: str) -> None:
-    """Row offsets are 64-bit: the last sequence of a tensor of 2.15 billion elements comes out right."""
+    """Row offsets are 64-bit: the last sequence of a tensor of 2.15 billion elements is correct."""
     sequences, length = 21_000, 100
     shape = (sequences * length, 16, 64)
     q, k, v, dout = (torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4))

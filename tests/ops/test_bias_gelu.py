@@ -40,7 +40,7 @@ def value_and_gradient(x: Tensor, activation: str, backend: str) -> tuple[Tensor
 @backends
 @pytest.mark.parametrize("activation", KINDS)
 def test_large_inputs_give_the_identity_or_zero(backend: str, device: str, dtype: torch.dtype, activation: str) -> None:
-    """Where squares and cubes overflow, too. The tail that GPU kernels fit for 16-bit types ends in 1e-16, not in 0."""
+    """Also where squares and cubes overflow. The fit of GPU kernels for 16-bit types tends to 1e-16, not to 0."""
     far = torch.tensor([1e3, 1e4, 6e4] if dtype == torch.float16 else [1e3, 1e4, 1e13, 1e25, 3e38])
     far = far.to(dtype).to(device).repeat(8)
     y, dx = value_and_gradient(torch.cat([far, -far]), activation, backend)
@@ -89,7 +89,7 @@ def test_nan_and_infinity_propagate(backend: str, device: str, dtype: torch.dtyp
 def test_the_derivative_has_the_precision_of_fp32(
     backend: str, device: str, dtype: torch.dtype, activation: str
 ) -> None:
-    """Where x is zero, the gradient of an fp32 bias is the derivative at the bias, whatever x's type."""
+    """If x is zero, the gradient of an fp32 bias is the derivative at the bias, whatever the type of x."""
     bias = torch.linspace(-9, 9, 4096).requires_grad_()
     y = bias_gelu(
         torch.zeros(1, 4096, dtype=dtype, device=device), bias.to(device), activation=activation, backend=backend

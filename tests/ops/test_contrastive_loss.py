@@ -1,4 +1,4 @@
-"""contrastive_loss: the harness, and what is this op's own: blocks, ranks, counts, memory."""
+"""contrastive_loss: the harness, and tests of this op only: blocks, ranks, counts, memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_counts(backend: str) -> None:
 
 
 def test_the_score_matrix_is_never_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block has as many rows as its bytes allow, and nothing of the size of the scores is kept for the backward."""
+    """Blocks have as many rows as their bytes allow, and nothing of the size of the scores is saved for the
+    backward."""
     rows = 700
     queries, keys = drawn(rows)
     step, largest = vocabulary.rows_of_block, []
@@ -108,7 +109,7 @@ def test_ranks_form_one_batch(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.large_memory
 def test_memory_on_the_gpu() -> None:
-    """At most 5% of what plain torch takes in addition to the vectors, forward and backward."""
+    """Forward and backward take at most 5% of the memory that plain torch takes in addition to the vectors."""
     queries, keys = (torch.randn(2, 32768, 768, device="cuda", dtype=torch.bfloat16) * 768**-0.5).unbind()
     queries, keys = queries.requires_grad_(), keys.requires_grad_()
     labels = torch.arange(len(queries), device="cuda")

@@ -30,7 +30,7 @@ def test_new_tokens_are_written_and_nothing_else(backend: str) -> None:
 
 @interpreted
 def test_large_batches_are_as_accurate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their programs multiply by tensor cores, with other splits."""
+    """Their programs use tensor cores and other splits."""
     from fasttfm.kernels.decode_attention import triton as kernels
 
     small = kernels.tile

@@ -1,4 +1,4 @@
-"""distillation_loss: the harness, and what is its own: blocks, a teacher that is the student, batches in parts."""
+"""distillation_loss: the harness, and tests of this op only: blocks, a teacher that is the student, microbatches."""
 
 from __future__ import annotations
 

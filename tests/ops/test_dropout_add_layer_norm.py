@@ -104,7 +104,7 @@ def test_the_kept_fraction_and_the_scale(p: float) -> None:
 
 
 def assert_frequency(events: Tensor, probability: float) -> None:
-    """Within 8 standard deviations of what independent events of this probability give."""
+    """The frequency is within 8 standard deviations of that of independent events with this probability."""
     deviation = (probability * (1 - probability) / events.numel()) ** 0.5
     assert abs(events.double().mean().item() - probability) < 8 * deviation
 

@@ -1,4 +1,4 @@
-"""embedding: the harness, and what is this op's own: dropout by place, repeated and wrong ids, what is saved."""
+"""embedding: the harness, and tests of this op only: dropout by position, repeated and wrong ids, saved tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_packed_is_padded_bit_for_bit(backend: str) -> None:
 
 
 def mask_of(backend: str, seed: Tensor, **call: Any) -> Tensor:
-    """What dropout makes of a table of ones."""
+    """The output for a table of ones, which is the dropout mask times its scale."""
     return ops.embedding(torch.zeros(5, 7, dtype=torch.int64), torch.ones(1, 100), seed=seed, backend=backend, **call)
 
 
@@ -85,7 +85,7 @@ def word_gradient(ids: Tensor, backend: str, **call: Any) -> Tensor:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("count", [31, 32, 33, 200, 700])
 def test_one_id_many_times(backend: str, count: int) -> None:
-    """Several runs of sorted tokens in Triton, one long list in C++; the same bits each time, and close to fp64."""
+    """Several runs of sorted tokens in Triton, one long list in C++: the same bits in every call, and close to fp64."""
     ids = torch.full((count,), V - 1)
     ids[count // 2 :] = 0
     first = word_gradient(ids, backend)
@@ -99,7 +99,7 @@ def test_one_id_many_times(backend: str, count: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_runs_of_all_lengths(backend: str) -> None:
-    """Ids that end at, before and after the borders of runs, in shuffled order, some of them padding."""
+    """Ids that end at, before and after the boundaries of runs, in random order, some of them padding."""
     lengths = [1, 31, 32, 33, 64, 2, 95, 1, 1, 60]
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(2))]
@@ -209,11 +209,11 @@ def test_what_is_saved(layer_norm: bool) -> None:
     inputs = {tensor.data_ptr() for tensor in (ids, segment_ids, SEED, *given.values())}
     saved: list[Tensor] = []
 
-    def note(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         saved.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         ops.embedding(ids, **given, segment_ids=segment_ids, p=0.1, seed=SEED)
     new = [tensor for tensor in saved if tensor.data_ptr() not in inputs]
     copied = ids.nbytes + segment_ids.nbytes  # NumPy may overwrite them before the backward

@@ -1,4 +1,4 @@
-"""FP8: rounding, both layouts, the activation's passes, scales and products."""
+"""FP8: rounding, both layouts, activations, scales and GEMMs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def grid(dtype: torch.dtype) -> Tensor:
 
 
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance of a format's numbers at ``x``."""
+    """The spacing of a format's numbers at ``x``."""
     mantissa, least = {E4M3: (3, -6), E5M2: (2, -14)}[dtype]
     exponent = torch.frexp(x.double()).exponent - 1
     return torch.exp2(exponent.clamp(min=least).double() - mantissa)
 
 
 def on_grid(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Normal numbers of a format times 4: they need no rounding by a scale of 1/4."""
+    """Normal numbers of a format times 4, which are exact with a scale of 1/4."""
     mantissa, _ = {E4M3: (3, -6), E5M2: (2, -14)}[dtype]
     generator = torch.Generator().manual_seed(0)
     whole = torch.randint(2**mantissa, 2 ** (mantissa + 1), shape, generator=generator)
@@ -54,7 +54,7 @@ def run(backend: str, name: str, *arguments: Any) -> Any:
 
 
 def cast(backend: str, x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
-    """Rows, columns and the largest magnitude, from a backend that finds memory full of NaN."""
+    """Rows, columns and the largest magnitude; the outputs are filled with NaN before the call."""
     shapes = (x.shape, (x.shape[1], reference.padded(len(x))))
     rows, columns = (torch.full(shape, NAN, device=x.device).to(dtype) for shape in shapes)
     amax = one(0.0, str(x.device))
@@ -63,7 +63,7 @@ def cast(backend: str, x: Tensor, scale: float, dtype: torch.dtype) -> tuple[Ten
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Except that NaN may have another sign."""
+    """The same bits, except that a NaN may have another sign."""
     bits, others = a.view(torch.uint8).clone(), b.view(torch.uint8).clone()
     bits[a.float().isnan()] = others[b.float().isnan()] = 0x7F
     return torch.equal(bits, others)
@@ -125,7 +125,7 @@ def test_a_gpu_rounds_as_the_reference(strided: bool, element: torch.dtype, dtyp
         assert found == expected if isinstance(found, float) else same_bits(found, expected)
 
 
-# ---- the activation's passes -----------------------------------------------------------------------------------------
+# ---- activations -----------------------------------------------------------------------------------------------------
 
 
 def drawn(shape: tuple[int, int], device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,7 +136,7 @@ def drawn(shape: tuple[int, int], device: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_rounded(q: Tensor, exact: Tensor) -> None:
-    """The nearest number, or the other one where the unrounded number's own error decides."""
+    """The nearest number, or the other neighbour if the error of the unrounded number allows it."""
     own = 1e-6 * exact.abs().max()
     assert (((q.double() - exact).abs() - own) / spacing(exact, q.dtype)).max() <= 0.5 + 1e-4
 
@@ -231,7 +231,7 @@ def test_state_is_restored() -> None:
         Scales([E4M3], 3, torch.device("cpu")).load_state_dict(scales.state_dict())
 
 
-# ---- products --------------------------------------------------------------------------------------------------------
+# ---- GEMMs -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -268,7 +268,7 @@ def test_the_three_products_of_a_linear_layer(device: str) -> None:
 
 @pytest.mark.gpu
 def test_many_weights_are_cast_by_one_launch() -> None:
-    """Of several sizes, those of no whole tile too."""
+    """Of several sizes, also of partial tiles."""
     if fp8_native.refuse(torch.zeros(16, 16, device="cuda")) is not None:
         pytest.skip("needs Hopper's kernels")
     sizes = [(16, 16), (256, 128), (144, 400), (128, 1024), (48, 64)]
@@ -297,7 +297,7 @@ def test_many_weights_are_cast_by_one_launch() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [16, 272, 1024])
 def test_dropout_in_a_cast_is_that_of_the_backward(columns: int) -> None:
-    """The same elements are dropped as dropout_add_layer_norm drops; it rounds to bf16 before the cast."""
+    """The mask is that of dropout_add_layer_norm, which rounds to bf16 before the cast."""
     if fp8_native.refuse(torch.zeros(16, 16, device="cuda")) is not None:
         pytest.skip("needs Hopper's kernels")
     ends = torch.tensor([0, 3, 3, 130, 131, 300, 333], dtype=torch.int32, device="cuda")

@@ -35,7 +35,7 @@ def rounded(x: Tensor, slot: Slot) -> Tensor:
 
 
 class RoundedLinear(torch.autograd.Function):
-    """A linear layer with operands rounded to FP8, in plain torch: what "naive" means here."""
+    """A linear layer with operands rounded to FP8, in plain torch: the naive implementation of the tolerance rule."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class RoundedLinear(torch.autograd.Function):
 
 
 def drawn(pre_norm: bool) -> list[Tensor]:
-    """x, the parameters and, in a pre-LN model, the stream."""
+    """x, the parameters and, in a pre-LN model, the residual stream."""
     generator = torch.Generator().manual_seed(0)
     shapes: list[Any] = [(ENDS[-1], WIDTH), *SHAPES, *([(ENDS[-1], WIDTH)] * pre_norm)]
     return [torch.randn(shape, generator=generator) * WIDTH**-0.5 for shape in shapes]
@@ -85,7 +85,7 @@ def block(x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, parameters: Bl
 
 
 def wrong(found: list[Tensor], naive: list[Tensor], exact: list[Tensor], *, pre_norm: bool) -> list[str]:
-    """What is further from the unrounded layer in fp64 than docs/numerics.md allows."""
+    """The results that violate the tolerance rule, compared with the unrounded layer in fp64."""
     names = ["y", *["z"] * pre_norm, "dx", *(f"d{name}" for name in BlockParameters._fields), *["dresidual"] * pre_norm]
     factors = [OUTPUT_FACTOR] * (1 + pre_norm) + [GRADIENT_FACTOR] * (len(names) - 1 - pre_norm)
     compared = [compare(*each) for each in zip(names, found, naive, exact, factors, strict=True)]
@@ -100,7 +100,7 @@ def test_as_the_unfused_layer_with_rounded_operands(pre_norm: bool, monkeypatch:
     monkeypatch.setattr(torch.nn.functional, "linear", RoundedLinear.apply)
     naive = results(plain, tensors, torch.float32)
     assert wrong(found, naive, exact, pre_norm=pre_norm) == []
-    # Most operands round to the same numbers in both: they are closer to each other than to what is not rounded.
+    # Most operands round to the same numbers in both, so that they are closer to each other than to the exact result.
     for one, other, unrounded in zip(found, naive, exact, strict=True):
         assert (one - other).norm() <= 0.3 * (other - unrounded).norm() + 1e-5 * unrounded.norm()
 
@@ -120,7 +120,7 @@ def test_what_the_layer_keeps() -> None:
     """23 bytes for each of C elements of a token in bf16, with I = 4 C, apart from statistics."""
     kept: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -131,7 +131,7 @@ def test_what_the_layer_keeps() -> None:
     sizes = [(3 * width, width), (3 * width,), (width, width), *[(width,)] * 3]
     sizes += [(4 * width, width), (4 * width,), (width, 4 * width), *[(width,)] * 3]
     parameters = BlockParameters(*(torch.randn(size, generator=generator, requires_grad=True) for size in sizes))
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda each: each):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda each: each):
         options = OPTIONS._replace(max_seqlen=tokens)
         cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32)
         y, _ = fp8_block(x, None, cu_seqlens, None, options, parameters, layer_of(parameters))

@@ -1,5 +1,4 @@
-"""Linear layers with 8-bit products: the sums are exact, rows have scales of their own, and every instruction set gives
-the same bits."""
+"""int8 linear layers: the sums are exact, each row has its own scale, and every instruction set gives the same bits."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def inputs(rows: int, inner: int, columns: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The formula in fp64, of the numbers that are rounded in fp32."""
+    """The formula in fp64, with x rounded as in fp32."""
     most = x.abs().amax(1, keepdim=True)
     scales = weight.abs().amax(1) / 127
     products = (x * (127 / most)).round().double() @ (weight / scales[:, None]).round().double().T
@@ -88,7 +87,7 @@ def test_wrong_inputs_are_refused() -> None:
 
 
 def test_wrong_weights_and_names_are_refused() -> None:
-    """A bias that is too short would be read beyond its end."""
+    """A bias that is too short would be read past its end."""
     x, weight, bias = inputs(3, 64, 32)
     for given, message in (
         ((weight, bias[:3]), r"bias: expected shape \(32,\), got shape \(3,\)"),

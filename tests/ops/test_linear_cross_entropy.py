@@ -1,4 +1,4 @@
-"""linear_cross_entropy: the harness, and what is its own: blocks, shifted labels, batches in parts, wrong labels."""
+"""linear_cross_entropy: the harness, and tests of this op only: blocks, shifted labels, microbatches, wrong labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BACKENDS = ["cpu", "reference", pytest.param("triton", marks=interpreted)]
 
 
 def drawn(*shape: int) -> dict[str, Tensor]:
-    """hidden [*shape, C], weight, labels of which the second and every fifth do not count, and bias."""
+    """hidden [*shape, C], weight, labels of which the second and every fifth are ignored, and bias."""
     generator = torch.Generator().manual_seed(4)
     labels = torch.randint(0, V, shape, generator=generator)
     labels.view(-1)[1::5] = -100
@@ -53,7 +53,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_blocks_do_not_change_the_result(backend: str, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """23 rows in blocks of 4: losses stay the same bit for bit, gradients within the harness's bounds."""
+    """23 rows in blocks of 4: losses have the same bits, gradients are within the bounds of the tolerance rule."""
     given = drawn(N)
     call = dict(given, reduction=reduction, label_smoothing=0.1)
     whole = linear_cross_entropy(**call, backend=backend)
@@ -118,7 +118,7 @@ def test_only_needed_gemms_are_computed(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_second_backward(backend: str) -> None:
-    """The fp32 sum of dweight is given back during a backward, unless another one is announced."""
+    """The fp32 sum of dweight is freed during a backward, unless retain_graph announces another one."""
     given = drawn(N)
     tensors = [given[name] for name in ("hidden", "weight", "bias")]
     loss = linear_cross_entropy(**given, backend=backend)
@@ -133,7 +133,7 @@ def test_a_second_backward(backend: str) -> None:
 @pytest.mark.parametrize("retain_graph", [False, True])
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_on_a_cpu_the_sum_of_dweight_is_the_gradient(retain_graph: bool, factor: float) -> None:
-    """No second tensor of that size, unless a later backward needs the first."""
+    """There is no second tensor of that size, unless a later backward needs the first."""
     hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(40, 8, requires_grad=True)
     labels = torch.tensor([3, -100, 39, 0, 7])
     saved: list[int] = []
@@ -158,7 +158,7 @@ def test_on_a_cpu_the_sum_of_dweight_is_the_gradient(retain_graph: bool, factor:
 
 @pytest.mark.parametrize("words", [1, 7, 8, 9, 63, 64, 65, 129])
 def test_any_vocabulary_size_in_triton(words: int) -> None:
-    """Products end at a multiple of 8 words, rows in memory at one of 64; kernels do the rest."""
+    """GEMMs end at a multiple of 8 tokens, rows are padded to one of 64, and kernels compute the tail."""
     hidden, weight = torch.randn(5, 24), torch.randn(words, 24)
     labels = torch.arange(5) % words
     tensors = [tensor.requires_grad_() for tensor in (hidden, weight)]
@@ -272,13 +272,13 @@ def test_a_wrong_label_leaves_the_gpu_usable(backend: str) -> None:
     ops.check_errors()
 
 
-# ---- what surrounds it -----------------------------------------------------------------------------------------------
+# ---- training --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("as_tensor", [True, False])
 def test_microbatches_add_up(backend: str, as_tensor: bool) -> None:
-    """With the total count, the parts' losses and gradients are the whole batch's."""
+    """With the total count, the losses and gradients of the parts add up to those of the whole batch."""
     given = drawn(N)
     count = (given["labels"] != -100).sum()
     whole = linear_cross_entropy(**given, backend=backend)
@@ -298,8 +298,8 @@ def test_microbatches_add_up(backend: str, as_tensor: bool) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_loss_scale_is_exact(backend: str, dtype: torch.dtype) -> None:
-    """A scaled loss has scaled gradients, bit for bit where the scale is a power of two; fp16's keep what would be lost
-    below its smallest number without it."""
+    """A scaled loss has scaled gradients, with the same bits if the scale is a power of two; in fp16, gradients that
+    would underflow without it are kept."""
     if backend == "triton" and dtype == torch.float16:
         pytest.skip("Triton's interpreter rounds 16-bit types otherwise")
     given = {name: value.detach() for name, value in drawn(N).items()}
@@ -317,7 +317,7 @@ def test_loss_scale_is_exact(backend: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tied_weights(backend: str) -> None:
-    """One tensor is embedding and decoder: its gradient is the sum of both uses."""
+    """One tensor is both embedding and decoder: its gradient is the sum over both uses."""
     given = drawn(N)
     ids = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(5))
 
@@ -352,7 +352,7 @@ def test_what_is_saved(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_more_than_two_to_the_31_logits() -> None:
-    """A block's row offsets are 64-bit, and so are the rows of a call: the last rows of 66,000 come out right."""
+    """Row offsets of a block and of a call are 64-bit: the last of 66,000 rows are correct."""
     rows, words = 66_000, 50_257
     hidden = torch.randn(rows, 16, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(words, 16, device="cuda", dtype=torch.bfloat16)

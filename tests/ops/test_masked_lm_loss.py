@@ -1,4 +1,4 @@
-"""masked_lm_loss: the harness, and what is this op's own: finding rows, samples, no wait for the GPU, memory."""
+"""masked_lm_loss: the harness, and tests of this op only: selection of rows, samples, synchronization, memory."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def predicted(labels: Tensor) -> tuple[Tensor, Tensor]:
     return positions, labels.flatten()[positions]
 
 
-# ---- finding rows ----------------------------------------------------------------------------------------------------
+# ---- selection of rows -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_ways_to_select_rows_agree(backend: str) -> None:
-    """Given, found, found within a bound: the same loss, gradients and samples, bit for bit."""
+    """By positions, by labels, by labels with a limit: the same loss, gradients and samples, to the bit."""
     given = drawn()
     labels = given.pop("labels")
     positions, near = predicted(labels)
@@ -83,7 +83,7 @@ def test_too_many_predictions_give_nan_on_a_gpu() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_that_are_not_predicted_do_not_matter(backend: str) -> None:
-    """NaN in a row that is not predicted reaches nothing, and its gradient is zero."""
+    """NaN in a row that is not predicted has no effect, and the gradient of the row is zero."""
     given = drawn()
     ignored = given["labels"] == -100
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_rows_that_are_not_predicted_do_not_matter(backend: str) -> None:
 @pytest.mark.parametrize("place", ["everywhere", "the label", "another word"])
 def test_rows_with_nan_are_not_correct(backend: str, place: str) -> None:
     labels = torch.tensor([3, 0, V - 1, 17])
-    # The label has the largest logit of every row, were it not for a NaN in the bias.
+    # The label has the largest logit of every row, apart from a NaN in the bias.
     hidden = torch.nn.functional.one_hot(torch.arange(len(labels)), C).float()
     weight = torch.zeros(V, C)
     weight[labels, torch.arange(len(labels))] = 9.0
@@ -141,10 +141,10 @@ def test_a_kernel_records_a_wrong_position_and_continues() -> None:
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])  # the interpreter draws too slowly; the words are the same
+@pytest.mark.parametrize("backend", ["cpu", "reference"])  # Triton's interpreter is too slow; the samples are the same
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
 def test_samples_follow_the_softmax(backend: str, temperature: float) -> None:
-    """Chi-square of words drawn for equal rows, against its 99.9% bound (Wilson and Hilferty's)."""
+    """Chi-square test of the samples for equal rows, with its 99.9% quantile (Wilson and Hilferty)."""
     count, words = 4000, 12
     generator = torch.Generator().manual_seed(8)
     weight = torch.randn(words, 8, generator=generator)
@@ -165,7 +165,7 @@ def test_samples_follow_the_softmax(backend: str, temperature: float) -> None:
 
 
 def test_uniform_numbers_are_uniform() -> None:
-    """In the open interval, with the mean and variance of their distribution, and no two rows alike."""
+    """In the open interval, with the mean and variance of the uniform distribution, and different in every row."""
     u = cross_entropy.uniform(SEED, 100_000).double()
     assert u.min() > 0
     assert u.max() < 1
@@ -186,7 +186,7 @@ def test_every_backend_samples_the_same_tokens(backend: str, temperature: float)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_samples_of_a_large_vocabulary(backend: str, temperature: float) -> None:
-    """More words than a Triton program takes at a time."""
+    """More tokens than a tile of the Triton kernel."""
     generator = torch.Generator().manual_seed(6)
     hidden, weight = torch.randn(8, 4, generator=generator), torch.randn(4500, 4, generator=generator)
     call = {"sample": True, "temperature": temperature, "seed": SEED}
@@ -264,7 +264,7 @@ def test_nothing_synchronizes_with_the_gpu(named: str) -> None:
 
 @pytest.mark.gpu
 def test_memory() -> None:
-    """At most 200 MiB for 32,768 tokens of BERT-large, 15% of them predicted: gradients, which stay, and all else."""
+    """At most 200 MiB for 32,768 tokens of BERT-large, 15% of them predicted, including the gradients."""
     tokens, columns, words, count = 32768, 1024, 30522, 4915
     tensors = [
         torch.randn(shape, device="cuda").bfloat16() for shape in ((tokens, columns), (words, columns), (words,))
@@ -277,7 +277,8 @@ def test_memory() -> None:
         return torch.autograd.grad(masked_lm_loss(*tensors, labels, positions=positions), tensors)
 
     def requested(what: str) -> int:
-        """Bytes that tensors ask for. Blocks of the caching allocator may be larger, by what the process did before."""
+        """Bytes that tensors request. Blocks of the caching allocator may be larger, depending on earlier
+        allocations."""
         return int(torch.cuda.memory_stats()[f"requested_bytes.all.{what}"])
 
     step()

@@ -1,4 +1,4 @@
-"""maxsim: the harness, and what is this op's own: documents without tokens, ties, memory."""
+"""maxsim: the harness, and tests of this op only: documents without tokens, ties, memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_document_without_tokens_scores_minus_infinity(backend: str) -> None:
         document_mask=mask,
         backend=backend,
     )
-    assert scores[[0, 2], 1:].eq(-torch.inf).all()  # no tokens, and none that counts
+    assert scores[[0, 2], 1:].eq(-torch.inf).all()  # no tokens, and only masked ones
     assert scores[1].tolist() == [0.0] * 3  # a query without tokens
     gradients = torch.autograd.grad(scores.masked_fill(scores.isinf(), 0.0).sum(), (queries, documents))
     expected = torch.autograd.grad((queries @ documents[:4].t()).max(1).values.sum(), (queries, documents))
@@ -67,7 +67,7 @@ def test_one_tensor_on_both_sides(backend: str) -> None:
 
 
 def test_rows_after_the_last_sequence_do_not_count() -> None:
-    """A fixed number of rows suits CUDA graphs."""
+    """CUDA graphs need a fixed number of rows."""
     queries, documents = drawn(7, 8), drawn(9, 8)
     bounds = {
         "query_cu_seqlens": cu_seqlens_from_lengths([3, 2]),
@@ -81,7 +81,7 @@ def test_rows_after_the_last_sequence_do_not_count() -> None:
 
 
 def test_the_similarity_matrix_is_never_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products are taken in blocks, and one int32 for each query token and document is saved for the backward."""
+    """Products are computed in blocks, and one int32 for each query token and document is saved for the backward."""
     queries, documents, largest = drawn(6, 10, 8), drawn(4, 12, 8), []
     product = OP.linear.matmul
 

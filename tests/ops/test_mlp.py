@@ -60,7 +60,7 @@ def test_each_gradient_by_itself(wanted: str) -> None:
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype: torch.dtype, backend: str) -> None:
-    """Under autocast the op computes as on tensors cast before; gradients come back in the originals' types."""
+    """Under autocast the op gives the results for tensors that are cast before; gradients have the original types."""
     given = tensors()
     cast = {name: value.detach().to(dtype).requires_grad_() for name, value in given.items()}
     with torch.autocast("cpu", dtype):

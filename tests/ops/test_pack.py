@@ -28,7 +28,7 @@ def padded_batch(lengths: list[int], longest: int, dtype: torch.dtype = torch.in
 
 
 def random_lengths(seed: int) -> tuple[list[int], int, int]:
-    """Of a batch's sequences, some of them empty; and how much longer packed and padded rows are than they need be."""
+    """Lengths of sequences, some of them empty, and the excess rows of the packed and of the padded tensor."""
     random = Random(seed)
     lengths = [random.choice([0, random.randint(1, 9)]) for _ in range(seed % 8)]
     return lengths, random.randint(0, 3), random.randint(0, 4)
@@ -178,7 +178,7 @@ def test_bad_calls_of_helpers(call: Any, error: type[Exception]) -> None:
     [([2, 0, 3], 3, 40), ([2, 9, 3], 4, 14), ([600, 9, 3], 4, 700), ([1, 2], 0, 5), ([], 3, 5), ([7], 7, 7)],
 )
 def test_every_packed_row_is_written(lengths: list[int], longest: int, total: int, device: str) -> None:
-    """The gradient of unpack: also where T is more than B * S, and for tokens that the padded batch has no room for."""
+    """The gradient of unpack: also if T is more than B * S, and for tokens that do not fit into the padded batch."""
     from fasttfm.kernels.pack import reference, triton
 
     x = torch.randn(len(lengths), longest, 5, device=device)

@@ -24,7 +24,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(3, 5, C), (15, C)], ids=["dense", "packed"])
 def test_the_layout_is_that_of_attention(shape: tuple[int, ...]) -> None:
-    """q, k and v are views of one contiguous result, which is no view itself: users may change it in place."""
+    """q, k and v are views of one contiguous result, which is not a view, so that users may change it in place."""
     qkv = qkv_projection(random(*shape), random(3 * C, C), random(3 * C), H)
     assert qkv.shape == (*shape[:-1], 3, H, C // H)
     assert qkv.is_contiguous()
@@ -203,7 +203,7 @@ def test_what_the_hopper_kernel_does_not_support() -> None:
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-# Of one tile, of tiles that reach past the end, and of several rounds of tiles on all multiprocessors.
+# One tile, tiles that extend past the end, and several rounds of tiles on all SMs.
 @pytest.mark.parametrize(("rows", "columns"), [(1, 8), (127, 72), (300, 200), (777, 768), (4700, 1024)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_hopper_kernel(rows: int, columns: int, biased: bool, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""replaced_token_loss: the harness; arbitrary values in the padding; batches in parts."""
+"""replaced_token_loss: the harness, and tests of this op only: arbitrary values in the padding; microbatches."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def test_all_ways_to_exclude_padding_agree() -> None:
-    """A mask, lengths, a packed batch, and tokens picked out as users do it; NaN in the padding reaches nothing."""
+    """A mask, lengths, a packed batch, and tokens selected by the caller; NaN in the padding has no effect."""
     logits, labels, real = batch()
     logits.requires_grad_()
     loss = torch.nn.functional.binary_cross_entropy_with_logits(logits[real], labels[real].float())

@@ -29,7 +29,7 @@ def test_x_the_weight_and_a_number_for_each_row_are_saved() -> None:
 @pytest.mark.large_memory
 @pytest.mark.parametrize("backend", ["cuda", "triton"])
 def test_more_than_two_to_the_31_elements(backend: str) -> None:
-    """Row offsets are 64-bit: the last rows of a tensor of 2.15 billion elements come out right in both directions."""
+    """Row offsets are 64-bit: the last rows of a tensor of 2.15 billion elements are correct in both directions."""
     rows, columns = 2_100_000, 1024
     x = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
     dy = torch.zeros_like(x)

@@ -14,7 +14,7 @@ def tables(positions: int, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_scores_depend_on_distances() -> None:
-    """The product of a turned query and a turned key depends on the difference of their positions alone."""
+    """The product of a rotated query and a rotated key depends only on the difference of their positions."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 32, dtype=torch.float64).unbind()
     angles = torch.arange(50)[:, None] * 100.0 ** (-torch.arange(16, dtype=torch.float64) / 16)
@@ -47,7 +47,7 @@ def test_queries_and_keys_of_one_projection_are_read_in_place() -> None:
 
 
 def test_heads_that_are_not_rotated_are_copied() -> None:
-    """Infinities and NaN included: values go through the op next to queries and keys."""
+    """Including infinities and NaN, because values are in the same tensor as queries and keys."""
     torch.manual_seed(0)
     qkv, (cos, sin) = torch.randn(5, 3, 2, 8), tables(5, 4)
     qkv[:, 2, 0, 0], qkv[:, 2, 1, 4] = torch.inf, torch.nan

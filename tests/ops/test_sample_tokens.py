@@ -15,7 +15,7 @@ BACKENDS = ["cpu", "reference", pytest.param("triton", marks=interpreted)]
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_sequences_get_their_tokens(backend: str) -> None:
-    """One goes on, one ends with its token, one has its last, one has ended before."""
+    """One continues, one ends with a stop token, one reaches its limit, and one has ended before."""
     logits = torch.zeros(4, 9).scatter(1, torch.tensor([[5], [6], [7], [8]]), 1.0)
     greedy = (torch.zeros(4), torch.zeros(4, dtype=torch.int32), torch.ones(4))
     positions = torch.tensor([3, 1, 2, 4], dtype=torch.int32)

@@ -35,7 +35,7 @@ class Size(NamedTuple):
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
 
     def drawn(self, pre_norm: bool, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
-        """x, the parameters and, in a pre-LN model, the stream."""
+        """x, the parameters and, in a pre-LN model, the residual stream."""
         generator = torch.Generator().manual_seed(0)
         stream = (sum(self.lengths), self.width)
         shapes = [stream, *self.parameters, *([stream] * pre_norm)]
@@ -65,7 +65,7 @@ def results(
 
 
 def wrong(size: Size, options: BlockOptions, tensors: list[Tensor], *, pre_norm: bool) -> list[str]:
-    """What is further from the unfused layer in fp64 than docs/numerics.md allows."""
+    """The results that violate the tolerance rule, compared with the unfused layer in fp64."""
     dtype = tensors[0].dtype
     found = results("block", size, options, tensors, dtype)
     naive = results("reference", size, options, tensors, dtype)

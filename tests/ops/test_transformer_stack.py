@@ -1,4 +1,4 @@
-"""Layers in one native call against layers op by op: the same bits, where the same library multiplies."""
+"""Layers in one native call against layers op by op: the same bits if both use the same GEMMs."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ LAYOUTS = [
 
 @pytest.fixture(autouse=True)
 def kernels_of_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the kernels for few rows, which have their own tests (tests/test_few_rows.py)."""
+    """Disables the kernels for few rows, which have their own tests (tests/test_few_rows.py)."""
     monkeypatch.setattr(transformer_native, "MOST_FEW_ROWS", 0)
     monkeypatch.setattr(transformer_native, "MOST_SHORT_TOKENS", 0)
 
 
 class Problem:
-    """A stack of layers and its inputs, drawn from a fixed seed."""
+    """A stack of layers and its inputs, random with a fixed seed."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Problem:
 
 
 def multiply(a: Tensor, b: Tensor, *, bias: Tensor | None, total: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``a @ b`` by the product that the native layers run."""
+    """``a @ b`` by the GEMM of the native layers."""
 
     def stored(matrix: Tensor) -> tuple[Tensor, bool]:
         transposed = matrix.stride(0) == 1 and matrix.stride(1) != 1
@@ -151,7 +151,7 @@ def multiply(a: Tensor, b: Tensor, *, bias: Tensor | None, total: Tensor | None,
 
 @pytest.fixture
 def same_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the ops multiply with the algorithms that the native layers choose."""
+    """On a GPU the ops use the GEMM algorithms of the native layers."""
     torch_mm = torch.mm
 
     def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Any = None) -> Tensor:
@@ -175,7 +175,7 @@ def same_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def different(found: list[Tensor], expected: list[Tensor]) -> list[int]:
-    """Which tensors differ in a bit."""
+    """The indices of tensors that differ in a bit."""
     pairs = enumerate(zip(found, expected, strict=True))
     return [index for index, (a, b) in pairs if a.dtype != b.dtype or not torch.equal(a, b)]
 
@@ -202,7 +202,7 @@ def test_same_bits_as_op_by_op(
 
 @pytest.mark.parametrize(("device", "dtype", "parameter_dtype"), DEVICES)
 def test_other_sizes(device: str, dtype: torch.dtype, parameter_dtype: torch.dtype, same_products: None) -> None:
-    """Heads of 128, sequences of a few tokens (whose column sums are another kernel's), one token, no biases."""
+    """Heads of 128, sequences of a few tokens (for which another kernel computes column sums), one token, no biases."""
     problems = [
         Problem(device, dtype, parameter_dtype, head_dim=128, sequences=[0, 130, 300]),
         Problem(device, dtype, parameter_dtype, sequences=list(range(0, 65, 8))),
@@ -226,7 +226,7 @@ def test_gradients_that_are_requested(
     problem = Problem(device, dtype, parameter_dtype)
     if wanted == "layer by layer":
         monkeypatch.setattr(transformer_stack, "_LARGE", 1)
-        monkeypatch.setattr(transformer_stack, "_faster_attention", lambda *_: None)  # Triton's has other bits
+        monkeypatch.setattr(transformer_stack, "_faster_attention", lambda *_: None)  # that of Triton has other bits
     else:
         frozen = problem.layers[0] if "first" in wanted else [each.up_bias for each in problem.layers]
         frozen = [*frozen, *(each.qkv_bias for each in problem.layers if "biases" in wanted)]
@@ -296,7 +296,7 @@ def test_attention_s_backward_by_another_backend(
     same_products: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Large layers of short sequences: on a GPU Triton's kernels are the faster ones."""
+    """Large layers of short sequences, for which Triton's kernels are faster on a GPU."""
     problem = Problem(device, dtype, parameter_dtype, pre_norm=pre_norm, options=OPTIONS._replace(**RATES))
     monkeypatch.setattr(transformer_stack, "_LARGE", 1)
     calls: list[Tensor] = []
@@ -304,7 +304,7 @@ def test_attention_s_backward_by_another_backend(
     monkeypatch.setattr(
         transformer_stack, "_attention_backward", lambda *call: (calls.append(call[-1]), backward(*call))[1]
     )
-    if device == "cpu":  # as if there were another one
+    if device == "cpu":  # simulates another backend
 
         def other(batch: Any, layers: Any, own: Any, options: Any, kept: Tensor, z: Any) -> Any:
             _, saved = transformer_native.kept_tensors(batch, layers, options, kept, z, 0)
@@ -396,7 +396,7 @@ def test_what_the_core_does_not_support() -> None:
 @hopper
 def test_a_captured_step_gives_the_same_bits() -> None:
     problem = Problem("cuda", torch.bfloat16, torch.float32, options=OPTIONS._replace(**RATES))
-    # Detached: a graph of autograd that is alive keeps the parameters' nodes on the stream that they were made on.
+    # Detached: a live autograd graph keeps the parameters' nodes on the stream on which they were created.
     expected = [each.detach() for each in problem.results(problem.in_one_call)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -476,7 +476,7 @@ def test_memory_is_freed() -> None:
 @pytest.mark.gpu
 @hopper
 def test_a_new_token_count_compiles_nothing() -> None:
-    """Each forward and backward of another length: the slowest takes at most ten times as long as the median."""
+    """Forward and backward with a new length each time: the slowest takes at most ten times the median."""
     import time
 
     times = []
@@ -490,7 +490,7 @@ def test_a_new_token_count_compiles_nothing() -> None:
     assert sorted(times[5:])[-2] < 10 * sorted(times)[50]
 
 
-# A profiler in small: NVTX loads it and lets it take the place of functions; it prints the names of ranges.
+# A minimal NVTX injection library, which replaces NVTX functions and prints the names of ranges.
 PROFILER = """
 #include <stdio.h>
 struct Callbacks {

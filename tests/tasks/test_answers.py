@@ -69,7 +69,7 @@ def window_of(first: int, start: int, size: int) -> Window:
 
 
 def searched(window: Window, start: np.ndarray, end: np.ndarray, longest: int) -> tuple[int, int, float]:
-    """By trying all."""
+    """The best span by exhaustive search."""
     inside = range(window.first, window.first + window.size)
     spans = [(i, j, float(start[i] + end[j])) for i in inside for j in inside if i <= j < i + longest]
     i, j, score = max(spans, key=lambda span: span[2])
@@ -136,13 +136,13 @@ def test_scores_are_means_over_the_nearest_answers() -> None:
 
 
 def test_several_lists_of_answers_are_averaged() -> None:
-    """CoQA: each person's answer is left out in turn, and the nearest of the others' counts."""
+    """CoQA: each person's answers are left out in turn, and the closest of the others' counts."""
     gold = {"a": [["in a barn", "barn"], ["the barn", "barn"], ["the barn", "in a barn"]], "b": [["yes"], [""]]}
     scores = answer_scores(gold, {"a": "barn", "b": ""})
     assert scores["exact"] == pytest.approx((1 + 1 / 2) / 2)  # "the barn" is "barn"
     assert answer_scores(gold, {"a": "in barn", "b": "yes"})["f1"] == pytest.approx((8 / 9 + 1 / 2) / 2)
     assert set(scores) == {"exact", "f1"}  # somebody answered b
-    # With no answer b has 1/2, as with a right one; with a wrong one it has none.
+    # Without an answer b scores 1/2, as with a correct one; with a wrong one it scores 0.
     assert best_threshold(gold, {"a": "barn", "b": "no"}, {"a": 0.0, "b": 1.0}) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""TinyBERT's data augmentation: what is replaced, by what, and what stays."""
+"""TinyBERT's data augmentation: which words are replaced, and by which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-1's pairs without an order: both orders are read, and their states are added."""
+"""GPT-1's symmetric pairs: both orders are read, and their hidden states are added."""
 
 from __future__ import annotations
 

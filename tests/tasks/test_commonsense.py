@@ -1,4 +1,4 @@
-"""The commonsense task: a graph's paths answer what the text cannot, and say why."""
+"""The commonsense task: the paths of a graph answer what the text does not, and explain the answer."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_encoder(family: str, wordpiece: Tokenizer, tmp_path: Path) -> None:
-    """A masked-LM checkpoint of each family becomes a KagNet, which is saved and opened with the same answers."""
+    """A masked-LM checkpoint of each family becomes a KagNet, which gives the same answers after saving and loading."""
     fields = {**FAMILIES[family], "vocab_size": wordpiece.vocab_size, "max_position_embeddings": 130}
     config = getattr(models, f"{family}Config")(**fields)
     torch.manual_seed(0)

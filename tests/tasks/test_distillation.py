@@ -27,7 +27,7 @@ SIZES = {
 
 @dataclass
 class Batch:
-    """What the recipes read of a batch."""
+    """The fields of a batch that the recipes read."""
 
     input_ids: Tensor
     token_type_ids: Tensor | None
@@ -71,7 +71,7 @@ def padded(x: Tensor) -> Tensor:
 
 
 def whole(model: Any, given: Batch, **options: Any) -> Any:
-    """What a model says of the padded batch."""
+    """The output of a model for the padded batch."""
     mask = padded(torch.ones(given.tokens, dtype=torch.long))
     return model(padded(given.input_ids), mask, **options)
 

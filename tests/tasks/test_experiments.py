@@ -1,4 +1,4 @@
-"""Every experiment runs in its quick form and leaves a table, a plot and a page."""
+"""Every experiment runs in its quick form and writes a table, a plot and a page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fasttfm.tasks.experiments.replaced_tokens import AllTokensMLM, MaskedDetect
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
-    """Tokenizers and shards are made once for all experiments."""
+    """Tokenizers and shards are created once for all experiments."""
     return Lab(tmp_path_factory.mktemp("lab"), quick=True)
 
 
@@ -72,7 +72,7 @@ def test_a_symbol_has_the_same_label_throughout_a_sequence() -> None:
 
 
 def test_losses_of_replaced_tokens(lab: Lab) -> None:
-    """Each variant counts what its mean is over, and reads the generator's samples, not the masks."""
+    """Each variant divides by its own count, and reads the generator's samples instead of the masks."""
     config = models.ElectraConfig(**lab.sizes, embedding_size=32)
     _, (batch, *_) = lab.batches(lab.wordpiece, "electra")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What is trained and what is not: class weights, frozen layers, LoRA."""
+"""Options of fine-tuning: class weights, frozen layers, LoRA."""
 
 from __future__ import annotations
 
@@ -209,8 +209,8 @@ def test_a_gpt3_has_heads(bpe: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_steps_are_those_of_transformers_and_torch(model_directory: Path, tmp_path: Path) -> None:
-    """The same batches, without dropout: transformers' model on padded batches, torch's AdamW and clipping, and the
-    linear schedule, which here does not begin at 0."""
+    """The same batches without dropout, against transformers' model on padded batches with torch's AdamW and clipping
+    and the linear schedule, which here does not start at 0."""
     import transformers
 
     torch.manual_seed(0)

@@ -59,7 +59,7 @@ def finetune(model: Path, data: Path, output: Path, *options: Any) -> int:
 
 
 def left(output: Path) -> tuple[bytes, list[tuple[str, ...]], dict[str, Any]]:
-    """What a run leaves and another one must have too: parameters, the rows of the log with scores, metrics."""
+    """The results of a run that another one must reproduce: parameters, the rows of the log with scores, metrics."""
     columns = ("step", "tokens", "learning_rate", "held_out_accuracy", "held_out_f1", "held_out_matthews")
     rows = [tuple(row[name] for name in columns) for row in read_rows(output / "log.csv") if row["held_out_f1"] != ""]
     metrics = json.loads((output / "metrics.json").read_text())
@@ -242,7 +242,7 @@ def test_plans_and_spreads() -> None:
 
 
 def curve(directory: Path, world: World, weights: str | None = None) -> list[float]:
-    """Losses and gradient norms of a training with batches of 4 in which one is left over."""
+    """Losses and gradient norms of a run with batches of 4 and a partial last batch."""
     torch.manual_seed(0)
     model, task = prepare("classify", directory, EXAMPLES)
     for module in model.modules():
@@ -284,7 +284,7 @@ def test_two_processes_match_one(model_directory: Path, tmp_path: Path) -> None:
 
 
 def ranked_finetune(model: Path, data: Path, output: Path, stop_after: int | None, *options: Any) -> None:
-    """The command in one of torchrun's processes, which all get torchrun's SIGTERM after a step."""
+    """The command in one of torchrun's processes, all of which get SIGTERM from torchrun after a step."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -304,8 +304,8 @@ def ranked_finetune(model: Path, data: Path, output: Path, stop_after: int | Non
 def test_processes_stop_and_resume_with_the_same_bits(
     model_directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each process has random numbers of its own. A signal reaches them after different steps, so that only the
-    checkpoints that are due are written: the run continues after the last of them."""
+    """Each process has its own random numbers. A signal reaches them after different steps, so that only scheduled
+    checkpoints are written, and the run continues after the last of them."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 
     def run(output: Path, stop_after: int | None, *options: Any) -> list[int | None]:
@@ -325,7 +325,7 @@ def test_processes_stop_and_resume_with_the_same_bits(
     assert left(parts) == left(whole)
 
 
-# ---- reports and pictures --------------------------------------------------------------------------------------------
+# ---- reports and plots -----------------------------------------------------------------------------------------------
 
 
 def test_metrics_are_reported(

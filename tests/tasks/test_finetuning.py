@@ -1,4 +1,4 @@
-"""The parts of fine-tuning: examples in, features, targets and predictions out; what is trained; what is refused."""
+"""The parts of fine-tuning: features, targets and predictions of examples; training; errors."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ EXAMPLES: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("family", SMALL_FAMILIES)
 def test_every_family_takes_a_step(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """Packed batches of every task, with what a family has: segments or none, one separator or two, new words."""
+    """Packed batches of every task, with the properties of each family: segments, one or two separators, new tokens."""
     tokenizer: Tokenizer = request.getfixturevalue(SMALL_FAMILIES[family][2])
     save_small(family, tokenizer, tmp_path)
     gpt = family in ("openai-gpt", "gpt2")
@@ -254,7 +254,7 @@ def question(context: str, answer: str | None, number: int = 0) -> QuestionExamp
 
 
 def test_answers_are_found_over_windows(wordpiece: Tokenizer) -> None:
-    """With logits that point at the right tokens, the text of the answer comes out, whatever window has it."""
+    """With logits for the correct tokens, the prediction is the text of the answer, in whichever window it is."""
     long = " ".join(["peace and commerce with all nations"] * 12)
     examples = [question(f"{long}, in 1787; {long}", "1787"), question(long, None, 1), question("In 1812.", "1812", 2)]
     task = QuestionTask(language(wordpiece, 40), examples, stride=9)
@@ -280,7 +280,7 @@ def test_without_unanswerable_questions_nothing_is_tuned(wordpiece: Tokenizer) -
     task = QuestionTask(language(wordpiece), examples)
     features = task.features(examples)
     rows = np.zeros((1, features[0].tokens))
-    rows[0, 0] = 99.0  # the first token says: no answer
+    rows[0, 0] = 99.0  # predicts that there is no answer
     predictions = task.predictions(examples, features, [(rows[0], rows[0])])
     task.tune(examples, predictions)
     assert task.threshold is None
@@ -300,7 +300,7 @@ def test_logits_of_questions_are_the_models(bert_directory: Path) -> None:
             assert (start[feature.tokens :] < -1e30).all()
 
 
-# ---- where examples come from ----------------------------------------------------------------------------------------
+# ---- sources of examples ---------------------------------------------------------------------------------------------
 
 
 def test_a_directory_has_parts(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_a_tenth_is_the_dev_set_if_there_is_no_other(tmp_path: Path) -> None:
     assert read_examples("classify", path, seed=1) != found
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_examples_without_labels_are_refused(bert_directory: Path) -> None:

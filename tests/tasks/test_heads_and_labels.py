@@ -1,4 +1,4 @@
-"""Heads that a checkpoint has, lacks, or has for something else; labels that cannot be learnt; long texts."""
+"""Checkpoints with a head, without one, or with one for another task; labels missing from training; long texts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every command with arguments and files that cannot be right: a sentence and a status, no traceback, nothing trained
-and nothing lost."""
+"""Every command with wrong arguments and files: an error message and an exit status, no traceback, no training and no
+loss of data."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ def test_unusable_input_is_named(
     assert "Traceback" not in said
 
 
-# ---- what is printed -------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_for_stdout(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Images: files in, fine-tuning on the shipped sample by the command, predictions out, what cannot be read."""
+"""Images: fine-tuning on the shipped sample by the command, predictions, preprocessing, and files that cannot be
+read."""
 
 from __future__ import annotations
 
@@ -95,11 +96,11 @@ def test_predictions_of_files(run: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert plain([dev[0].pixels()])[0] == plain({"image": dev[0].pixels()})
 
 
-# ---- what a model reads ----------------------------------------------------------------------------------------------
+# ---- preprocessing ---------------------------------------------------------------------------------------------------
 
 
 def test_images_are_resized_as_by_pillow() -> None:
-    """Resized by Pillow: up to one step of 256, for it rounds its weights."""
+    """Within one of 256 levels, because Pillow rounds its weights."""
     image = pytest.importorskip("PIL.Image", reason="it resizes")
     picture = np.random.default_rng(0).integers(0, 256, (37, 50, 3), dtype=np.uint8)
     for bicubic, resample in ((False, image.BILINEAR), (True, image.BICUBIC)):
@@ -136,7 +137,7 @@ def test_a_processor_of_transformers_is_read(vit: Path, tmp_path: Path) -> None:
 
 
 class Pairs:
-    """What torchvision's data sets are to a caller."""
+    """A data set with the interface of torchvision's."""
 
     classes = ("night", "day")
 
@@ -176,7 +177,7 @@ def test_class_weights_decode_nothing(vit: Path) -> None:
     assert balanced_weights(task, task.features(train)) == pytest.approx([2 / 3, 2.0])
 
 
-# ---- what cannot be read ---------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_unusable_files_are_named(tmp_path: Path) -> None:
@@ -272,7 +273,7 @@ def test_the_command_rejects_wrong_arguments(vit: Path, bert_directory: Path, tm
 
 
 def test_folders_of_images_train(vit: Path, tmp_path: Path) -> None:
-    """train and val with a folder for each label, as ImageNet's are; and only one such folder."""
+    """train and val with a folder for each label, as in ImageNet, and a single such folder."""
     image = pytest.importorskip("PIL.Image", reason="it writes images")
     for part, count in (("train", 6), ("val", 2)):
         for label in ("dark", "light"):

@@ -1,4 +1,4 @@
-"""Sequences of one text and two, batches of them, GPT-1's words, learning rates by layer."""
+"""Sequences of one and two texts, batches, the special tokens of GPT-1, and learning rates by layer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_two_texts() -> None:
 @pytest.mark.parametrize("first", range(12))
 @pytest.mark.parametrize("second", [0, 3, 4, 9])
 def test_the_longer_text_loses_tokens(first: int, second: int) -> None:
-    """Against one token at a time."""
+    """Against a loop that removes one token at a time."""
     a, b = list(range(100, 100 + first)), list(range(200, 200 + second))
     expected_a, expected_b = list(a), list(b)
     while len(expected_a) + len(expected_b) > BERT.room:

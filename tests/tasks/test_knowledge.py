@@ -1,4 +1,5 @@
-"""Relations and types of entities: marks, alignment, scores; a model that knows a graph against one that does not."""
+"""Relations and types of entities: markers, alignment, scores; a model with the vectors of a graph against one
+without."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ TYPES = [TypingExample(TEXT, SPAIN, [CUBA], ("country", "place")), TypingExample
 
 @pytest.fixture(scope="module")
 def ernie(wordpiece: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with drawn parameters and the vectors of the shipped graph."""
+    """A small model with random parameters and the vectors of the shipped graph."""
     graph = read_triples(shipped_knowledge("triples"))
     found = train_transe(graph, TransESettings(width=32, epochs=200, learning_rate=0.02, held_out=0.0))
     assert found.hits(10) > 0.9
@@ -122,7 +123,7 @@ def test_scores_of_types() -> None:
     assert type_scores(gold, gold) == {"accuracy": 1.0, "macro_f1": 1.0, "micro_f1": 1.0}
 
 
-# ---- what knowledge is worth -----------------------------------------------------------------------------------------
+# ---- benefit of the graph --------------------------------------------------------------------------------------------
 
 
 def finetuned(task: str, model: Path, output: Path, *, epochs: int) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def finetuned(task: str, model: Path, output: Path, *, epochs: int) -> dict[str,
 
 
 def test_knowledge_of_a_graph_helps(ernie: Path, tmp_path: Path) -> None:
-    """The dev set's places are in no training example: what the texts do not say, only the graph can."""
+    """The places of the dev set are in no training example, so that only the graph describes them."""
     known = finetuned("relation", ernie, tmp_path / "known", epochs=12)["dev"]["accuracy"]
     made = models.ErnieKnowledgeForMaskedLM.from_pretrained(ernie)
     made.set_entities(made.entity_names, torch.zeros_like(made.knowledge.entity_embeddings.weight))

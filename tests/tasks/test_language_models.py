@@ -1,5 +1,5 @@
-"""Words for masks and likelihoods of texts, against sums over the logits of single sequences; ``fasttfm fill-mask`` and
-``fasttfm score``."""
+"""Predictions for masks and likelihoods of texts against those of single sequences; ``fasttfm fill-mask`` and ``fasttfm
+score``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def causal(gpt_directory: Path) -> LanguageModel:
 
 
 def log_likelihoods(language_model: LanguageModel, ids: list[int]) -> torch.Tensor:
-    """log P [tokens, vocabulary] of the model's own call."""
+    """log P [tokens, vocabulary] from a call of the model."""
     with torch.no_grad():
         logits: torch.Tensor = language_model.model(torch.tensor([ids])).logits[0]
     return logits.log_softmax(-1)

@@ -1,5 +1,5 @@
-"""``tasks.load``: a saved model says the same as the one in memory, for every task and whatever its examples look like;
-what a checkpoint does not state is inferred and told."""
+"""``tasks.load``: a saved model makes the predictions of the one in memory, for every task and every form of examples;
+what a checkpoint does not state is inferred, with a warning."""
 
 from __future__ import annotations
 

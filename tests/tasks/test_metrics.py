@@ -1,4 +1,4 @@
-"""Scores of labels, values and tags against values computed by hand."""
+"""Scores of labels, values and tags against results computed by hand."""
 
 from __future__ import annotations
 

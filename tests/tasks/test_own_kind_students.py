@@ -1,4 +1,4 @@
-"""Students of other teachers than BERT: models of the teacher's kind, with some of its layers or of other sizes."""
+"""Students of teachers other than BERT: models of the teacher's family, with some of its layers or other sizes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_terms_of_a_gpt() -> None:
 @pytest.mark.parametrize("family", ["Roberta", "Electra", "Albert", "DistilBert", "GPT2", "OpenAIGPT", "GPT3"])
 @pytest.mark.parametrize("attention", ["scores", "weights"])
 def test_tinyberts_terms_of_other_kinds(family: str, attention: str) -> None:
-    """Against the formulas over the keys that each query attends to. The terms are computed in fp32."""
+    """Against the formulas, over the keys that each query attends to. The terms are computed in fp32."""
     teacher = base_of(gpt(family) if "GPT" in family else tiny_teacher(family)).double()
     student: Any = tinybert_student(teacher, layers=2).double().eval()
     assert type(student) is type(teacher)

@@ -1,4 +1,4 @@
-"""Prompts with and without examples, texts that stop, and text from a stream of tokens."""
+"""Prompts with and without examples, stop strings, and text from a stream of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every task's fine-tuning on its shipped sample, from drawn parameters to files, in seconds."""
+"""Fine-tuning of every task on its shipped sample, from random parameters to files, in seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fasttfm.data.texts import shipped_task
 from fasttfm.inference.opening import open_model
 from fasttfm.tasks.registry import TASKS
 
-# Epochs, learning rate, the score to look at, and by how much it must be above the majority's.
+# Epochs, learning rate, the score that is tested, and by how much it must exceed the majority baseline.
 RUNS = {
     "classify": (6, 3e-3, "accuracy", 0.15),
     "pair": (5, 3e-3, "accuracy", 0.2),
@@ -49,7 +49,7 @@ def test_a_model_beats_the_majority_baseline(task: str, bert_directory: Path, tm
 
 
 def check_predictions(task: str, output: Path, metrics: dict[str, Any]) -> None:
-    """The file holds what the scores are of."""
+    """The file contains the predictions that the scores are computed from."""
     gold = shipped_task(task)["dev"]
     text = (output / f"predictions.{FILES[task]}").read_text()
     if task == "qa":
@@ -71,7 +71,7 @@ def check_predictions(task: str, output: Path, metrics: dict[str, Any]) -> None:
 
 
 def check_with_transformers(task: str, directory: Path) -> None:
-    """transformers opens the directory and says the same."""
+    """transformers loads the directory and makes the same predictions."""
     import transformers
 
     classes = {

@@ -1,4 +1,4 @@
-"""The similarity task: its files, losses, scores, gradient caching, and the model that it leaves."""
+"""The similarity task: files, losses, scores, gradient caching, and the saved model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fine-tuning, distillation, vectors and prompts on a GPU, in bf16: the commands as they are called there."""
+"""Fine-tuning, distillation, embeddings and prompts on a GPU, in bf16, by the commands."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ PAIRS = [TextExample(text, TEXTS[index - 3], "abc"[index % 3]) for index, text i
 
 
 def saved(name: str, directory: Path, train: list[Any], output: Path, **options: Any) -> tuple[Any, Any]:
-    """A model with a drawn head for the task, large enough that predictions differ between examples."""
+    """A model with a random head for the task, large enough that predictions differ between examples."""
     torch.manual_seed(1)
     model, task = prepare(name, directory, train, **options)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_values_of_pairs(bert_directory: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ENCODERS, indirect=True)
 def test_answers(directory: Path, tmp_path: Path) -> None:
-    """transformers has no pipeline for questions any more: its tokenizer and its model give the same logits."""
+    """transformers 5 has no pipeline for questions: its tokenizer and its model give the same logits."""
     examples = [QuestionExample(text, text[:9], text, [Answer(text[:3], 0)], False) for text in TEXTS]
     model, task = saved("qa", directory, examples, tmp_path / "qa")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "qa")

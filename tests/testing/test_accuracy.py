@@ -1,4 +1,4 @@
-"""How an op's outputs are compared: a single number in several draws of the inputs, infinities, what cancels."""
+"""The comparison of an op's outputs: a single number over several random inputs, infinities, cancellation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_single_number_is_compared_in_several_draws(name: str, draws: int) -> 
     assert len(seen) == len({found.sum().item() for found in seen}) == draws
     assert not loss.ok
     assert len(gradients) == 3
-    assert all(gradient.ok for gradient in gradients) == (draws > 1)  # they are of the first draw
+    assert all(gradient.ok for gradient in gradients) == (draws > 1)  # of the first inputs
 
 
 def test_infinities_must_be_the_same() -> None:
@@ -54,7 +54,7 @@ def test_elements_that_cancel_are_compared_with_their_terms() -> None:
     assert held(0.0, 0.0, 0.0, 2.0) == [True, True]
     assert held(2e-7, 0.0, 0.0, 2.0) == [True, True]  # one rounding step at 3
     assert held(4e-7, 0.0, 0.0, 2.0) == [True, False]
-    assert held(0.0, 0.0, 1e-6, 2.0) == [False, True]  # nothing cancels there
+    assert held(0.0, 0.0, 1e-6, 2.0) == [False, True]  # there is no cancellation there
     assert held(0.0, 0.0, 0.0, 2.000001) == [False, True]
 
 
@@ -64,7 +64,7 @@ ONE_TOKEN = attention._case("one token", (1, 1, 1), 2, 15, layout="fused")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", [None, without_delta], ids=["reference", "broken"])
 def test_the_gradient_of_a_score_cancels_for_one_key(dtype: torch.dtype, function: Any) -> None:
-    """Plain torch's is exactly 0. The difference of two sums is not, and a gradient without the difference is wrong."""
+    """Plain torch gives exactly 0. The difference of two sums is not exactly 0, and a gradient without it is wrong."""
     call = RandomCall(Call(attention.SPEC, ONE_TOKEN, dtype, "reference", function=function), 0, 0)
     if function is None:
         call.check()

@@ -1,4 +1,4 @@
-"""How modules are compared: against a truth that is fp64 throughout, in as many runs as the compared sizes ask for."""
+"""The comparison of modules: with a result in fp64 throughout, over a number of runs that depends on the sizes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_only_sizes_decide_the_number_of_runs(factor: float, rows: int) -> None:
 
 
 class _Exponential(torch.autograd.Function):
-    """Its gradient is right, and taken for a constant by a second derivative."""
+    """Its gradient is correct, but a second derivative takes it for a constant."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Each property of fasttfm.testing.properties rejects an op that lacks it; and evaluation may come before training."""
+"""Each property of fasttfm.testing.properties rejects an op that does not have it; and evaluation before training."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ReadsAsContiguous(Broken):
 
 
 class ReadsAligned(Broken):
-    """Rounds the address of a contiguous gradient down, as a vector load that ignores the lowest bits."""
+    """Rounds the address of a contiguous gradient down, like a vector load that ignores the lowest bits."""
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -79,7 +79,7 @@ class TakesOneNumber(Broken):
 
 
 class NeedsAll(Broken):
-    """Forgets dx where the weight wants no gradient."""
+    """Does not compute dx if the weight requires no gradient."""
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:

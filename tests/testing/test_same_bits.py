@@ -1,4 +1,4 @@
-"""The check of equal bits notices what it is for."""
+"""The check for equal bits detects results that depend on alignment or on the number of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel for the Hugging Face hub: self-contained, in a namespace of its own, and with fasttfm's results."""
+"""The kernel for the Hugging Face hub: self-contained, in its own namespace, and with the results of fasttfm."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def kernel(variant: Path) -> Any:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """What a file imports, by its first name; nothing for relative imports."""
+    """The top-level packages that a file imports, without relative imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)

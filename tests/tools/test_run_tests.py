@@ -1,4 +1,4 @@
-"""tools/run_tests.py on a small suite of its own: what passes, fails, crashes, hangs and is left over is all told."""
+"""tools/run_tests.py on a small suite: tests that pass, fail, crash, hang or are not run are all reported."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_selection_of_nothing_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_lost_cuda_context_is_the_failure_of_one_test(tmp_path: Path) -> None:
-    """With a torch of its own, whose synchronize() fails for good once a test has spoiled it."""
+    """With a fake torch, whose synchronize() always fails after a test has spoiled it."""
     torch = """
         class cuda:
             spoiled = False

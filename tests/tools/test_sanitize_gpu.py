@@ -1,4 +1,4 @@
-"""tools/sanitize_gpu.py: which lines of compute-sanitizer's output are findings, and whose."""
+"""tools/sanitize_gpu.py: which lines of compute-sanitizer's output are findings, and of which test."""
 
 from __future__ import annotations
 

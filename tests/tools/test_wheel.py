@@ -1,4 +1,4 @@
-"""tools/wheel.py: the tag of a release and what is said about a wheel. `make wheel` runs the rest."""
+"""tools/wheel.py: the tag of a release and the description of a wheel. `make wheel` runs the rest."""
 
 from __future__ import annotations
 

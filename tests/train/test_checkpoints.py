@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there: full disks, damaged and foreign files, the last good one stays."""
+"""Checkpoints are complete or absent: full disks, damaged and foreign files; the last good one is kept."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_failed_write_keeps_the_last_good_checkpoint(tmp_path: Path, error: Ex
 def test_a_kill_while_a_step_is_saved_again_loses_nothing(
     renames: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the two renames, the first sets the earlier checkpoint aside and the second gives the new one its name."""
+    """The first rename moves the earlier checkpoint aside, the second gives the new one its name."""
     kept = Checkpoints(tmp_path)
     kept.save(1, lambda directory: files.write_state(directory, {"version": 1}))
     before = os.rename
@@ -121,8 +121,8 @@ MOMENTS = ("write_state", "_write_manifest", "_sync", "_sync_directory", "sync_f
 def test_sigterm_while_a_checkpoint_is_written(
     moment: str, signals: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first signal lets the checkpoint be finished. A second one ends the run at once, and the checkpoint before
-    stays usable."""
+    """After the first signal the checkpoint is completed. A second one ends the run at once, and the previous
+    checkpoint stays usable."""
     kept = Checkpoints(tmp_path, keep=2)
 
     def write_checkpoint(directory: Path) -> None:
@@ -148,7 +148,7 @@ def test_sigterm_while_a_checkpoint_is_written(
     assert stop.asked
     monkeypatch.undo()
     newest = Checkpoints(tmp_path).newest()  # checks every file against the manifest
-    # The rename is what makes a checkpoint: what comes after it, the folder's sync and the link, finds it whole.
+    # After the rename the checkpoint is complete: only the sync of the folder and the link follow.
     assert newest == kept.path(2 if signals == 1 or moment == "os.replace" else 1)
     assert files.read_state(newest) == {"step": 2}
     kept.clean()
@@ -158,7 +158,7 @@ def test_sigterm_while_a_checkpoint_is_written(
 
 
 def small_files(settings: Any, run: Any) -> None:
-    """Trains where no file may have more than 100,000 bytes: as on a disk that fills up."""
+    """Trains with a limit of 100,000 bytes per file, as on a disk that fills up."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     try:

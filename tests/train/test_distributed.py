@@ -1,4 +1,4 @@
-"""Two processes on the CPU: the loss curve of one, for DDP and FSDP; and what happens when one of them dies."""
+"""Two processes on the CPU: the losses of one process, for DDP and FSDP, and the death of a process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = 5
 
 
 def streams(shards: Path, ranks: range) -> list[data.BatchStream]:
-    """Of different sizes: the second rank has a third of the first one's tokens and predictions."""
+    """Streams of different sizes: the second rank has a third of the tokens and predictions of the first."""
     opened = data.TokenShards.open(shards)
     objective = data.SequenceFormat("nsp", 64)
     return [data.BatchStream(opened, objective, tokens_per_batch=(384, 128)[rank], seed=rank) for rank in ranks]
@@ -79,7 +79,7 @@ def test_two_ranks_have_the_losses_of_one(
     values = [torch.tensor(each, dtype=torch.float64) for each in (found[0], naive, exact)]
     comparison = compare("curve", values[0].float(), values[1].float(), values[2], OUTPUT_FACTOR)
     assert comparison.ok, comparison
-    # The mean of the ranks' means is another number.
+    # The mean of the ranks' means is different.
     first = [curve(shards, alone, range(rank, rank + 1), optimizer)[0] for rank in range(2)]
     assert abs(sum(first) / 2 - naive[0]) > 100 * comparison.bound
 
@@ -103,7 +103,7 @@ def test_ranks_resume_with_the_same_bits(corpus: dict[str, Path], tmp_path: Path
 
 
 def test_the_death_of_a_rank_ends_the_run_with_a_message(corpus: dict[str, Path], tmp_path: Path) -> None:
-    """As a person starts it: torchrun, and one of its processes killed."""
+    """Started by torchrun, with one of its processes killed."""
     output = tmp_path / "run"
     command: list[Any] = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "fasttfm", "pretrain", "--device", "cpu", "--size", "tiny", "--max-length", "64"]
@@ -119,8 +119,7 @@ def test_the_death_of_a_rank_ends_the_run_with_a_message(corpus: dict[str, Path]
         os.kill(rank_process(process.pid, 1), signal.SIGKILL)
         assert process.wait() != 0
     text = (tmp_path / "said").read_text()
-    # Which comes first is chance: the collective that fails, or the SIGTERM that torchrun sends to the ranks that are
-    # left.
+    # Either comes first: the collective that fails, or the SIGTERM that torchrun sends to the remaining ranks.
     collective_failed = r"rank 0 of 2 cannot continue, most likely because another rank has ended: .*"
     stopped_by_launcher = r"stopped by a signal after step \d+; \S+ was written"
     assert re.search(f"{collective_failed}|{stopped_by_launcher}", text), text
@@ -144,7 +143,7 @@ def rank_process(launcher: int, rank: int) -> int:
 
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_rank_with_an_error_ignores_sigterm_of_the_launcher(launched: bool) -> None:
-    """It has a message to print; a process by itself ends, as it would have without a run."""
+    """It still has to print a message. A process without torchrun ends, as it would without a run."""
     ended: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     on_interrupt = signal.getsignal(signal.SIGINT)  # ignored in a shell's background

@@ -1,4 +1,4 @@
-"""Batches that are filled up to one shape: the fillers have no part in any loss."""
+"""Batches that are padded to one shape: the fillers are in no loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_fillers_change_no_sum(name: str, corpus: dict[str, Path], tmp_path: Pat
         found.add(shapes(full))
         sums = []
         for given in (batch, full):
-            torch.manual_seed(0)  # ELECTRA draws words
+            torch.manual_seed(0)  # ELECTRA samples tokens
             with fasttfm.use_backend("reference"):
                 sums.append(torch.stack([*module(given)]))
         torch.testing.assert_close(sums[0], sums[1])

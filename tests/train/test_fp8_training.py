@@ -1,4 +1,4 @@
-"""Runs in FP8, which a CPU emulates: they learn, go on with the same bits, and survive steps that are skipped."""
+"""Runs in FP8, which a CPU emulates: they learn, resume with the same bits, and continue after skipped steps."""
 
 from __future__ import annotations
 

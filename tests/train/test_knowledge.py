@@ -1,4 +1,4 @@
-"""ERNIE's pre-training: the noise of alignments, batches, and the path from a graph to a fine-tuned model."""
+"""ERNIE's pre-training: the noise of alignments, batches, and the commands from a graph to a fine-tuned model."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_the_objective_is_the_loss_of_the_model(tokenizer: Tokenizer) -> None:
 
 
 def test_from_a_graph_to_a_fine_tuned_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The three commands, on what is shipped."""
+    """The three commands, on the shipped data."""
     graph, ernie, tuned = (str(tmp_path / name) for name in ("kg", "ernie", "tuned"))
     quiet = ["--quiet", "--output"]
     assert main(["transe", "--width", "16", "--epochs", "20", *quiet, graph]) == 0

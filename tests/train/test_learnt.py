@@ -1,4 +1,5 @@
-"""What is shown of a trained model: sentences with a masked token, guesses of the model and of word frequencies."""
+"""The examples that a run prints: sentences with a masked token, and the guesses of the model and of word
+frequencies."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from fasttfm.train.pretrain import open_corpus, pretrain
 
 
 class Model(torch.nn.Module):
-    """Guesses the word that is missing, which it looks up in the text, and remembers what it was given."""
+    """Predicts the masked token, which it looks up in the text, and records its inputs."""
 
     def __init__(self, texts: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a run leaves of its steps: rows, events, a picture, lines on a terminal."""
+"""The logs of a run: rows, TensorBoard events, a plot, lines on a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_rows_are_means_and_survive_an_interruption(tmp_path: Path) -> None:
     log.close()
     rows = read_rows(tmp_path / "log.csv")
     assert [row["step"] for row in rows] == ["2", "4", "5", "6"]
-    assert [float(row["loss"]) for row in rows] == [8.5, 6.0, 5.0, 4.0]  # the skipped step has no part in a mean
+    assert [float(row["loss"]) for row in rows] == [8.5, 6.0, 5.0, 4.0]  # means do not include the skipped step
     assert [row["skipped"] for row in rows] == ["0", "1", "1", "1"]
     assert [row["tokens"] for row in rows] == ["200", "400", "500", "600"]
     assert [row["held_out_words"] for row in rows] == ["", "", "4.25", ""]

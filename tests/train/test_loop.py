@@ -1,4 +1,4 @@
-"""The loop: means over parts, clipping, steps that are skipped, numbers that arrive late."""
+"""The training loop: means over microbatches, clipping, skipped steps, asynchronous metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fasttfm.train import (
     make_optimizer,
 )
 
-# As in BERT: a loss over some rows, and another over something else that is counted otherwise.
+# As in BERT: a loss over some rows, and another one with a count of its own.
 OBJECTIVE = Objective(
     ("squares", "distances"),
     lambda batch: (len(batch.x), len(batch.marks)),
@@ -65,7 +65,7 @@ def trainer(model: nn.Module, objective: Objective = OBJECTIVE, steps: int = 10,
 
 
 def gradients(model: nn.Module, parts: Sequence[Part], objective: Objective = OBJECTIVE) -> list[Tensor]:
-    """Those that the optimizer sees."""
+    """The gradients that the optimizer gets."""
     found: list[Tensor] = []
     made = trainer(model, objective, clip=None)
     step = made.optimizer.step
@@ -159,7 +159,7 @@ def test_a_term_with_a_count_of_zero_adds_nothing() -> None:
 def test_parameters_outside_the_optimizer_and_without_a_gradient_stay() -> None:
     model = module()
     model[0].requires_grad_(False)
-    model.append(nn.Linear(2, 2))  # never called: what follows cuts it off
+    model.append(nn.Linear(2, 2))  # never called
     frozen = model[0].weight.clone()
     objective = Objective(("loss",), lambda batch: (len(batch.x),), lambda m, batch: (m[:4](batch.x).sum(),))
     made = trainer(model, objective)
@@ -190,7 +190,7 @@ def test_group_rates_follow_the_schedule() -> None:
     assert schedule.set(3) == schedule.set(4) == 1.0
     assert schedule.set(7) == pytest.approx(0.6)  # half way
     assert schedule.set(10) == pytest.approx(0.2)
-    # A CUDA graph reads rates from fp32 tensors: the same ones, to the bit.
+    # A CUDA graph reads the same rates from fp32 tensors.
     made = [make_optimizer(module(), OptimizerSettings(learning_rate=1e-3), capturable=each) for each in (False, True)]
     plain, held = (Schedule(each, ScheduleSettings(40, warmup=3)) for each in made)
     for step in range(40):

@@ -1,4 +1,4 @@
-"""LAMB against its formula, and which parameters decay."""
+"""LAMB against its formula, and which parameters have weight decay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LR, BETAS, EPS, DECAY = 0.02, (0.9, 0.99), 1e-6, 0.1
 
 
 def formula(start: Tensor, gradients: list[Tensor], decay: float, scale: float) -> Tensor:
-    """The paper's, a parameter at a time."""
+    """The formula of the paper for one parameter."""
     p, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
     for t, g in enumerate((gradient / scale for gradient in gradients), start=1):
         m = BETAS[0] * m + (1 - BETAS[0]) * g

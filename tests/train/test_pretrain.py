@@ -1,4 +1,4 @@
-"""Whole runs: every family learns, transformers opens what it leaves, and interrupted runs end with the same bits."""
+"""Whole runs: every family learns, transformers loads the result, and interrupted runs end with the same bits."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_transformers_opens_a_checkpoint_with_equal_outputs(
 
 
 def test_killed_at_twenty_random_times(corpus: dict[str, Path], tmp_path: Path) -> None:
-    """Whatever a run was doing, tokenizing, computing or writing a checkpoint, the next one goes on from there."""
+    """Whether a run was tokenizing, computing or writing a checkpoint, the next one resumes."""
     settings = settings_of(corpus, steps=60)
     options: dict[str, Any] = {"checkpoint_every": 2, "evaluate_every": 20, "keep": 2}
     started = time.perf_counter()
@@ -205,7 +205,7 @@ def test_lamb_and_other_options(corpus: dict[str, Path], tmp_path: Path) -> None
     assert summary.skipped == 0
 
 
-# ---- what a run does to an earlier one -------------------------------------------------------------------------------
+# ---- existing output directories -------------------------------------------------------------------------------------
 
 
 def contents(directory: Path) -> dict[str, bytes]:

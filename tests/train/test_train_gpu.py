@@ -1,4 +1,4 @@
-"""On a GPU: steps wait for nothing, the CUDA graph gives the same numbers, runs go on from checkpoints."""
+"""On a GPU: steps do not synchronize, CUDA graphs give the same results, runs resume from checkpoints."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_a_step_does_not_synchronize(precision: str, shards: data.TokenShards) -
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_cuda_graph_gives_the_same_numbers(precision: str, shards: data.TokenShards) -> None:
-    """Dropout included: a graph draws anew each time it is replayed. A batch of another shape runs without it."""
+    """Including dropout, for which each replay draws new random numbers. A batch of another shape runs without the
+    graph."""
     given = list(itertools.islice(batches(shards, fixed=True), 16))
     assert all(isinstance(batch, FixedBatch) for batch in given)
     given[9] = next(batches(shards, fixed=False))

@@ -17,7 +17,7 @@ from fasttfm.train.transe import TransESettings, ranks, train_transe
 
 
 def chain(length: int) -> Graph:
-    """0 -> 1 -> 2 ..., and each to the one after the next."""
+    """0 -> 1 -> 2 ..., and edges to the second next entity."""
     facts = [(number, step - 1, number + step) for step in (1, 2) for number in range(length - step)]
     return Graph([str(number) for number in range(length)], ["next", "next but one"], torch.tensor(facts))
 
