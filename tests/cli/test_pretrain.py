@@ -63,6 +63,25 @@ def test_a_step_is_timed_against_plain_torch(
         pretrain._compares(True, pretrain._settings(parser.parse_args(["pretrain", "albert"]))[0])
 
 
+def test_a_run_without_a_size_is_small() -> None:
+    parser = argparse.ArgumentParser()
+    pretrain.add_parser(parser.add_subparsers())
+    for family in pretrain.trained_on_text():
+        settings, _ = pretrain._settings(parser.parse_args(["pretrain", family, "--output", "x"]))
+        assert settings.size == "tiny"
+
+
+def test_a_changed_size_is_named_so(corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = arguments(corpus, tmp_path / "unused", "--quiet")
+    place = given.index("--output")
+    titles: list[str] = []
+    monkeypatch.setattr("fasttfm.train.pretrain.write_curves", lambda log, path, title: titles.append(title))
+    assert main([*given[:place], *given[place + 2 :], "--set", "hidden_act=relu"]) == 0
+    assert [path.name for path in (tmp_path / "fasttfm-runs").iterdir()] == ["bert-tiny-changed-1"]
+    assert "hidden_act=relu" in titles[0]
+
+
 def test_a_new_folder_for_every_run(corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = arguments(corpus, tmp_path / "unused", "--quiet")
@@ -126,9 +145,9 @@ def test_the_default_run(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / "run" / "log.csv")
-    first, last = float(rows[0]["masked_words"]), float(rows[-1]["masked_words"])
+    first, last = float(rows[0]["masked_lm"]), float(rows[-1]["masked_lm"])
     assert 8.0 < first < 8.6  # ln 4000 = 8.29
     assert last < 7.3, f"{last} after {time.perf_counter() - begun:.0f} s"
-    assert float(rows[-1]["held_out_masked_words"]) < 7.3
+    assert float(rows[-1]["validation_masked_lm"]) < 7.3
     model = transformers.BertForPreTraining.from_pretrained(tmp_path / "run" / "latest")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "latest").vocab_size == model.config.vocab_size

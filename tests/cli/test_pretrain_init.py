@@ -64,7 +64,7 @@ def test_a_run_starts_from_another(corpus: dict[str, Path], trained: dict[str, P
     assert all(torch.equal(before[name], after[name]) for name in before)
     config = json.loads((tmp_path / "run" / "latest" / "tokenizer_config.json").read_text())
     assert config["model_max_length"] == 512
-    assert "held_out_next_sentence" in read_rows(tmp_path / "run" / "log.csv")[0]
+    assert "validation_next_sentence" in read_rows(tmp_path / "run" / "log.csv")[0]
 
 
 def test_a_resumed_run_does_not_need_the_checkpoint_that_it_started_from(
@@ -86,8 +86,8 @@ def test_masked_lm_only_drops_the_other_head(corpus: dict[str, Path], trained: d
     # A run from such a checkpoint has its objective.
     assert main(arguments(corpus, tmp_path / "next", "--init", str(tmp_path / "run"))) == 0
     rows = read_rows(tmp_path / "next" / "log.csv")
-    assert "held_out_next_sentence" not in rows[0]
-    loss, perplexity = float(rows[-1]["held_out_masked_words"]), float(rows[-1]["validation_perplexity"])
+    assert "validation_next_sentence" not in rows[0]
+    loss, perplexity = float(rows[-1]["validation_masked_lm"]), float(rows[-1]["validation_perplexity"])
     assert perplexity == pytest.approx(2.718281828**loss, rel=1e-3)
 
 

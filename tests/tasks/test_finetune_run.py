@@ -60,8 +60,8 @@ def finetune(model: Path, data: Path, output: Path, *options: Any) -> int:
 
 def left(output: Path) -> tuple[bytes, list[tuple[str, ...]], dict[str, Any]]:
     """The results of a run that another one must reproduce: parameters, the rows of the log with scores, metrics."""
-    columns = ("step", "tokens", "learning_rate", "held_out_accuracy", "held_out_f1", "held_out_matthews")
-    rows = [tuple(row[name] for name in columns) for row in read_rows(output / "log.csv") if row["held_out_f1"] != ""]
+    columns = ("step", "tokens", "learning_rate", "validation_accuracy", "validation_f1", "validation_matthews")
+    rows = [tuple(row[name] for name in columns) for row in read_rows(output / "log.csv") if row["validation_f1"] != ""]
     metrics = json.loads((output / "metrics.json").read_text())
     del metrics["settings"]
     return (output / "model.safetensors").read_bytes(), rows, metrics
@@ -180,8 +180,8 @@ def test_the_best_epoch_is_kept(
     assert run.kept is not None
     assert run.kept.epoch.number == kept
     assert all(torch.equal(value, states[kept - 1][name]) for name, value in run.model.state_dict().items())
-    rows = [row for row in read_rows(tmp_path / "log.csv") if row["held_out_accuracy"] != ""]
-    assert [(int(row["step"]), row["held_out_accuracy"]) for row in rows[:2]] == [(3, "0.3"), (6, "0.9")]
+    rows = [row for row in read_rows(tmp_path / "log.csv") if row["validation_accuracy"] != ""]
+    assert [(int(row["step"]), row["validation_accuracy"]) for row in rows[:2]] == [(3, "0.3"), (6, "0.9")]
 
 
 def test_a_run_without_a_valid_checkpoint_is_not_resumed(

@@ -144,8 +144,8 @@ def test_from_a_graph_to_a_fine_tuned_model(tmp_path: Path, capsys: pytest.Captu
     options += ["--vocabulary", "800", "--device", "cpu"]
     assert main(["pretrain-knowledge", "--entities", graph, *options, *quiet, ernie]) == 0
     found = json.loads((tmp_path / "ernie" / "metrics.json").read_text())["validation"]
-    assert set(found) == {"loss", "masked_words", "next_sentence", "entities"}
-    assert found["masked_words"] < np.log(800) + 0.5
+    assert set(found) == {"loss", "masked_lm", "next_sentence", "entities"}
+    assert found["masked_lm"] < np.log(800) + 0.5
     options = ["--epochs", "1", "--max-length", "48", "--device", "cpu"]
     assert main(["finetune", "--task", "relation", "--model", ernie, *options, *quiet, tuned]) == 0
     model = models.ErnieKnowledgeForSequenceClassification.from_pretrained(tuned)

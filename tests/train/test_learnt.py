@@ -100,5 +100,5 @@ def test_language_models_show_their_guesses(family: str, corpus: dict[str, Path]
         assert summary.learnt is None
         return
     assert summary.learnt is not None
-    assert summary.learnt.loss == summary.held_out["masked_words" if family == "roberta" else "next_words"]
+    assert summary.learnt.loss == summary.held_out["masked_lm" if family == "roberta" else "causal_lm"]
     assert len(summary.learnt.words) == 4

@@ -32,7 +32,7 @@ def test_rows_are_means_and_survive_an_interruption(tmp_path: Path) -> None:
     assert [float(row["loss"]) for row in rows] == [8.5, 6.0, 5.0, 4.0]  # means do not include the skipped step
     assert [row["skipped"] for row in rows] == ["0", "1", "1", "1"]
     assert [row["tokens"] for row in rows] == ["200", "400", "500", "600"]
-    assert [row["held_out_words"] for row in rows] == ["", "", "4.25", ""]
+    assert [row["validation_words"] for row in rows] == ["", "", "4.25", ""]
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds)
 
@@ -47,6 +47,18 @@ def test_rows_are_means_and_survive_an_interruption(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "log.csv")[-1]["skipped"] == "1"
     write_curves(tmp_path / "log.csv", tmp_path / "curves.png", "a run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_former_names_of_columns_are_read(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(
+        "step,tokens,loss,masked_words,skipped,held_out_loss,held_out_masked_words,seconds\n2,200,8.5,8.0,0,8.25,7.5,1.0\n"
+    )
+    (row,) = read_rows(tmp_path / "log.csv")
+    assert (row["masked_lm"], row["validation_loss"], row["validation_masked_lm"]) == ("8.0", "8.25", "7.5")
+    log = RunLog(tmp_path, ["masked_lm"], steps=4, start=2)
+    log.close()
+    (again,) = read_rows(tmp_path / "log.csv")
+    assert {name: value for name, value in again.items() if value != ""} == row
 
 
 def test_utilization_and_perplexity(tmp_path: Path) -> None:

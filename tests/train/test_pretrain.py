@@ -35,7 +35,7 @@ def test_a_family_learns_and_resumes_with_the_same_bits(
     summary = pretrain(settings, run_of(tmp_path / "whole", **options))
     assert summary is not None
     rows = read_rows(tmp_path / "whole" / "log.csv")
-    held_out = [float(row["held_out_loss"]) for row in rows if row["held_out_loss"]]
+    held_out = [float(row["validation_loss"]) for row in rows if row["validation_loss"]]
     assert float(rows[-1]["loss"]) < float(rows[0]["loss"])
     assert held_out[-1] < held_out[0]
     assert family != "bert" or (tmp_path / "whole" / "curves.png").stat().st_size > 10_000

@@ -63,7 +63,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "model", nargs="?", choices=tuple(trained_on_text()), help="model family (default: bert, or that of --init)"
     )
-    parser.add_argument("--size", help="a named size of the family, for example base (default: the smallest)")
+    parser.add_argument("--size", help="a named size of the family, for example base (default: tiny)")
     parser.add_argument(
         "--init",
         metavar="MODEL",
@@ -315,7 +315,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
     else:
         base = _new_settings(arguments)
     settings = _changed(base, arguments)
-    name = f"{settings.family}-{settings.size or 'adapted'}"
+    name = f"{settings.family}-{settings.size or 'adapted'}{'-changed' if settings.changes else ''}"
     where = RunSettings(
         arguments.output or _new_directory(name),
         **{**own, **_given(arguments, {option: option for option in _RUN})},
@@ -441,5 +441,5 @@ def _report(summary: Any, seconds: float) -> str:
 def _perplexity(summary: Any) -> str:
     from fasttfm.train.logs import perplexity
 
-    losses = [value for name, value in summary.held_out.items() if name in ("masked_words", "next_words")]
+    losses = [value for name, value in summary.held_out.items() if name in ("masked_lm", "causal_lm")]
     return f", perplexity {perplexity(losses[0]):,.1f}" if losses else ""

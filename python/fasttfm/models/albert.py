@@ -62,6 +62,7 @@ class AlbertConfig(BertConfig):
 
     model_type: ClassVar[str] = "albert"
     sizes: ClassVar[dict[str, dict[str, Any]]] = {
+        "tiny": BertConfig.sizes["tiny"],
         "base": {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
         "large": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
         "xlarge": {"num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "intermediate_size": 8192},

@@ -526,7 +526,6 @@ FAMILY = Family(
         Head.GRAPH_CHOICE: BertKagNet,
         Head.PRETRAINING: BertForPreTraining,
     },
-    default_size="tiny",
     pretraining=NextSentence,
     sequences="nsp",
     tokenizer="wordpiece",

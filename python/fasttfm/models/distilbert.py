@@ -41,7 +41,10 @@ class DistilBertConfig(ModelConfig):
     """Fields have transformers' names; the encoder reads them by BERT's names."""
 
     model_type: ClassVar[str] = "distilbert"
-    sizes: ClassVar[dict[str, dict[str, Any]]] = {"base": {}}
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {
+        "tiny": {"n_layers": 2, "dim": 128, "n_heads": 2, "hidden_dim": 512},
+        "base": {},
+    }
     required: ClassVar[dict[str, tuple[Any, ...]]] = {"sinusoidal_pos_embds": (False,)}
 
     vocab_size: int = 30522

@@ -54,6 +54,13 @@ if TYPE_CHECKING:
 class ElectraConfig(BertConfig):
     model_type: ClassVar[str] = "electra"
     sizes: ClassVar[dict[str, dict[str, Any]]] = {
+        "tiny": {
+            "num_hidden_layers": 2,
+            "hidden_size": 128,
+            "num_attention_heads": 2,
+            "intermediate_size": 512,
+            "generator_size": 0.5,
+        },
         "small": {},
         "base": {
             "embedding_size": 768,
@@ -373,7 +380,6 @@ FAMILY = Family(
         Head.PRETRAINING: ElectraForJointPreTraining,
         Head.REPLACED_TOKENS: ElectraForPreTraining,
     },
-    default_size="small",
     pretraining=ReplacedTokenDetection,
     sequences="electra",
     tokenizer="wordpiece",

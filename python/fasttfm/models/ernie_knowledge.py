@@ -422,7 +422,7 @@ class ErnieKnowledgeForPreTraining(ErnieKnowledgeHead, BertForPreTraining):
 class KnowledgePretraining(NextSentence):
     """The losses of a ``data.knowledge.KnowledgeBatch``."""
 
-    terms = ("masked_words", "next_sentence", "entities")
+    terms = ("masked_lm", "next_sentence", "entities")
 
     def counts(self, batch: Any) -> tuple[int, ...]:
         return (*super().counts(batch), len(batch.entity_targets.labels))
@@ -448,7 +448,6 @@ FAMILY = Family(
         Head.MULTIPLE_CHOICE: ErnieKnowledgeForMultipleChoice,
         Head.PRETRAINING: ErnieKnowledgeForPreTraining,
     },
-    default_size="tiny",
     pretraining=KnowledgePretraining,  # on mentions of entities, not on plain texts: there are no ``sequences``
     tokenizer="wordpiece",
 )

@@ -38,7 +38,6 @@ class Family:
         config: Its configuration class, whose ``model_type`` is in checkpoints.
         models: Its model classes by their heads; tasks that need another head reject the family.
         command: Its name on the command line; ``model_type`` by default.
-        default_size: The size that ``fasttfm pretrain`` trains by default.
         pretraining: The losses that it is pre-trained on, over ``models[Head.PRETRAINING]``.
         sequences: The sequences that it is pre-trained on, a kind of ``data.SequenceFormat``.
         tokenizer: The kind of ``data.train_tokenizer``; None if it reads no text.
@@ -53,7 +52,6 @@ class Family:
     config: type[ModelConfig]
     models: Mapping[Head, type[PretrainedModel]]
     command: str = ""
-    default_size: str = "base"
     pretraining: type[Pretraining] | None = None
     sequences: str | None = None
     tokenizer: str | None = None
@@ -62,6 +60,11 @@ class Family:
     unused_positions: int = 0
     patching: str | None = None
     benchmark: Head | None = None
+
+    @property
+    def default_size(self) -> str:
+        """The size that ``fasttfm pretrain`` trains by default: the configuration's first, which is the smallest."""
+        return next(iter(self.config.sizes))
 
     @property
     def name(self) -> str:

@@ -75,6 +75,7 @@ class GPTConfig(ModelConfig):
 class GPT2Config(GPTConfig):
     model_type: ClassVar[str] = "gpt2"
     sizes: ClassVar[dict[str, dict[str, Any]]] = {
+        "tiny": {"n_layer": 2, "n_embd": 128, "n_head": 2},
         "small": {},
         "medium": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
         "large": {"n_layer": 36, "n_embd": 1280, "n_head": 20},
@@ -341,7 +342,6 @@ FAMILY = Family(
         Head.SEQUENCE_CLASSIFICATION: GPT2ForSequenceClassification,
         Head.MULTIPLE_CHOICE: GPT2DoubleHeadsModel,
     },
-    default_size="small",
     pretraining=CausalLM,
     sequences="causal",
     tokenizer="bpe",

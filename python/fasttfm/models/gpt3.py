@@ -27,6 +27,7 @@ class GPT3Config(GPT2Config):
     # As in the paper's table 2.1, except for two entries that contradict the rest of their rows: the heads of "xl" (24,
     # of 128 columns each, in a width of 2048) and the width of "13b" (5140, for 40 heads of 128 columns).
     sizes: ClassVar[dict[str, dict[str, Any]]] = {
+        "tiny": {"n_layer": 2, "n_embd": 128, "n_head": 2},
         "small": {},
         "medium": {"n_layer": 24, "n_embd": 1024, "n_head": 16},
         "large": {"n_layer": 24, "n_embd": 1536, "n_head": 16},
@@ -70,7 +71,6 @@ FAMILY = Family(
         Head.SEQUENCE_CLASSIFICATION: GPT3ForSequenceClassification,
         Head.MULTIPLE_CHOICE: GPT3DoubleHeadsModel,
     },
-    default_size="small",
     pretraining=CausalLM,
     sequences="causal",
     tokenizer="bpe",

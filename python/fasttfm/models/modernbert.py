@@ -45,6 +45,7 @@ class ModernBertConfig(ModelConfig):
 
     model_type: ClassVar[str] = "modernbert"
     sizes: ClassVar[dict[str, dict[str, Any]]] = {
+        "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 192},
         "base": {},
         "large": {"num_hidden_layers": 28, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 2624},
     }

@@ -65,7 +65,7 @@ class MaskedLM(Pretraining):
     """RoBERTa's."""
 
     name = "mlm"
-    terms: ClassVar[tuple[str, ...]] = ("masked_words",)
+    terms: ClassVar[tuple[str, ...]] = ("masked_lm",)
 
     def counts(self, batch: Any) -> tuple[int, ...]:
         return (batch.predictions,)
@@ -103,7 +103,7 @@ class MaskedLMWithSentences(MaskedLM):
 
 class NextSentence(MaskedLMWithSentences):
     name = "mlm+nsp"
-    terms: ClassVar[tuple[str, ...]] = ("masked_words", "next_sentence")
+    terms: ClassVar[tuple[str, ...]] = ("masked_lm", "next_sentence")
 
     def sentences(self, pooled: Tensor) -> Tensor:
         logits: Tensor = self.model.next_sentence(pooled)
@@ -112,7 +112,7 @@ class NextSentence(MaskedLMWithSentences):
 
 class SentenceOrder(MaskedLMWithSentences):
     name = "mlm+sop"
-    terms = ("masked_words", "sentence_order")
+    terms = ("masked_lm", "sentence_order")
 
     def sentences(self, pooled: Tensor) -> Tensor:
         logits: Tensor = self.model.sentence_order(self.model.dropout(pooled))
@@ -123,7 +123,7 @@ class ReplacedTokenDetection(Pretraining):
     """ELECTRA's. The second term is multiplied by its weight."""
 
     name = "rtd"
-    terms = ("masked_words", "replaced_words")
+    terms = ("masked_lm", "replaced_tokens")
 
     def counts(self, batch: Any) -> tuple[int, ...]:
         return batch.predictions, batch.tokens
@@ -151,7 +151,7 @@ class CausalLM(Pretraining):
     """The GPTs'."""
 
     name = "clm"
-    terms = ("next_words",)
+    terms = ("causal_lm",)
 
     def counts(self, batch: Any) -> tuple[int, ...]:
         return (batch.predictions,)

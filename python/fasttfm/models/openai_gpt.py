@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 @dataclass
 class OpenAIGPTConfig(GPTConfig):
     model_type: ClassVar[str] = "openai-gpt"
-    sizes: ClassVar[dict[str, dict[str, Any]]] = {"base": {}}
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {
+        "tiny": {"n_layer": 2, "n_embd": 128, "n_head": 2},
+        "base": {},
+    }
 
     vocab_size: int = 40478
     n_positions: int = 512

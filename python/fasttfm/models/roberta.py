@@ -33,7 +33,7 @@ from fasttfm.nn import MaskedLMHead, PackedBatch
 @dataclass
 class RobertaConfig(BertConfig):
     model_type: ClassVar[str] = "roberta"
-    sizes: ClassVar[dict[str, dict[str, Any]]] = {name: BertConfig.sizes[name] for name in ("base", "large")}
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {name: BertConfig.sizes[name] for name in ("tiny", "base", "large")}
 
     vocab_size: int = 50265
     max_position_embeddings: int = 514

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fasttfm import extras
 from fasttfm.atomic_files import atomic_write
-from fasttfm.train.logs import HELD_OUT, read_rows
+from fasttfm.train.logs import PERPLEXITY, VALIDATION, read_rows
 
 CURVES = "curves.png"
 
@@ -23,7 +23,8 @@ def write_curves(log: Path, path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     rows = read_rows(log)
-    names = [name.removeprefix(HELD_OUT) for name in rows[0] if name.startswith(HELD_OUT)]
+    evaluated = [name for name in rows[0] if name.startswith(VALIDATION) and name != PERPLEXITY]
+    names = [name.removeprefix(VALIDATION) for name in evaluated]
     terms = [name for name in names if name in rows[0]]
     if len(terms) == 2:  # one term is the loss
         names.remove(terms[1])
@@ -31,7 +32,7 @@ def write_curves(log: Path, path: Path, title: str) -> None:
     figure, grid = pyplot.subplots(rows_of_panels, 2, figsize=(11, 3.8 * rows_of_panels), squeeze=False)
     panels = list(grid.flat)[: len(names) + 1]
     for panel, name in zip(panels, names, strict=False):
-        for column, label, marker in ((name, "training", ""), (HELD_OUT + name, "validation", "o")):
+        for column, label, marker in ((name, "training", ""), (VALIDATION + name, "validation", "o")):
             points = [(int(row["step"]), float(row[column])) for row in rows if row.get(column, "") != ""]
             panel.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=label) if points else None
         panel.set_title(name.replace("_", " "))

@@ -18,6 +18,8 @@ _LETTERS = 4  # the minimum number of letters of a guessed word
 
 Guesses = list[tuple[str, float]]  # words with their probabilities, the most likely first
 
+_PREDICTED = {"masked_lm": "masked tokens", "causal_lm": "next tokens"}  # by the objective's first term
+
 
 @dataclass(frozen=True)
 class GuessedWord:
@@ -33,7 +35,7 @@ class GuessedWord:
 class Learnt:
     """The predictions of a trained model and of word frequencies (a unigram model)."""
 
-    what: str  # the words that are predicted
+    what: str  # the tokens that are predicted
     loss: float  # the model's validation loss for them, in nats
     frequency_loss: float  # the loss if their probabilities are their frequencies in the training set
     words: list[GuessedWord]
@@ -76,7 +78,7 @@ def learnt(
     shares = word_shares(training, tokenizer)
     labels = np.concatenate([predicted(batch) for batch in batches])
     return Learnt(
-        objective.terms[0].replace("_words", " tokens"),
+        _PREDICTED[objective.terms[0]],
         loss,
         float(-np.log(shares[labels]).mean()),
         [_guessed(objective, tokenizer, *chosen) for chosen in _choose(held_out, tokenizer, words)],

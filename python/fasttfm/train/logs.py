@@ -16,7 +16,7 @@ from fasttfm.train.progress import Progress
 
 CSV = "log.csv"
 EVENTS = "tensorboard"
-HELD_OUT = "held_out_"
+VALIDATION = "validation_"
 PERPLEXITY = "validation_perplexity"
 MEASURED = ("tokens_per_second", "mfu", "seconds")  # columns with times, which are not reproducible
 
@@ -54,10 +54,10 @@ class RunLog:
     ) -> None:
         names = ["loss", *terms]
         self.path = directory / CSV
-        self._held_out_columns = [HELD_OUT + name for name in [*names, *scores]]
+        self._validation_columns = [VALIDATION + name for name in [*names, *scores]]
         counters = ("gradient_norm", "learning_rate", "skipped")
         self._peak, self._perplexity = peak, perplexity
-        evaluated = [*self._held_out_columns, *([PERPLEXITY] if perplexity else [])]
+        evaluated = [*self._validation_columns, *([PERPLEXITY] if perplexity else [])]
         self.columns = ["step", "tokens", *names, *counters, *evaluated, *MEASURED]
         earlier = [row for row in read_rows(self.path) if int(row["step"]) <= start] if start else []
         self._file = self._begin(earlier)
@@ -103,7 +103,7 @@ class RunLog:
             self._window.clear()
         self.held_out = dict(held_out or self.held_out)
         evaluated = held_out or {}
-        self._row |= {name: evaluated.get(name.removeprefix(HELD_OUT), "") for name in self._held_out_columns}
+        self._row |= {name: evaluated.get(name.removeprefix(VALIDATION), "") for name in self._validation_columns}
         if self._perplexity:
             self._row[PERPLEXITY] = round(perplexity(evaluated[self._perplexity]), 3) if evaluated else ""
         self._writer.writerow(self._row)
@@ -111,8 +111,7 @@ class RunLog:
         for report in self._reports:
             for name, value in self._row.items():
                 if name != "step" and value != "":
-                    label = name.replace(HELD_OUT, "validation/").replace("validation_", "validation/")
-                    report.add_scalar(label, float(value), int(self._row["step"]))
+                    report.add_scalar(name.replace(VALIDATION, "validation/"), float(value), int(self._row["step"]))
 
     def _means(self) -> dict[str, float]:
         """Means of losses and norms; those of the previous row if every step was skipped."""
@@ -203,7 +202,19 @@ def read_rows(path: Path) -> list[dict[str, str]]:
             rows = list(csv.DictReader(file))
     except FileNotFoundError:
         return []
-    return [row for row in rows if None not in row and None not in row.values() and row["seconds"] != ""]
+    complete = [row for row in rows if None not in row and None not in row.values() and row["seconds"] != ""]
+    return [{_current_name(name): value for name, value in row.items()} for row in complete]
+
+
+# Other names of columns, which older logs have.
+_FORMER_TERMS = {"masked_words": "masked_lm", "next_words": "causal_lm", "replaced_words": "replaced_tokens"}
+_FORMER_VALIDATION = "held_out_"
+
+
+def _current_name(column: str) -> str:
+    own = VALIDATION if column.startswith(_FORMER_VALIDATION) else ""
+    term = column.removeprefix(_FORMER_VALIDATION)
+    return own + _FORMER_TERMS.get(term, term)
 
 
 def _events(directory: Path, start: int) -> Any:

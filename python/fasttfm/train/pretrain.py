@@ -355,10 +355,13 @@ class _Run:
         )
 
     def _title(self) -> str:
+        """The model's family and size or checkpoint, and the fields of its configuration that were changed."""
         settings = self.settings
-        return (
+        name = (
             f"{settings.family} {settings.size}" if settings.init is None else f"{settings.family} of {settings.init}"
         )
+        changed = ", ".join(f"{field}={value}" for field, value in settings.changes.items())
+        return f"{name} with {changed}" if changed else name
 
     def _finish(self, log: RunLog, checkpoint: Path) -> Summary:
         rate = log.rate()

@@ -25,7 +25,7 @@ def run(lab: Lab) -> Iterator[Row]:
             "size": f"{layers} x {width}",
             "layers_parameters": parameters(model) - tables,
             "parameters": parameters(model),
-            "loss": held_out["next_words"],
+            "loss": held_out["causal_lm"],
         }
 
 

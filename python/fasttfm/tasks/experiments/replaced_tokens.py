@@ -33,7 +33,7 @@ class ReplaceMLM(Pretraining):
     """Replace MLM: masked positions hold a generator's samples instead of [MASK]; the model predicts the originals
     there, or (``all_tokens``) everywhere."""
 
-    terms: ClassVar[tuple[str, ...]] = ("masked_words", "original_words")
+    terms: ClassVar[tuple[str, ...]] = ("masked_lm", "original_tokens")
     all_tokens: ClassVar[bool] = False
 
     def __init__(self, model: ElectraForMaskedLM, generator: ElectraForMaskedLM) -> None:

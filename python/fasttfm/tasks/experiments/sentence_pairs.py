@@ -27,7 +27,7 @@ def run(lab: Lab) -> Iterator[Row]:
         held_out = lab.pretrain(objective(model), sequences, steps=500)
         yield {
             "objective": name,
-            "masked_lm_loss": held_out["masked_words"],
+            "masked_lm_loss": held_out["masked_lm"],
             "sentence_loss": held_out.get("next_sentence", float("nan")),
             "pair_accuracy": lab.score(model, "pair"),
             "choice_accuracy": lab.score(model, "choice"),

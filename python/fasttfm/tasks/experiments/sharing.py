@@ -23,7 +23,7 @@ def run(lab: Lab) -> Iterator[Row]:
                 "sharing": mode,
                 "embedding_size": width,
                 "parameters": parameters(model),
-                "masked_lm_loss": held_out["masked_words"],
+                "masked_lm_loss": held_out["masked_lm"],
                 "sentence_order_loss": held_out["sentence_order"],
             }
 
