@@ -33,6 +33,7 @@ SHARED = {
             "attention_choice",
             "attention_native",
             "embedding_native",
+            "few_rows",
             "backends",
             "checks",
             "declare",

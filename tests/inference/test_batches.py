@@ -27,6 +27,15 @@ def test_a_plan_keeps_to_its_budgets(max_tokens: int, max_batch: int) -> None:
         assert len(group) * max(tokens) <= max(2 * max_tokens, max(tokens))
 
 
+def test_groups_of_a_plan_have_about_the_same_size() -> None:
+    """No more groups than the budget requires, and no small last one."""
+    lengths = np.random.default_rng(1).integers(1, 60, 600).tolist()
+    for max_tokens in (1000, 5000, sum(lengths) - 1):
+        tokens = [sum(lengths[index] for index in group) for group in plan(lengths, max_tokens, 1000)]
+        assert len(tokens) == -(-sum(lengths) // max_tokens)
+        assert max(tokens) - min(tokens) <= len(tokens) * max(lengths)
+
+
 def test_a_plan_of_no_sequences() -> None:
     assert plan([], 10, 10) == plan([0, 0], 10, 10) == []
 

@@ -60,6 +60,17 @@ def test_results_are_those_of_the_model_in_order(bert: Any, sentences: Ids) -> N
     assert session.counts.tokens == 3 * sum(map(len, sentences))
 
 
+def test_arrays_of_ids(bert: Any, sentences: Ids) -> None:
+    """Of any integer type, also among lists and without tokens."""
+    with Session(bert) as session:
+        vectors = session.encode(sentences[:4])
+        for kind in (np.int64, np.uint16):
+            assert np.array_equal(session.encode([np.array(ids, kind) for ids in sentences[:4]]), vectors)
+        mixed = session.encode([np.array(sentences[0]), sentences[1], np.array([], np.int64)])
+        assert np.allclose(mixed[:2], vectors[:2], atol=1e-5)
+        assert not mixed[2].any()
+
+
 def test_a_sentence_by_itself_and_among_127_others(bert: Any, sentences: Ids) -> None:
     with Session(bert, max_tokens=100_000) as session:
         together = session.encode(sentences)
@@ -193,6 +204,11 @@ def test_a_prompt_that_is_excluded_from_pooling(wordpiece: Tokenizer, tmp_path: 
     [
         (lambda s: s.encode([[1, 300]]), "inputs: expected ids from 0 to 299, got 1 to 300"),
         (lambda s: s.encode([[1] * 129]), "inputs: expected up to 128 ids, got 129"),
+        (lambda s: s.encode([np.array([1, 300])]), "inputs: expected ids from 0 to 299, got 1 to 300"),
+        (lambda s: s.encode([np.array([]), np.array([-1])]), "inputs: expected ids from 0 to 299, got -1 to -1"),
+        (lambda s: s.encode([np.array([1]), np.array([1.5])]), "inputs: expected texts, pairs of texts or lists of"),
+        (lambda s: s.encode([np.array([[1]])]), "inputs: expected texts, pairs of texts or lists of ids"),
+        (lambda s: s.encode([np.ones(129, np.uint8)]), "inputs: expected up to 128 ids, got 129"),
         (lambda s: s.encode([[1.5]]), "inputs: expected texts, pairs of texts or lists of ids"),
         (lambda s: s.encode(["a text"]), "tokenizer: expected one for texts, got None"),
         (lambda s: s.encode([[1]], output="tokens"), "output: expected vectors, states, logits, got 'tokens'"),

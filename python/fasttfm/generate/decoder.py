@@ -13,12 +13,15 @@ from fasttfm.models.text_model import TextModel
 from fasttfm.nn import PackedBatch, PackedLayer
 from fasttfm.nn.parts import layer_norm, linear_activation, packed_residual_norm, product
 from fasttfm.nn.plain import is_plain, is_watched
+from fasttfm.ops import few_rows
 from fasttfm.ops.backends import triton_absent
 
 Attend = Callable[[int, PackedLayer, Tensor], Tensor]  # takes a layer's index, the layer and qkv [n, 3, H, D]
-# The maximum number of rows for the fused kernels. So few rows are bound by the bytes of the weights, and one kernel
-# for a GEMM with its prologue and epilogue is faster; for more rows torch's GEMMs are.
+# The maximum number of rows for the fused kernels (ops.decode_linear). Few rows are bound by the bytes of the weights,
+# and one kernel for a GEMM with its prologue and epilogue is faster. Above SINGLE_ROWS the GEMMs of ops/few_rows.py are
+# faster, if the GPU has them; for more rows than they take, torch's GEMMs are.
 FUSED_ROWS = 16
+SINGLE_ROWS = 4
 
 
 class CachedDecoder:
@@ -100,11 +103,17 @@ class CachedDecoder:
     @torch.no_grad()
     def next_logits(self, head: Any, ids: Tensor, active: Tensor | None = None) -> Tensor:
         """As ``step``, but returns the logits [n, V] of ``head``."""
-        if self._is_fused(ids) and is_plain(head):
+        if not self._is_fusable(ids) or not is_plain(head):
+            return _logits(head, self.step(ids, active))
+        if len(ids) > SINGLE_ROWS and self._refuse_few_rows(ids) is None:
+            x = self._step_few_rows(ids)
+            logits = _fused(x, head.decoder, torch.float32) if len(ids) <= FUSED_ROWS else _logits(head, x)
+        elif len(ids) <= FUSED_ROWS:
             logits = self._step_fused(ids, head.decoder)
-            self._count(len(ids), active)
-            return logits
-        return _logits(head, self.step(ids, active))
+        else:
+            return _logits(head, self.step(ids, active))
+        self._count(len(ids), active)
+        return logits
 
     def _count(self, rows: int, active: Tensor | None) -> None:
         self.lengths[:rows].add_(1 if active is None else active)
@@ -137,19 +146,45 @@ class CachedDecoder:
         positions = self.lengths[: len(ids)].long()
         return self._run(self.model.embeddings(ids, position_ids=positions), self._attend)
 
-    def _is_fused(self, ids: Tensor) -> bool:
-        """Whether a step runs as one kernel per GEMM, which includes LayerNorm, activation and residual addition."""
+    def _is_fusable(self, ids: Tensor) -> bool:
+        """Whether the kernels of a step may read the parameters of a pre-LN model instead of calling its modules."""
         encoder = self.model.encoder
-        if not self.fused or not ids.is_cuda or len(ids) > FUSED_ROWS or triton_absent() is not None:
+        if not self.fused or not ids.is_cuda or triton_absent() is not None:
             return False
         if encoder.final_norm is None or torch.is_autocast_enabled("cuda") or self.keys.dtype == torch.float64:
             return False
-        modules = [module for layer in self.layers for module in (layer.norm1, *layer.block_modules(None)[:5])]
-        return is_plain(encoder.final_norm, *modules)
+        return is_plain(encoder.final_norm, *self._modules())
+
+    def _modules(self) -> list[Any]:
+        return [module for layer in self.layers for module in (layer.norm1, *layer.block_modules(None)[:5])]
+
+    def _refuse_few_rows(self, ids: Tensor) -> str | None:
+        """Why a step does not run on the kernels for few rows; None if it does."""
+        modules = [*self._modules(), self.model.encoder.final_norm]
+        parameters = [given for module in modules for given in (module.weight, module.bias)]
+        return few_rows.refuse(len(ids), ids.device, parameters)
+
+    def _step_few_rows(self, ids: Tensor) -> Tensor:
+        """Returns the hidden states after the final LayerNorm. The residual stream is fp32. Kernels overlap as in
+        ``_step_fused``."""
+        embedded: Tensor = self.model.embeddings(ids, position_ids=self.lengths[: len(ids)].long())
+        dtype, stream = self.layers[0].qkv.weight.dtype, embedded.float()
+        x = layer_norm(self.layers[0].norm1, embedded).to(dtype)
+        following = [*(layer.norm1 for layer in self.layers[1:]), self.model.encoder.final_norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
+            qkv = few_rows.product(x, layer.qkv.weight, layer.qkv.bias).unflatten(1, (3, layer.heads, -1))
+            context = self._attend(index, layer, qkv, overlap=True).flatten(1)
+            parts = few_rows.product_parts(context, layer.out.weight)
+            x, stream = few_rows.add_norm(parts, stream, layer.out.bias, layer.norm2, dtype)
+            hidden = few_rows.product(x, layer.up.weight, layer.up.bias, activation=layer.activation)
+            parts = few_rows.product_parts(hidden, layer.down.weight)
+            x, stream = few_rows.add_norm(parts, stream, layer.down.bias, next_norm, dtype)
+        return x
 
     def _step_fused(self, ids: Tensor, decoder: Any) -> Tensor:
-        """Returns fp32 logits; the residual stream is fp32 too. No kernel of a step writes a parameter, so each may
-        load its weights while the previous kernel still runs (``overlap``)."""
+        """Runs a step as one kernel per GEMM, which includes LayerNorm, activation and residual addition. Returns fp32
+        logits; the residual stream is fp32 too. No kernel of a step writes a parameter, so each may load its weights
+        while the previous kernel still runs (``overlap``)."""
         positions = self.lengths[: len(ids)].long()
         x: Tensor = self.model.embeddings(ids, position_ids=positions)
         dtype = x.dtype

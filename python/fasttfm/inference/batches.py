@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
@@ -22,14 +23,22 @@ def plan(lengths: Sequence[int], max_tokens: int, max_batch: int) -> list[list[i
     """Groups the indices of sequences, longest first, so that sequences of similar length are computed together.
 
     A group has at most ``max_tokens`` tokens and ``max_batch`` sequences; a longer sequence is a group by itself.
-    Sequences without tokens are in no group.
+    Groups have about the same number of tokens: a GPU computes a small last one less efficiently. Sequences without
+    tokens are in no group.
     """
-    order = sorted((index for index, length in enumerate(lengths) if length), key=lambda index: -lengths[index])
+    order = sorted(filter(lengths.__getitem__, range(len(lengths))), key=lengths.__getitem__, reverse=True)
+    if not order:
+        return []
+    total, longest = sum(lengths), lengths[order[0]]
+    if total <= max_tokens and len(order) <= max_batch and len(order) * longest <= _MAX_PADDED * max_tokens:
+        return [order]
+    # As many groups as max_tokens requires are enough, because each has more tokens than its share of all.
+    most = min(max_tokens, total // -(-total // max_tokens) + longest)
     groups: list[list[int]] = []
-    tokens = longest = 0
+    tokens = 0
     for index in order:
         length, size = lengths[index], len(groups[-1]) if groups else max_batch
-        if size >= max_batch or tokens + length > max_tokens or (size + 1) * longest > _MAX_PADDED * max_tokens:
+        if size >= max_batch or tokens + length > most or (size + 1) * longest > _MAX_PADDED * max_tokens:
             groups.append([])
             tokens, longest = 0, length
         groups[-1].append(index)
@@ -40,8 +49,8 @@ def plan(lengths: Sequence[int], max_tokens: int, max_batch: int) -> list[list[i
 class Packed(NamedTuple):
     """Sequences one after the other, on the host."""
 
-    ids: np.ndarray  # int32 [T]
-    segments: np.ndarray | None  # int32 [T]
+    ids: np.ndarray  # [T], of some integer type
+    segments: np.ndarray | None  # [T]
     cu_seqlens: np.ndarray  # int32 [sequences + 1]
     max_seqlen: int
 
@@ -68,7 +77,7 @@ def pack(ids: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None 
 
 def _concatenate(lists: Sequence[Sequence[int]], total: int) -> np.ndarray:
     if isinstance(lists[0], np.ndarray):
-        return (lists[0] if len(lists) == 1 else np.concatenate(lists)).astype(np.int32)
+        return lists[0] if len(lists) == 1 else np.concatenate(lists)
     return np.fromiter(itertools.chain.from_iterable(lists), np.int32, total)
 
 
@@ -122,8 +131,7 @@ def next_power_of_two(value: int) -> int:
 
 
 def write_bucket(buffer: np.ndarray, batch: Packed, bucket: Bucket, padding: int) -> None:
-    """Writes the batch, padded to the bucket, into an int32 array: ids, segments if the batch has them, and boundaries.
-    ``split_buffer`` returns views of these.
+    """Writes the batch, padded to the bucket, into an int32 array that ``split_buffer`` splits.
 
     Padding tokens form sequences of their own at the end, so that the sequences of the batch do not change. Empty
     sequences follow them.
@@ -136,17 +144,25 @@ def write_bucket(buffer: np.ndarray, batch: Packed, bucket: Bucket, padding: int
         segments[batch.tokens :] = 0
     known = len(batch.cu_seqlens)
     boundaries[:known] = batch.cu_seqlens
-    more = np.arange(1, len(boundaries) - known + 1, dtype=np.int64) * bucket.max_seqlen + batch.tokens
-    boundaries[known:] = np.minimum(more, bucket.tokens)
+    if known < len(boundaries):
+        more = np.arange(1, len(boundaries) - known + 1, dtype=np.int64) * bucket.max_seqlen + batch.tokens
+        boundaries[known:] = np.minimum(more, bucket.tokens)
 
 
 def buffer_size(bucket: Bucket, segments: bool) -> int:
     """The length of the array that ``write_bucket`` fills."""
-    return bucket.tokens * (1 + segments) + bucket.sequences + 1
+    return _first_boundary(bucket, segments) + bucket.sequences + 1
 
 
 def split_buffer(buffer: Any, bucket: Bucket, segments: bool) -> tuple[Any, Any, Any]:
-    """Views of an array or tensor that ``write_bucket`` has filled: ids, segments or None, boundaries."""
-    tokens = bucket.tokens
-    end = tokens * (1 + segments)
-    return buffer[:tokens], buffer[tokens:end] if segments else None, buffer[end : end + bucket.sequences + 1]
+    """Views of an int32 array or tensor: ids (int64, as embedding's kernels read them), segments (int64) or None, and
+    boundaries (int32)."""
+    wide = np.int64 if isinstance(buffer, np.ndarray) else torch.int64
+    end, first = 2 * bucket.tokens, _first_boundary(bucket, segments)
+    kinds = buffer[end : 2 * end].view(wide) if segments else None
+    return buffer[:end].view(wide), kinds, buffer[first : first + bucket.sequences + 1]
+
+
+def _first_boundary(bucket: Bucket, segments: bool) -> int:
+    """The index of the first boundary, a multiple of 16 bytes."""
+    return -(-2 * bucket.tokens * (1 + segments) // 4) * 4

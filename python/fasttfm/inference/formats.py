@@ -16,7 +16,7 @@ class Tokens(NamedTuple):
     """A sequence as a model reads it."""
 
     ids: list[int]
-    segments: list[int]
+    segments: list[int]  # of every token; may be empty if all are 0
     cut: int = 0  # how many tokens of the texts were truncated
 
 

@@ -25,6 +25,7 @@ from fasttfm.inference.network import Inputs, Network, Output
 Value = TypeVar("Value")
 _MIN_LOOKUPS = 2  # a key that is looked up this often gets a value
 _DECAY_INTERVAL = 4096  # after this many lookups all counts are halved
+_SMALL_RESULT = 2**18  # a result of up to this many bytes has memory of its own, which saves a kernel
 
 
 @dataclass
@@ -92,7 +93,7 @@ class _Key(NamedTuple):
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    result: Tensor  # in memory that all graphs share: copy it before the next replay
+    result: Tensor  # if it is not small, in memory that all graphs share: copy it before the next replay
 
 
 class Graphs:
@@ -145,7 +146,7 @@ class Graphs:
         self._cache.clear()
 
     def _capture(self, key: _Key) -> _Graph:
-        """Captures a graph of the bucket, which reads the shared inputs and writes the shared results."""
+        """Captures a graph of the bucket, which reads the shared inputs."""
         bucket = key.bucket
         ids, segments, boundaries = split_buffer(self._static, bucket, key.segments)
         ids.zero_()
@@ -156,14 +157,16 @@ class Graphs:
         inputs = Inputs(ids, segments, boundaries, bucket.max_seqlen)
         stream = torch.cuda.current_stream()
         warm = self._network.run(key.output, inputs)  # compiles, tunes and loads the kernels
-        result = self._result(key.output, warm)
+        result = None if warm.nbytes <= _SMALL_RESULT else self._result(key.output, warm)
         del warm
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Other threads may allocate memory and copy while this one captures.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            result.copy_(self._network.run(key.output, inputs))
-        return _Graph(graph, result)
+            rows = self._network.run(key.output, inputs)
+            if result is not None:
+                result.copy_(rows)
+        return _Graph(graph, rows if result is None else result)
 
     def _result(self, output: Output, like: Tensor) -> Tensor:
         """A slice, in the shape of ``like``, of the memory that the graphs of an output share for their results. If it

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fasttfm.inference.batches import Packed
+from fasttfm.inference.batches import Bucket, Packed, buffer_size, split_buffer, write_bucket
 from fasttfm.inference.cpu_linear import pack_linears
 from fasttfm.inference.opening import base_of
 from fasttfm.inference.pooling import POOLING, Layers, Tokens, pooling_names
@@ -20,7 +20,6 @@ from fasttfm.models.families import FAMILIES
 from fasttfm.models.family import Head
 from fasttfm.models.outputs import QuestionAnsweringOutput
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.nn.packed_batch import on_device
 
 
 class Output(Enum):
@@ -42,16 +41,18 @@ _TOKEN_HEADS = (
 class Inputs(NamedTuple):
     """A packed batch on the device."""
 
-    ids: Tensor  # int32 [T]
-    segments: Tensor | None  # int32 [T]
+    ids: Tensor  # int64 [T]
+    segments: Tensor | None  # int64 [T]
     cu_seqlens: Tensor  # int32 [sequences + 1]
     max_seqlen: int
 
     @classmethod
     def of(cls, batch: Packed, device: torch.device) -> Inputs:
         """Copies the batch to the device without synchronizing with it."""
-        segments = None if batch.segments is None else on_device(batch.segments, device)
-        return cls(on_device(batch.ids, device), segments, on_device(batch.cu_seqlens, device), batch.max_seqlen)
+        shape, segments = Bucket(batch.tokens, batch.sequences, batch.max_seqlen), batch.segments is not None
+        host = torch.empty(buffer_size(shape, segments), dtype=torch.int32, pin_memory=device.type == "cuda")
+        write_bucket(host.numpy(), batch, shape, padding=0)
+        return cls(*split_buffer(host.to(device, non_blocking=True), shape, segments), batch.max_seqlen)
 
 
 class Network:
@@ -115,18 +116,18 @@ class Network:
             return self._logits(inputs).float()
         states = self._states(inputs)
         if output is Output.STATES:
-            return states
+            return states.float()
         tokens = Tokens(states, inputs.cu_seqlens, inputs.max_seqlen, self.skipped)
-        pooled = torch.cat([POOLING[name](tokens) for name in self.pooling], -1)
-        found: Tensor = self._after(pooled)
+        pooled = [POOLING[name](tokens) for name in self.pooling]
+        found: Tensor = self._after(pooled[0] if len(pooled) == 1 else torch.cat(pooled, -1))
         return found
 
     def _states(self, inputs: Inputs) -> Tensor:
-        """fp32 [T, width of the layers]"""
+        """[T, width of the layers], in fp32 if several layers are combined"""
         last = self.layers == Layers()
         encoded = self.base.encode(**self._arguments(inputs), output_hidden_states=not last)
         if last:
-            return encoded.x.float()
+            return encoded.x
         assert encoded.hidden_states is not None
         return self.layers.join(encoded.hidden_states)
 

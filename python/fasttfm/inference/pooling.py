@@ -18,7 +18,7 @@ class Tokens:
     """The packed tokens to pool. Pooling does not synchronize with the host, so a CUDA graph can contain it.
 
     Args:
-        x: fp32 [T, C].
+        x: [T, C]. Vectors are fp32, whatever its dtype.
         cu_seqlens: int32 [texts + 1].
         max_seqlen: An upper bound of the number of tokens of a text.
         skipped: The number of tokens at the beginning of each text that are not pooled (those of a prompt).
@@ -29,9 +29,10 @@ class Tokens:
     max_seqlen: int
     skipped: int = 0
 
-    def lengths(self) -> Tensor:
-        """int32 [texts]: the number of pooled tokens of each text."""
-        return (self.cu_seqlens.diff() - self.skipped).clamp(min=0)
+    def lengths(self, least: int = 0) -> Tensor:
+        """int32 [texts]: the number of pooled tokens of each text, or ``least`` if there are fewer."""
+        lengths = self.cu_seqlens.diff()
+        return (lengths - self.skipped if self.skipped else lengths).clamp(min=least)
 
     def numbers(self) -> Tensor:
         """int32 [texts, S, 1]: the positions of pooled tokens in their texts, counted from 1; 0 for other tokens and
@@ -47,15 +48,15 @@ class Tokens:
 
 
 def _sum(tokens: Tokens) -> Tensor:
-    return tokens.padded().sum(1)
+    return tokens.padded().sum(1, dtype=torch.float32)
 
 
 def _mean(tokens: Tokens) -> Tensor:
-    return _sum(tokens) / tokens.lengths().clamp(min=1)[:, None]
+    return _sum(tokens) / tokens.lengths(least=1)[:, None]
 
 
 def _mean_sqrt(tokens: Tokens) -> Tensor:
-    return _sum(tokens) / tokens.lengths().clamp(min=1).sqrt()[:, None]
+    return _sum(tokens) / tokens.lengths(least=1).sqrt()[:, None]
 
 
 def _weighted(tokens: Tokens) -> Tensor:
@@ -64,7 +65,7 @@ def _weighted(tokens: Tokens) -> Tensor:
 
 
 def _max(tokens: Tokens) -> Tensor:
-    largest = tokens.padded(-math.inf).amax(1)
+    largest = tokens.padded(-math.inf).amax(1).float()
     return largest.where(tokens.lengths()[:, None] > 0, 0.0)
 
 
@@ -79,7 +80,7 @@ def _last(tokens: Tokens) -> Tensor:
 
 def _rows(tokens: Tokens, rows: Tensor) -> Tensor:
     """The given row of each text. Texts without tokens, which pad the batch of a CUDA graph, get some other row."""
-    return tokens.x.index_select(0, rows.clamp(0, max(0, len(tokens.x) - 1)))
+    return tokens.x.index_select(0, rows.clamp(0, max(0, len(tokens.x) - 1))).float()
 
 
 POOLING: dict[str, Callable[[Tokens], Tensor]] = {

@@ -262,6 +262,9 @@ class Session:
 
     def _tokenize(self, inputs: Sequence[Any]) -> list[Tokens]:
         """The sequences of inputs. Inputs that are lists of ids get no special tokens."""
+        if self._are_arrays_of_ids(inputs):  # the same as below, with fewer calls for each
+            self._check_values(inputs)
+            return [Tokens(each, []) for each in inputs]
         found: list[Tokens | None] = [None] * len(inputs)
         texts: list[str] = []
         places: list[tuple[int, int]] = []  # the index of each input that is text, and how many texts it has
@@ -286,6 +289,12 @@ class Session:
                 found[index] = self._form.one(next(ids)) if count == 1 else self._form.two(next(ids), next(ids))
         return found  # type: ignore[return-value]
 
+    def _are_arrays_of_ids(self, inputs: Sequence[Any]) -> bool:
+        if not inputs or not all(type(each) is np.ndarray for each in inputs):
+            return False
+        kinds = {(each.ndim, each.dtype.kind) for each in inputs}
+        return kinds <= {(1, "i"), (1, "u")} and max(map(len, inputs)) <= self._max_positions
+
     def _from_ids(self, given: Any) -> Tokens:
         """A sequence of given ids. ``_check_values`` validates the values of all sequences together."""
         try:
@@ -296,9 +305,9 @@ class Session:
             raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {given!r:.80}")
         if ids.size > self._max_positions:
             raise ValueError(f"Session: inputs: expected up to {self._max_positions} ids, got {ids.size}")
-        return Tokens(ids, np.zeros(ids.size, np.int32))  # type: ignore[arg-type]
+        return Tokens(ids, [])  # type: ignore[arg-type]
 
-    def _check_values(self, ids: list[np.ndarray]) -> None:
+    def _check_values(self, ids: Sequence[np.ndarray]) -> None:
         every = ids[0] if len(ids) == 1 else np.concatenate(ids)
         if not every.size:
             return
@@ -350,8 +359,7 @@ class Session:
         def launch_next() -> None:
             group = groups.popleft()
             own = [sequences[index] for index in group]
-            pairs = self.network.has_segments and any(each.segments[-1] for each in own)
-            batch = pack([each.ids for each in own], [each.segments for each in own] if pairs else None)
+            batch = pack([each.ids for each in own], self._segments(own))
             launched.append((group, batch, self.run(batch, output)))
 
         for _ in range(min(_IN_FLIGHT, len(groups))):
@@ -385,6 +393,12 @@ class Session:
             return found
 
         return finish
+
+    def _segments(self, sequences: list[Tokens]) -> list[list[int]] | None:
+        """The segments of sequences; None if all are 0."""
+        if not self.network.has_segments or not any(each.segments and each.segments[-1] for each in sequences):
+            return None
+        return [each.segments or [0] * len(each.ids) for each in sequences]
 
     def run(self, batch: Packed, output: Output) -> Callable[[], np.ndarray]:
         """Starts the computation of a packed batch. Returns a function that waits for it and returns the host's

@@ -1,0 +1,128 @@
+"""The native kernels for few rows on Hopper (kernels/few_rows) as functions of tensors: GEMMs, and the residual
+addition with LayerNorm that adds up the partial sums of a GEMM.
+
+Consecutive calls are a chain of overlapping kernels (programmatic dependent launch): each may load its parameters while
+the previous kernel still runs. That kernel must not write them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common.activation import CODES
+from fasttfm.kernels.common.launch import multiprocessors
+from fasttfm.ops.backends import dtype_name
+from fasttfm.ops.bias_gelu import ACTIVATIONS
+from fasttfm.ops.transformer_native import MOST_FEW_ROWS, missing_cuda
+
+_ALIGNMENT = 16
+_MOST_COLUMNS = 8192  # of a LayerNorm
+
+
+def refuse(rows: int, device: torch.device, parameters: list[Tensor | None]) -> str | None:
+    """Why the kernels do not support layers with these parameters for this many rows; None if they do."""
+    present = [each for each in parameters if each is not None]
+    dtypes = {each.dtype for each in present}
+    if not 1 <= rows <= MOST_FEW_ROWS:
+        return f"takes 1 to {MOST_FEW_ROWS} rows, got {rows}"
+    if device.type != "cuda":
+        return f"takes CUDA tensors, got {device.type}"
+    if (reason := missing_cuda(device)) is not None:
+        return reason
+    if len(dtypes) != 1 or not dtypes <= {torch.bfloat16, torch.float16}:
+        return f"takes parameters in bfloat16 or float16, got {', '.join(sorted(map(dtype_name, dtypes)))}"
+    if any(size % 8 for each in present for size in each.shape):
+        return "takes sizes that are multiples of 8"
+    if any(each.dim() == 2 and min(each.shape) > _MOST_COLUMNS for each in present):
+        return f"takes up to {_MOST_COLUMNS} columns"
+    if any(each.device != device or not each.is_contiguous() or each.data_ptr() % _ALIGNMENT for each in present):
+        return f"takes contiguous parameters on one device that start at a multiple of {_ALIGNMENT} bytes"
+    return None
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None) -> Tensor:
+    """``activation(x weight^T + bias)`` for ``x`` [M, K] and ``weight`` [N, K]: [M, N]."""
+    y = x.new_empty(len(x), len(weight))
+    tile, _ = _plan(x, weight, partial=False)
+    _launch_product(x, weight, tile, 1, y=y, bias=bias, activation=activation)
+    return y
+
+
+def product_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """fp32 ``[parts, M, N]``, whose sum over the parts is ``x weight^T``: each is the sum over a part of K."""
+    tile, count = _plan(x, weight, partial=True)
+    parts = x.new_empty(count, len(x), len(weight), dtype=torch.float32)
+    _launch_product(x, weight, tile, count, parts=parts)
+    return parts
+
+
+def add_norm(
+    parts: Tensor, residual: Tensor, linear_bias: Tensor | None, norm: Any, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``norm(z)`` in this dtype and ``z = residual + sum of parts + linear_bias``, for ``residual`` [M, N]."""
+    count, rows, columns = parts.shape
+    y, z = residual.new_empty(rows, columns, dtype=dtype), torch.empty_like(residual)
+    _native.core().few_rows_add_norm_cuda(
+        parts=parts.data_ptr(),
+        residual=residual.data_ptr(),
+        linear_bias=_native.address(linear_bias),
+        weight=_native.address(norm.weight),
+        bias=_native.address(norm.bias),
+        y=y.data_ptr(),
+        z=z.data_ptr(),
+        rows=rows,
+        columns=columns,
+        part_count=count,
+        eps=norm.eps,
+        dtype=_native.DTYPE_CODES[dtype],
+        residual_dtype=_native.DTYPE_CODES[residual.dtype],
+        parameter_dtype=_native.DTYPE_CODES[dtype],
+        **_place(residual),
+    )
+    return y, z
+
+
+def _plan(x: Tensor, weight: Tensor, *, partial: bool) -> tuple[int, int]:
+    """The tile of a GEMM, and into how many parts K is split."""
+    sizes = (len(x), *weight.shape, multiprocessors(x), int(partial))
+    core = _native.core()
+    return core.few_rows_tile(*sizes), core.few_rows_parts(*sizes)
+
+
+def _launch_product(
+    x: Tensor,
+    weight: Tensor,
+    tile: int,
+    count: int,
+    *,
+    y: Tensor | None = None,
+    parts: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> None:
+    columns, inner = weight.shape
+    _native.core().few_rows_product_cuda(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        bias=_native.address(bias),
+        y=_native.address(y),
+        parts=_native.address(parts),
+        rows=len(x),
+        columns=columns,
+        inner=inner,
+        tile=tile,
+        part_count=count,
+        activates=int(activation is not None),
+        activation=CODES["gelu" if activation is None else ACTIVATIONS[activation]],
+        dtype=_native.DTYPE_CODES[x.dtype],
+        bias_dtype=_native.DTYPE_CODES[x.dtype if bias is None else bias.dtype],
+        **_place(x),
+    )
+
+
+def _place(tensor: Tensor) -> dict[str, int]:
+    return {"dependent": 1, "device": tensor.get_device(), "stream": _native.stream(tensor)}
