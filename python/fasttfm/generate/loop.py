@@ -18,7 +18,6 @@ from fasttfm.nn.plain import Uncopied
 _NAME = "generate"
 _SESSION_ATTRIBUTE = "_generation"  # the attribute of a model that holds its session
 _LENGTH_MULTIPLE = 128
-_FAST_ON_GPU = False  # whether ``generate`` and ``stream`` use CUDA graphs and the kernels for decoding
 
 
 class CausalModel(Protocol):
@@ -149,15 +148,14 @@ def session_of(model: Any, sequences: int, tokens: int) -> GenerationSession:
     takes longer than a short call; its sizes are rounded up so that similar calls can use it too."""
     parameter = next(model.transformer.parameters())
     if not parameter.is_cuda or torch.is_autocast_enabled("cuda"):
-        return GenerationSession(model, max_batch=sequences, max_length=tokens, graphs=False, fused=_FAST_ON_GPU)
+        return GenerationSession(model, max_batch=sequences, max_length=tokens, graphs=False)
     holder: _SessionHolder | None = model.__dict__.get(_SESSION_ATTRIBUTE)
     if holder is not None and holder.session.fits(sequences, tokens):
         return holder.session
     release(model)
     batch = 1 << (sequences - 1).bit_length()
     capacity = min(model.config.n_positions, -(-tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
-    graphs = None if _FAST_ON_GPU else False
-    session = GenerationSession(model, max_batch=batch, max_length=capacity, graphs=graphs, fused=_FAST_ON_GPU)
+    session = GenerationSession(model, max_batch=batch, max_length=capacity)
     model.__dict__[_SESSION_ATTRIBUTE] = _SessionHolder(session)
     return session
 
