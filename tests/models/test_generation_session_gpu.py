@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import fasttfm.generate.decoder as decoder_module
 from fasttfm import models
 from fasttfm.generate import CachedDecoder, GenerationSession, generate, stream
 from fasttfm.nn import PackedBatch
@@ -42,9 +43,14 @@ def run(session: GenerationSession, count: int, **options: Any) -> list[list[int
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rows", [1, 5, 20])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_of_steps(family: str, rows: int, dtype: torch.dtype) -> None:
-    """Fused and plain steps against the whole sequences in fp64."""
+@pytest.mark.parametrize(
+    ("dtype", "few_rows_from"), [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 1)], ids=str
+)
+def test_logits_of_steps(
+    family: str, rows: int, dtype: torch.dtype, few_rows_from: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of every kind against the whole sequences in fp64."""
+    monkeypatch.setattr(decoder_module, "FEW_ROWS_FROM", few_rows_from)
     module = model(family, dtype)
     given = prompts(rows)
     following = torch.randint(0, 1000, (rows, 3), device="cuda")

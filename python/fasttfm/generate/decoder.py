@@ -18,10 +18,10 @@ from fasttfm.ops.backends import triton_absent
 
 Attend = Callable[[int, PackedLayer, Tensor], Tensor]  # takes a layer's index, the layer and qkv [n, 3, H, D]
 # The maximum number of rows for the fused kernels (ops.decode_linear). Few rows are bound by the bytes of the weights,
-# and one kernel for a GEMM with its prologue and epilogue is faster. Above SINGLE_ROWS the GEMMs of ops/few_rows.py are
-# faster, if the GPU has them; for more rows than they take, torch's GEMMs are.
+# and one kernel for a GEMM with its prologue and epilogue is faster; for more rows torch's GEMMs are.
 FUSED_ROWS = 16
-SINGLE_ROWS = 4
+# The minimum number of rows for the GEMMs of ops/few_rows.py, if the GPU has them; None if no step uses them.
+FEW_ROWS_FROM: int | None = None
 
 
 class CachedDecoder:
@@ -105,7 +105,7 @@ class CachedDecoder:
         """As ``step``, but returns the logits [n, V] of ``head``."""
         if not self._is_fusable(ids) or not is_plain(head):
             return _logits(head, self.step(ids, active))
-        if len(ids) > SINGLE_ROWS and self._refuse_few_rows(ids) is None:
+        if FEW_ROWS_FROM is not None and len(ids) >= FEW_ROWS_FROM and self._refuse_few_rows(ids) is None:
             x = self._step_few_rows(ids)
             logits = _fused(x, head.decoder, torch.float32) if len(ids) <= FUSED_ROWS else _logits(head, x)
         elif len(ids) <= FUSED_ROWS:
