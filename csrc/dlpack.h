@@ -1,6 +1,6 @@
 // The part of DLPack 1.x (https://github.com/dmlc/dlpack) that the core uses: how torch describes a tensor to C code,
 // and the table of functions that torch 2.10 and later publish as torch.Tensor.__dlpack_c_exchange_api__. A stable ABI:
-// one build of the core serves every torch.
+// one build of the core works with every torch.
 #pragma once
 
 #include <cstdint>

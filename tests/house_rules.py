@@ -344,6 +344,10 @@ PHRASES = {
     r"likeliest": "most likely",
     r"names? out of": "a key of, or one of",
     r"tabulators?": "tab",
+    r"serve[sd]?": "runs, or supports",
+    r"waited for": "synchronized",
+    r"(waits?|waiting) for nothing": "does not synchronize",
+    r"anew": "again",
 }
 # Overused words. Tests may use them as names.
 TICS = {

@@ -58,7 +58,7 @@ def _an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
         ((4, 512, 16, 64), {}, "got 64"),
         ((5, 257, 16, 64), {}, None),
         ((4, 1024, 16, 64), {}, None),
-        ((5, 513, 15, 64), {}, "above 512 queries where it cannot use all multiprocessors, got 75 heads"),
+        ((5, 513, 15, 64), {}, "above 512 queries where it cannot use all SMs, got 75 heads"),
         ((8, 513, 16, 64), {}, None),
         ((1, 1024, 8, 64), {}, "got 8 heads"),
         ((1, 4096, 1, 64), {}, "got 1 heads"),

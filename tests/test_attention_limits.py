@@ -99,7 +99,7 @@ def test_a_kernel_that_does_not_fit_leaves_the_call_to_the_next_backend(monkeypa
         return found
 
     torch.testing.assert_close(dqkv(None), dqkv("reference"))
-    with pytest.raises(BackendRefused, match="'cpu' cannot serve the backward of this call: too many blocks"):
+    with pytest.raises(BackendRefused, match="'cpu' does not support the backward of this call: too many blocks"):
         dqkv("cpu")
     qkv = torch.randn(2, 5, 3, 2, 16)
     out, lse = attention(qkv, return_lse=True)

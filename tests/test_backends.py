@@ -19,7 +19,7 @@ TABLE = backends.tables()["layer_norm"]
 
 
 @pytest.fixture
-def served() -> Iterator[list[str]]:
+def ran() -> Iterator[list[str]]:
     """Records the backends that run layer_norm's calls, as "<backend> <function>", in order."""
     calls: list[str] = []
 
@@ -44,13 +44,13 @@ def served() -> Iterator[list[str]]:
     object.__setattr__(TABLE, "backends", before)
 
 
-def test_the_first_backend_that_supports_the_call_runs_it(served: list[str]) -> None:
+def test_the_first_backend_that_supports_the_call_runs_it(ran: list[str]) -> None:
     layer_norm(X)
     layer_norm(X.double())
-    assert served == ["cpu forward", "reference forward"]
+    assert ran == ["cpu forward", "reference forward"]
 
 
-def test_argument_and_context_request_a_backend(served: list[str]) -> None:
+def test_argument_and_context_request_a_backend(ran: list[str]) -> None:
     layer_norm(X, backend="reference")
     with use_backend("reference"):
         layer_norm(X)
@@ -59,15 +59,15 @@ def test_argument_and_context_request_a_backend(served: list[str]) -> None:
             layer_norm(X)
         layer_norm(X)
     layer_norm(X)
-    names = [call.split()[0] for call in served]
+    names = [call.split()[0] for call in ran]
     assert names == ["reference", "reference", "cpu", "cpu", "reference", "cpu"]
 
 
-def test_context_ends_with_an_exception(served: list[str]) -> None:
+def test_context_ends_with_an_exception(ran: list[str]) -> None:
     with pytest.raises(RuntimeError), use_backend("reference"):
         raise RuntimeError
     layer_norm(X)
-    assert served == ["cpu forward"]
+    assert ran == ["cpu forward"]
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
@@ -75,7 +75,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
         return pool.submit(function).result()
 
 
-def test_contexts_of_two_threads_overlap(served: list[str]) -> None:
+def test_contexts_of_two_threads_overlap(ran: list[str]) -> None:
     first, second = use_backend("reference"), use_backend("cpu")
     with ThreadPoolExecutor(1) as other:  # one thread
         first.__enter__()
@@ -89,21 +89,21 @@ def test_contexts_of_two_threads_overlap(served: list[str]) -> None:
         other.submit(second.__exit__, None, None, None).result()
         for run in (lambda call: call(), in_thread, lambda call: other.submit(call).result()):
             run(lambda: layer_norm(X))
-    names = [call.split()[0] for call in served]
+    names = [call.split()[0] for call in ran]
     assert names == ["reference", "cpu", "cpu", "cpu", "cpu", "cpu", "cpu", "cpu"]
     assert in_thread(lambda: backends.requested(None)) is None
     assert backends.requested(None) is None
 
 
-def test_a_thread_without_a_context_follows_the_others(served: list[str]) -> None:
+def test_a_thread_without_a_context_follows_the_others(ran: list[str]) -> None:
     with use_backend("reference"):
         in_thread(lambda: layer_norm(X))
         with use_backend(None):
             in_thread(lambda: layer_norm(X))
-    assert [call.split()[0] for call in served] == ["reference", "cpu"]
+    assert [call.split()[0] for call in ran] == ["reference", "cpu"]
 
 
-def test_contexts_of_generators_end_in_any_order(served: list[str]) -> None:
+def test_contexts_of_generators_end_in_any_order(ran: list[str]) -> None:
     def block(name: str) -> Iterator[None]:
         with use_backend(name):
             yield
@@ -114,11 +114,11 @@ def test_contexts_of_generators_end_in_any_order(served: list[str]) -> None:
     first.close()
     layer_norm(X)
     second.close()
-    assert served == ["cpu forward"]
+    assert ran == ["cpu forward"]
     assert backends.requested(None) is None
 
 
-def test_a_compiled_function_follows_the_context_of_its_thread(served: list[str]) -> None:
+def test_a_compiled_function_follows_the_context_of_its_thread(ran: list[str]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: layer_norm(x), fullgraph=True, backend="aot_eager")
 
@@ -133,11 +133,11 @@ def test_a_compiled_function_follows_the_context_of_its_thread(served: list[str]
         in_thread(in_other_block)
         compiled(X)
     compiled(X)
-    names = [call.split()[0] for call in served]
+    names = [call.split()[0] for call in ran]
     assert names == ["cpu", "reference", "reference", "cpu", "reference", "cpu"]
 
 
-def test_the_backward_uses_the_backend_requested_for_the_forward(served: list[str]) -> None:
+def test_the_backward_uses_the_backend_requested_for_the_forward(ran: list[str]) -> None:
     x = X.clone().requires_grad_()
     with use_backend("reference"):
         y = layer_norm(x)
@@ -145,17 +145,17 @@ def test_the_backward_uses_the_backend_requested_for_the_forward(served: list[st
     with use_backend("reference"):
         z = layer_norm(x, backend="cpu")
         z.sum().backward()
-    assert served == ["reference forward", "reference backward", "cpu forward", "cpu backward"]
+    assert ran == ["reference forward", "reference backward", "cpu forward", "cpu backward"]
 
 
-def test_a_compiled_function_follows_the_context(served: list[str]) -> None:
+def test_a_compiled_function_follows_the_context(ran: list[str]) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: layer_norm(x), fullgraph=True, backend="aot_eager")
     compiled(X)
     with use_backend("reference"):
         compiled(X)
     compiled(X)
-    assert [call.split()[0] for call in served] == ["cpu", "reference", "cpu"]
+    assert [call.split()[0] for call in ran] == ["cpu", "reference", "cpu"]
 
 
 def test_unknown_names_raise_with_the_known_ones() -> None:
@@ -171,13 +171,13 @@ def test_unknown_names_raise_with_the_known_ones() -> None:
 
 
 def test_a_refused_request_lists_every_reason() -> None:
-    with pytest.raises(ValueError, match="backend 'cpu' cannot serve this call") as refused:
+    with pytest.raises(ValueError, match="backend 'cpu' does not support this call") as refused:
         layer_norm(X.double(), backend="cpu")
     lines = str(refused.value).splitlines()
-    assert lines[0] == "layer_norm: backend 'cpu' cannot serve this call:"
+    assert lines[0] == "layer_norm: backend 'cpu' does not support this call:"
     assert [line.split(":")[0].strip() for line in lines[1:]] == list(TABLE.names)
     assert "  cpu: takes float32, bfloat16 and float16, got float64" in lines
-    assert "  reference: can serve this call" in lines
+    assert "  reference: supports this call" in lines
 
 
 def test_no_backend_at_all_raises_with_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_no_backend_at_all_raises_with_every_reason(monkeypatch: pytest.MonkeyPa
             Backend("reference", lambda: None, lambda *_: "too large", never, never),
         ),
     )
-    expected = "scale: no backend can serve this call:\n  cpu: no core\n  reference: too large"
+    expected = "scale: no backend supports this call:\n  cpu: no core\n  reference: too large"
     with pytest.raises(ValueError, match="no backend") as refused:
         table.select(None, X)
     assert str(refused.value) == expected
@@ -202,8 +202,8 @@ def test_explain_names_the_backend_and_why_not_the_others() -> None:
     free = fasttfm.explain("layer_norm", X)
     assert free.chosen == "cpu"
     assert str(free).startswith("layer_norm: cpu\n")
-    assert "  cpu        serves this call" in str(free)
-    assert "  reference  could serve this call" in str(free)
+    assert "  cpu        runs this call" in str(free)
+    assert "  reference  supports this call" in str(free)
 
     double = explain("layer_norm", X.double())
     assert double.chosen == "reference"
@@ -242,10 +242,10 @@ def test_a_backend_may_leave_the_backward_to_the_next(monkeypatch: pytest.Monkey
     assert table.select_backward(None, X, factor=2).name == "reference"
     alone = explain("scale", X[:2])
     assert (alone.chosen, alone.backward) == ("cuda", "reference")
-    assert "  cuda       serves this call, reference its backward: cuda takes three rows in its backward" in str(alone)
+    assert "  cuda       runs this call, reference its backward: cuda takes three rows in its backward" in str(alone)
     assert explain("scale", X).backward == "cuda"
     slow = torch.cat([X, X])
-    assert str(explain("scale", slow)).count("serves this call, reference its backward: cuda is slower there") == 1
+    assert str(explain("scale", slow)).count("runs this call, reference its backward: cuda is slower there") == 1
     asked = explain("scale", slow, backend="cuda")
     assert (asked.backward, asked.backward_reason) == ("cuda", None)
     assert explain("scale", X, factor=2).reasons["cuda"] == "takes a factor of 1"
@@ -255,6 +255,6 @@ def test_a_backend_may_leave_the_backward_to_the_next(monkeypatch: pytest.Monkey
         table.select_backward(None, X[:2])
 
 
-def test_explain_computes_nothing(served: list[str]) -> None:
+def test_explain_computes_nothing(ran: list[str]) -> None:
     explain("layer_norm", X)
-    assert served == []
+    assert ran == []

@@ -288,6 +288,7 @@ def test_a_second_list_is_found(text: str, count: int) -> None:
         ("python/fasttfm/a.py", "# Losses of masked words that are held out", 2),
         ("tests/test_a.py", "alone = MASKS['behind']  # nobody looks", 1),
         ("python/fasttfm/a.py", "# The likeliest of so many, a name out of TASKS, is told.", 4),
+        ("kernels/scale/op.h", "// It waits for nothing, and serves any call that is waited for anew.", 4),
         ("CONTRIBUTING.md", "Write it.\n\n## Vocabulary\n\n| copy engine | TMA |", 0),
     ],
 )

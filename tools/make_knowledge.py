@@ -166,7 +166,7 @@ def types(sentences: list[str]) -> dict[str, str]:
                 continue
             seen[each.entity] = seen.get(each.entity, 0) + 1
             region = PARTS[each.entity]
-            region = REGIONS.get(region, region)  # of a city, where its country lies
+            region = REGIONS.get(region, region)  # of a city, the region of its country
             labels = ["place", KINDS[each.entity], f"in {region}"]
             if part := _part(each.entity):
                 rows[part].append({"text": text, "mention": each.row(), "labels": labels})

@@ -2,7 +2,7 @@
 
 >>> import torch, fasttfm
 >>> y = fasttfm.ops.layer_norm(torch.randn(2, 8, 64), torch.ones(64), torch.zeros(64))
->>> print(fasttfm.explain("layer_norm", torch.randn(2, 8, 64)))  # which backend serves this call, why not the others
+>>> print(fasttfm.explain("layer_norm", torch.randn(2, 8, 64)))  # which backend runs this call, why not the others
 """
 
 from fasttfm import generate, models, nn, ops, optim

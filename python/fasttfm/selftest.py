@@ -58,7 +58,7 @@ def check(spec: OpSpec, backend: str, dtype: torch.dtype, device: str) -> str:
     try:
         call.check("result", call.inputs())
     except BackendRefused:  # another backend supports this dtype
-        return "not served"
+        return "not supported"
     except AssertionError as error:
         return f"{WRONG}: {error}"
     except Exception as error:  # a kernel that cannot be launched or compiled here is one line too

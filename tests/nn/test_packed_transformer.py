@@ -505,4 +505,4 @@ def test_a_step_does_not_synchronize_and_can_be_captured(norm_first: bool, memor
     first = x.grad.clone()
     graph.replay()
     torch.cuda.synchronize()
-    assert not torch.equal(x.grad, first)  # added up, and dropped anew
+    assert not torch.equal(x.grad, first)  # accumulated, with a new dropout mask

@@ -175,7 +175,7 @@ def test_triton_is_used_only_by_name_and_explain_says_why() -> None:
     x, weight = torch.randn(5, C), torch.randn(3 * C, C)
     free = explain("qkv_projection", x, weight, None, H)
     assert (free.chosen, free.reasons["triton"]) == ("torch", None)
-    assert "triton     could serve this call, requested by name: its time on a GPU" in str(free)
+    assert "triton     supports this call, used only by name: its time on a GPU" in str(free)
     with use_backend("triton"):
         asked = explain("qkv_projection", x, weight, None, H)
         assert (asked.chosen, asked.backward) == ("triton", "triton")
@@ -193,7 +193,7 @@ def test_what_the_hopper_kernel_does_not_support() -> None:
     assert cuda.refuse(x, weight, None, H, cos) == "takes no rotary embedding"
     assert cuda.refuse(x.float(), weight.float(), None, H) == "takes bfloat16 and float16, got float32"
     assert cuda.refuse(x, weight, None, H) == "takes tensors on a GPU of compute capability 9.0"
-    with pytest.raises(BackendRefused, match=r"backend 'cuda' cannot serve this call:\n  torch: can serve"):
+    with pytest.raises(BackendRefused, match=r"backend 'cuda' does not support this call:\n  torch: supports"):
         qkv_projection(x, weight, None, H, backend="cuda")
     assert explain("qkv_projection", x, weight, None, H, cos=cos, sin=cos).chosen == "torch"
 

@@ -89,7 +89,8 @@ template <class S>
 __device__ __forceinline__ int column_of(int v) {
   return vector_offset<S>(v) + threadIdx.x % S::kGroup * kVector;
 }
-// Whether the thread's v-th vector lies in a row of `columns`: compared with what is left from its first one on.
+// Whether the thread's v-th vector is inside of a row of `columns`, by a comparison with the columns left from its
+// first vector on.
 template <class S>
 __device__ __forceinline__ bool in_row(int v, int columns) {
   return vector_offset<S>(v) < columns - column_of<S>(0);

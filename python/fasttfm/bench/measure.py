@@ -338,11 +338,11 @@ class _Calls:
             else [inputs[name] for name in spec.differentiable if inputs.get(name) is not None]
             for function, inputs in zip(self.functions, sets, strict=True)
         ]
-        outputs, served = _observed(self.functions[0])
+        outputs, selected = _observed(self.functions[0])
         self.on_gpu = outputs_of(outputs)[0].is_cuda
         self.incoming = gradients(_roots(outputs))
-        self.backends = {"forward": served}
-        if served and self.wanted[0]:
+        self.backends = {"forward": selected}
+        if selected and self.wanted[0]:
             _, self.backends["backward"] = _observed(lambda: self.backward(0, _roots(outputs)))
         self.peak_mib: float | None = None
         if self.wanted[0] and self.on_gpu:
@@ -351,8 +351,8 @@ class _Calls:
 
     def backend(self, direction: str) -> str:
         """Our backends that run in a direction, in their order."""
-        served = [name for part in direction.split("+") for name in self.backends.get(part, "").split("+") if name]
-        return "+".join(dict.fromkeys(served))
+        selected = [name for part in direction.split("+") for name in self.backends.get(part, "").split("+") if name]
+        return "+".join(dict.fromkeys(selected))
 
     def forward(self, index: int) -> Any:
         with torch.no_grad():
@@ -404,13 +404,13 @@ def _roots(result: Any) -> list[Tensor]:
 
 def _observed(function: Callable[[], Any]) -> tuple[Any, str]:
     """Calls ``function``, and returns its result and the names of our backends that it selected."""
-    served: list[str] = []
+    selected: list[str] = []
 
     def recorded(choose: Callable[..., Backend]) -> Callable[..., Backend]:
         def chosen(table: BackendTable, *args: Any, **options: Any) -> Backend:
-            before = len(served)
+            before = len(selected)
             backend = choose(table, *args, **options)
-            served[before:] = [backend.name]  # replaces those that the selection itself ran
+            selected[before:] = [backend.name]  # replaces those that the selection itself ran
             return backend
 
         return chosen
@@ -421,7 +421,7 @@ def _observed(function: Callable[[], Any]) -> tuple[Any, str]:
         mock.patch.object(BackendTable, "select_backward", recorded(BackendTable.select_backward)),
     ):
         result = function()
-    return result, "+".join(dict.fromkeys(served))
+    return result, "+".join(dict.fromkeys(selected))
 
 
 def _peak_mib(call: Callable[[], Any]) -> float:

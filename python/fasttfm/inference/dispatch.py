@@ -133,7 +133,7 @@ class _Worker(Generic[Item]):
         launched: deque[tuple[list[Request[Item]], Finish]] = deque()
         is_open = True
         while is_open or launched:
-            group: list[Request[Item]] = []  # the one before holds its requests no longer
+            group: list[Request[Item]] = []  # a new list, so that the previous one releases its requests
             if is_open:
                 group, is_open = self._take(wait=not launched)
             group = [request for request in group if request.future.set_running_or_notify_cancel()]

@@ -31,7 +31,7 @@ from fasttfm.models.text_model import TextModel
 
 _WINDOWS = (256, 4096)  # how many texts are sorted by length together: the first window, and the largest
 _OUTPUTS = {each.value: each for each in Output}
-_IN_FLIGHT = 2  # how many batches are launched before the first one is waited for
+_IN_FLIGHT = 2  # batches that are launched before the first one is synchronized
 # The default number of tokens in a batch. On a CPU the activations of a batch should fit into its caches.
 _MAX_TOKENS = {"cuda": 16384, "cpu": 2048}
 _GRAPH_TOKENS = 4096  # for larger batches the GPU's time exceeds the host's for the launches

@@ -24,7 +24,7 @@ from fasttfm.ops.backends import (
     triton_absent,
 )
 from fasttfm.ops.column_sum import column_sum_op
-from fasttfm.ops.declare import KnownCalls, Served
+from fasttfm.ops.declare import KnownCalls, Selected
 from fasttfm.ops.library import OpFunction, any_requires_grad, needs_gradient, register, schema_of, unshared
 from fasttfm.ops.linear import autocast
 
@@ -58,7 +58,7 @@ def attention(
     Args:
         q: ``[B, Sq, H, D]``, or packed ``[T, H, D]`` with ``cu_seqlens``: fp32, bf16 or fp16 (fp64 on the reference
             backend). Without k and v it holds all three: ``[B, S, 3, H, D]`` or ``[T, 3, H, D]``, read in place.
-        k, v: ``[B, Sk, Hk, D]`` or ``[Tk, Hk, D]``. Hk divides H: each key/value head serves H / Hk query heads.
+        k, v: ``[B, Sk, Hk, D]`` or ``[Tk, Hk, D]``. Hk divides H: each key/value head has H / Hk query heads.
         causal: Query i attends to keys up to position i + Lk - Lq of its sequence of Lq queries and Lk keys.
         window: ``(left, right)``: keys from ``left`` before that position to ``right`` after; None or -1 for no limit.
         scale: The factor of the scores; 1 / sqrt(D) by default.
@@ -76,7 +76,7 @@ def attention(
         alibi_slopes: fp32 ``[H]``: ``-slope * |i + Lk - Lq - j|`` is added for key j. Has no gradient.
         seed: int64 ``[1]``, decides what is dropped; by default drawn from torch's generator.
         return_lse: Returns ``(out, lse)``.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call runs it.
 
     Returns:
         ``out`` of q's shape and type, contiguous; 0 where there is no key to attend to. ``lse``, fp32 without gradient,
@@ -156,8 +156,8 @@ def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tupl
     if options.are_common() and (k is None) is (v is None):
         kinds, given = ("fcns", (q,)) if k is None else ("qkvcns", (q, k, v))
         key = CALLS.key(kinds, *given, options.cu_seqlens, options.lengths, options.seed)
-    served = CALLS.find(key, asked)
-    if served is None:
+    selected = CALLS.find(key, asked)
+    if selected is None:
         check_call(OP, q, k, v, options)
     p, seed = options.dropout_p, options.seed
     if type(p) is not float or not 0.0 <= p <= 1.0:
@@ -173,12 +173,14 @@ def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tupl
         outputs = apply(q, k, v, *problem, asked)
         return outputs
     problem = _bounded(q, k, problem)
-    if served is None:
-        served = CALLS.add(key, asked, TABLE.select(asked, *_separate(q, k, v), **attention_choice.options_of(problem)))
+    if selected is None:
+        selected = CALLS.add(
+            key, asked, TABLE.select(asked, *_separate(q, k, v), **attention_choice.options_of(problem))
+        )
     if torch.is_grad_enabled() and any_requires_grad(q, k, v):
-        outputs = _PlainAttention.apply_plain(q, k, v, problem, served)
+        outputs = _PlainAttention.apply_plain(q, k, v, problem, selected)
     else:
-        outputs = _run_forward(served.backend, q, k, v, problem)
+        outputs = _run_forward(selected.backend, q, k, v, problem)
     return outputs
 
 
@@ -252,10 +254,10 @@ class _PlainAttention(_Attention):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem, served: Served
+        ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem, selected: Selected
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _run_forward(served.backend, q, k, v, problem)
-        return _Attention.keep(ctx, q, k, v, out, lse, *problem, served.requested)
+        out, lse = _run_forward(selected.backend, q, k, v, problem)
+        return _Attention.keep(ctx, q, k, v, out, lse, *problem, selected.requested)
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
@@ -325,7 +327,7 @@ def _write_gradients(
     except _native.DoesNotFit as error:
         following = TABLE.backward_after(chosen, *call, **choice) if requested is None else None
         if following is None:
-            reason = f"backend {chosen.name!r} cannot serve the backward of this call: {error}"
+            reason = f"backend {chosen.name!r} does not support the backward of this call: {error}"
             raise BackendRefused(f"{OP}: {reason}") from error
         following.backward(*arguments)
     return False
@@ -449,7 +451,7 @@ def _backward_triton(*args: Any) -> None:
     triton.attention_bwd_triton(*args)
 
 
-# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
+# The CPU core comes before Triton, so that Triton's interpreter runs on CPU tensors only if it is requested by name.
 # The GPU backends save the same tensors for the backward, so each can compute the backward of the other.
 TABLE = BackendTable(
     OP,

@@ -1,4 +1,4 @@
-"""Which backend serves an attention call: why each of them cannot, or had better not."""
+"""The selection of attention's backend: why each of them does not support a call, or is slower for it."""
 
 from __future__ import annotations
 
@@ -154,11 +154,12 @@ def yield_cuda_backward(
     max_seqlen_k: int | None = None,
     **_: Any,
 ) -> str | None:
-    """The rule of where Triton's backward is the faster one, by docs/kernels_attention.md: nowhere with heads of 128.
+    """Why Triton's backward is faster for a call (docs/kernels_attention.md); never with heads of 128.
 
-    With heads of 64, one tile of Triton's holds a head up to 128 queries and keys. Up to 512 queries one block of
-    Hopper's has a head: that wants half as many of them as multiprocessors, unless they are short. Beyond, blocks share
-    a head by its tiles of 128 keys, so that nearly all multiprocessors have work; with a window, by chunks of 512 keys.
+    With heads of 64, one tile of Triton's kernel holds a head of up to 128 queries and keys. Up to 512 queries, a block
+    of Hopper's kernel processes a head, so it needs half as many heads as SMs, unless sequences are short. Above that,
+    blocks share a head by its tiles of 128 keys, so that nearly all SMs have work; with a window, by chunks of 512
+    keys.
     """
     if q.shape[-1] == 128:
         return None
@@ -175,7 +176,7 @@ def yield_cuda_backward(
         few = f"is slower backward with windows below {processors // 2} chunks of 512 keys, got {chunks}"
         return few if 2 * chunks < processors else None
     if longest > 512 and _efficiency(sequences, heads, longest, longest_k, processors) < 800:
-        return f"is slower backward above 512 queries where it cannot use all multiprocessors, got {units} heads"
+        return f"is slower backward above 512 queries where it cannot use all SMs, got {units} heads"
     return None
 
 

@@ -115,8 +115,8 @@ class BackendTable:
 
     def _raise_refused(self, requested: str | None, *args: Any, **options: Any) -> None:
         reasons = self.reasons(*args, **options)
-        lines = [f"  {name}: {reason or 'can serve this call'}" for name, reason in reasons.items()]
-        asked = f"backend {requested!r} cannot serve this call" if requested else "no backend can serve this call"
+        lines = [f"  {name}: {reason or 'supports this call'}" for name, reason in reasons.items()]
+        asked = f"backend {requested!r} does not support this call" if requested else "no backend supports this call"
         raise BackendRefused("\n".join([f"{self.op}: {asked}:", *lines]))
 
 
@@ -188,23 +188,23 @@ def requested(backend: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend serves a call, and why the others do not. Prints as a table."""
+    """Which backend runs a call, and why the others do not. Prints as a table."""
 
     op: str
     chosen: str | None
     reasons: Mapping[str, str | None]
-    backward: str | None  # who serves the backward
+    backward: str | None  # the backend that runs the backward
     backward_reason: str | None = None  # why that is another one
-    by_name: Mapping[str, str] = field(default_factory=dict)  # why some that could serve are used only by name
+    by_name: Mapping[str, str] = field(default_factory=dict)  # why some that support the call are used only by name
 
     def __str__(self) -> str:
         def verdict(name: str, reason: str | None) -> str:
             if name == self.chosen:
                 other = f", {self.backward} its backward: {name} {self.backward_reason}" if self.backward_reason else ""
-                return f"serves this call{other}"
+                return f"runs this call{other}"
             if reason is None and name in self.by_name:
-                return f"could serve this call, requested by name: {self.by_name[name]}"
-            return reason or "could serve this call"
+                return f"supports this call, used only by name: {self.by_name[name]}"
+            return reason or "supports this call"
 
         lines = [f"  {name:<10} {verdict(name, reason)}" for name, reason in self.reasons.items()]
         return "\n".join([f"{self.op}: {self.chosen or 'no backend'}", *lines])

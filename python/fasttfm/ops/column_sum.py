@@ -104,7 +104,7 @@ def _refuse_cuda(x: Tensor, *_: Any) -> str | None:
     return refuse_cuda(x) or refuse_cuda_rows((x,))
 
 
-# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
+# The CPU core comes before Triton, so that Triton's interpreter runs on CPU tensors only if it is requested by name.
 # The gradient is a view, which no backend could do better.
 _backward = reference.column_sum_backward
 OP = LinearOp(

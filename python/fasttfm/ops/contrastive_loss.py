@@ -51,7 +51,7 @@ def contrastive_loss(
         reduction: "mean" over the queries that count, "sum", or "none" for a loss ``[B]``.
         counts: Whether to return a ``CountedLoss`` with the number of queries that count, and of those whose positive
             has the highest score.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call runs it.
 
     Returns:
         The loss in fp32 (fp64 for fp64). Under autocast everything is cast to its type first, as around

@@ -224,7 +224,7 @@ def row_statistics(name: str, count: int | None = None) -> Output:
 # ---- the op ----------------------------------------------------------------------------------------------------------
 
 
-class Served(NamedTuple):
+class Selected(NamedTuple):
     """The backend of a call whose checks have passed."""
 
     backend: Backend
@@ -239,7 +239,7 @@ class KnownCalls:
 
     def __init__(self, table: BackendTable) -> None:
         self.table = table
-        self._known: dict[tuple[bytes, str | None], Served] = {}
+        self._known: dict[tuple[bytes, str | None], Selected] = {}
         self._backends = table.backends
 
     @staticmethod
@@ -250,18 +250,18 @@ class KnownCalls:
             return None
         return _native.signature(kinds, *tensors)
 
-    def find(self, key: bytes | None, asked: str | None) -> Served | None:
+    def find(self, key: bytes | None, asked: str | None) -> Selected | None:
         if key is None:
             return None
         if self.table.backends is not self._backends:  # they have been replaced
             self._known, self._backends = {}, self.table.backends
         return self._known.get((key, asked))
 
-    def add(self, key: bytes, asked: str | None, chosen: Backend) -> Served:
+    def add(self, key: bytes, asked: str | None, chosen: Backend) -> Selected:
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-        served = self._known[key, asked] = Served(chosen, asked)
-        return served
+        selected = self._known[key, asked] = Selected(chosen, asked)
+        return selected
 
 
 class Op:
@@ -321,15 +321,15 @@ class Op:
         """A checked, differentiable call, inputs and options by position. Returns the first output."""
         asked, tensors = requested(backend), arguments[: self._count]
         key = self.known.key(self.kinds, *tensors)
-        served = self.known.find(key, asked)
-        if served is not None:
-            return self._call_plain(served, tensors, self._convert(arguments))
+        selected = self.known.find(key, asked)
+        if selected is not None:
+            return self._call_plain(selected, tensors, self._convert(arguments))
         check_inputs(self.name, self.inputs, tensors)
         options = self._convert(arguments)
         self.table.check_name(backend)
         if key is not None:
-            served = self.known.add(key, asked, self.table.select(asked, *tensors))
-            return self._call_plain(served, tensors, options)
+            selected = self.known.add(key, asked, self.table.select(asked, *tensors))
+            return self._call_plain(selected, tensors, options)
         call = self._function.apply if needs_gradient(*tensors) else self.forward
         return first_of(call(*tensors, *options, asked))
 
@@ -341,19 +341,19 @@ class Op:
         call = self._function.apply if needs_gradient(*differentiable) else self.forward
         return first_of(call(*arguments, requested(backend)))
 
-    def _call_plain(self, served: Served, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
+    def _call_plain(self, selected: Selected, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
         """A call that bypasses torch's dispatcher."""
         if torch.is_grad_enabled() and any_requires_grad(*tensors):
-            return self._function.apply_plain(*tensors, *options, served)
-        return first_of(served.backend.forward(*tensors, *options))
+            return self._function.apply_plain(*tensors, *options, selected)
+        return first_of(selected.backend.forward(*tensors, *options))
 
     def _convert(self, arguments: Sequence[Any]) -> list[Any]:
         name, count = self.name, self._count
         return [option.convert(name, arguments[count + place]) for place, option in enumerate(self.options)]
 
     def _choose(self, asked: str | None, *tensors: Tensor | None) -> Backend:
-        served = self.known.find(self.known.key(self.kinds, *tensors), asked) if self.kinds else None
-        return self.table.select(asked, *tensors) if served is None else served.backend
+        selected = self.known.find(self.known.key(self.kinds, *tensors), asked) if self.kinds else None
+        return self.table.select(asked, *tensors) if selected is None else selected.backend
 
     # ---- torch.library: the last argument is the backend's name ----
 
@@ -420,7 +420,7 @@ def _autograd_function(op: Op, alternative: str) -> type[OpFunction]:
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
             *given, asked = arguments
-            if isinstance(asked, Served):
+            if isinstance(asked, Selected):
                 outputs, asked = asked.backend.forward(*given), asked.requested
             else:
                 outputs = op.forward(*arguments)

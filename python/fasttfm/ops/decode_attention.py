@@ -46,7 +46,7 @@ def decode_attention(
 
     Args:
         q: ``[B, H, D]``, fp32, bf16 or fp16 (fp64 on the reference backend).
-        k, v: ``[B, Hk, D]``. Hk divides H: each key/value head serves H / Hk query heads.
+        k, v: ``[B, Hk, D]``. Hk divides H: each key/value head has H / Hk query heads.
         key_cache, value_cache: ``[B, room, Hk, D]``, changed in place, with any strides: views of ``[B, Hk, room, D]``
             are read fastest.
         lengths: int32 ``[B]``: the number of tokens of each sequence in the cache before the call, and so the row of

@@ -66,7 +66,7 @@ def distillation_loss(
         reduction: "mean" over the rows that count, "sum", or "none" for a loss in the mask's shape.
         total: The divisor of a mean, instead of the number of rows that count: a number, or a tensor of one element,
             which is not read on the host.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call runs it.
 
     Returns:
         The loss in fp32 (fp64 for fp64), 0 where no row counts. Under autocast everything is cast to its type first, as
@@ -323,7 +323,7 @@ def _forward_triton(given: DistillationRows, wanted: Sequence[bool]) -> tuple[Te
     return losses, *gradients
 
 
-# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
+# The CPU core comes before Triton, so that Triton's interpreter runs on CPU tensors only if it is requested by name.
 TABLE = BackendTable(
     OP,
     (

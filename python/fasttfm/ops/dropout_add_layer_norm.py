@@ -24,7 +24,7 @@ from fasttfm.ops.backends import (
     torch_reference,
     triton_kernels,
 )
-from fasttfm.ops.declare import KnownCalls, Served, check_inputs, number, parameter, rows, rows_like_first
+from fasttfm.ops.declare import KnownCalls, Selected, check_inputs, number, parameter, rows, rows_like_first
 from fasttfm.ops.library import OpFunction, any_requires_grad, is_plain, needs_gradient, register, unshared
 
 OP = "dropout_add_layer_norm"
@@ -67,11 +67,11 @@ def dropout_add_layer_norm(
     """
     asked = requested(backend)
     key = CALLS.key("rlpppcs", x, residual, weight, bias, linear_bias, cu_seqlens, seed)
-    served = CALLS.find(key, asked)
-    if served is None or cu_seqlens is not None:
+    selected = CALLS.find(key, asked)
+    if selected is None or cu_seqlens is not None:
         _check(x, residual, weight, bias, linear_bias)
     p, eps = _P.convert(OP, p), _EPS.convert(OP, eps)
-    if served is None or cu_seqlens is not None:
+    if selected is None or cu_seqlens is not None:
         _check_dropout(x, p, cu_seqlens, seed)
         TABLE.check_name(backend)
     if p == 0:
@@ -79,19 +79,19 @@ def dropout_add_layer_norm(
     elif seed is None:
         seed = philox.draw_seed(x.device)
     tensors = (x, residual, weight, bias, linear_bias, cu_seqlens, seed)
-    if served is None and key is not None:
-        served = CALLS.add(key, asked, TABLE.select(asked, *tensors[:5]))
+    if selected is None and key is not None:
+        selected = CALLS.add(key, asked, TABLE.select(asked, *tensors[:5]))
     result: Tensor | tuple[Tensor, Tensor]
-    if served is None and needs_gradient(*tensors[:5]):
+    if selected is None and needs_gradient(*tensors[:5]):
         result = _DropoutAddLayerNorm.apply(*tensors, p, eps, bool(prenorm), asked)
         return result
-    if served is not None and torch.is_grad_enabled() and any_requires_grad(*tensors[:5]):
-        result = _DropoutAddLayerNorm.apply_plain(*tensors, p, eps, bool(prenorm), served)
+    if selected is not None and torch.is_grad_enabled() and any_requires_grad(*tensors[:5]):
+        result = _DropoutAddLayerNorm.apply_plain(*tensors, p, eps, bool(prenorm), selected)
         return result
-    if served is None:
+    if selected is None:
         y, z, _ = forward_op(*tensors, p, eps, bool(prenorm), asked)
     else:
-        y, z, _ = _run_forward(served.backend, *tensors, p, eps, bool(prenorm))
+        y, z, _ = _run_forward(selected.backend, *tensors, p, eps, bool(prenorm))
     return (y, z) if prenorm else y
 
 
@@ -134,11 +134,11 @@ class _DropoutAddLayerNorm(OpFunction):
         p: float,
         eps: float,
         prenorm: bool,
-        backend: Served | str | None,
+        backend: Selected | str | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         given = (x, residual, weight, bias, linear_bias, cu_seqlens, seed, p, eps, True)
         y: Tensor
-        if isinstance(backend, Served):
+        if isinstance(backend, Selected):
             (y, z, statistics), backend = _run_forward(backend.backend, *given), backend.requested
         else:
             y, z, statistics = forward_op(*given, backend)
@@ -183,8 +183,8 @@ def _run_forward(chosen: Backend, x: Tensor, *others: Any) -> Outputs:
 
 
 def _choose(asked: str | None, *tensors: Tensor | None) -> Backend:
-    served = CALLS.find(CALLS.key("rlpppcs", *tensors, None, None), asked)
-    return TABLE.select(asked, *tensors) if served is None else served.backend
+    selected = CALLS.find(CALLS.key("rlpppcs", *tensors, None, None), asked)
+    return TABLE.select(asked, *tensors) if selected is None else selected.backend
 
 
 def _forward_fake(x: Tensor, residual: Tensor, *others: Any) -> Outputs:
@@ -352,7 +352,7 @@ def _parameters(x: Tensor, residual: Tensor, *parameters: Tensor | None) -> list
 
 def stream_backward_cuda(dy: Tensor, *others: Any) -> Gradients | None:
     """The backward without dx, which a caller computes from dresidual by the same seed: the arguments of the
-    registered op. None where another backend serves the call."""
+    registered op. None if another backend runs the call."""
     *given, backend = others
     _, z, _, weight, bias, linear_bias = given[:6]
     dy = contiguous_rows(dy)

@@ -243,7 +243,7 @@ _GRADIENTS = ("word_table", "position_table", "segment_table", "weight", "bias")
 
 # Saved are the inputs, the seed and two numbers per token. The backward looks up the sum of the rows again: that reads
 # as many bytes as a saved sum would, and the forward does not have to write it. The CPU core comes before Triton, so
-# that Triton's interpreter serves a CPU tensor only when it is requested by name.
+# that Triton's interpreter runs on CPU tensors only if it is requested by name.
 OP = Op(
     NAME,
     inputs=(

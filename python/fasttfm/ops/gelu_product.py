@@ -45,7 +45,7 @@ def refuse_cuda(x: Tensor, weight: Tensor, bias: Tensor | None = None, *others: 
 
 def kept_beside(backend: str | None, x: Tensor, *weights: Tensor) -> str:
     """What the forward is to keep where its caller keeps the activation: the derivative where Hopper's kernels can be
-    expected to serve both directions, by type, sizes and device. The ops take either, whatever serves then."""
+    expected to run both directions, by type, sizes and device. The ops take either, whichever backend runs them."""
     whole = not any(size % CUDA_VECTOR for weight in weights for size in weight.shape)
     free = backend in (None, "cuda") and x.dtype in _TYPES and whole
     return DERIVATIVE if free and _has_kernels(x.device) else PRODUCT

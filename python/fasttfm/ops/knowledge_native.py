@@ -24,7 +24,7 @@ _PLACES = tuple(BlockParameters._fields.index(name) for name in _MULTIPLIED)
 _ATTENTION = BlockParameters._fields[:6]
 _VECTOR = 8  # of entities' columns on a GPU
 _MAX_ENTITY_WIDTH = 512  # kernels/knowledge_block/op.h: kMaxEntityWidth
-_GPU_BACKENDS = ("cuda",)  # the requests that the core serves on a GPU: op by op without one
+_GPU_BACKENDS = ("cuda",)  # the requests that the core supports on a GPU; without one, layers run op by op
 
 
 class Entities(NamedTuple):

@@ -77,7 +77,7 @@ def linear_cross_entropy(
         total: The divisor of a mean, instead of the number of labels that count: a number, or a tensor of one element,
             which is not read on the host. For batches in parts: the sum of the parts' losses is the whole's mean.
         counts: Whether to return a ``CountedLoss`` with the numbers of predictions and of correct ones.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call runs it.
 
     Returns:
         The loss in fp32 (fp64 for fp64), 0 where no label counts. Under autocast everything is cast to its type first,
@@ -447,7 +447,7 @@ def _outputs(labels: Tensor, seed: Tensor | None, loss: Loss) -> tuple[Tensor, T
     )
 
 
-# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
+# The CPU core comes before Triton, so that Triton's interpreter runs on CPU tensors only if it is requested by name.
 BACKENDS = (
     Backend("cpu", _native.missing, refuse_native_cpu, _forward_native, pick_rows.scatter),
     Backend("triton", triton_absent, refuse_triton, _forward_triton, vocabulary.scatter_triton),

@@ -62,7 +62,7 @@ def masked_lm_loss(
         temperature: The temperature of the samples; above 0.
         seed: int64 ``[1]``; by default drawn from torch's generator. The same seed draws the same numbers, for the
             first, the second, ... of the predicted rows.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call runs it.
 
     Returns:
         The loss in fp32 (fp64 for fp64), 0 where no label counts. Under autocast everything is cast to its type first,

@@ -289,7 +289,7 @@ def _make_index(queries: Tensor, documents: Tensor, owners: Tensor, *others: Any
     return owners.new_empty(shape)
 
 
-# The CPU's comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
+# The CPU's comes before Triton, so that Triton's interpreter runs on CPU tensors only if it is requested by name.
 OP = Op(
     NAME,
     inputs=(

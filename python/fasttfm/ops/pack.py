@@ -45,7 +45,7 @@ def pack(
         total: Rows of the result, at least the sum of the lengths; rows past that are 0, so a fixed ``total`` suits
             CUDA graphs. By default the sum, which is at hand if ``lengths`` are Python's integers or on the CPU; if
             they, or ``cu_seqlens``, are on a GPU, the call waits for it.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call runs it.
 
     Returns:
         ``[total, ...]``, contiguous. Its gradient is ``unpack``'s.
@@ -81,7 +81,7 @@ def unpack(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, backend: str 
         cu_seqlens: int32 ``[B + 1]``, as for ``pack``.
         max_seqlen: Tokens of each sequence in the result: at least the longest's. Not validated on the GPU, where
             tokens past it are lost.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call runs it.
 
     Returns:
         ``[B, max_seqlen, ...]``, contiguous, 0 where there is no token. Its gradient is ``pack``'s.
@@ -234,7 +234,7 @@ def _refuse_triton(tensor: Tensor, *_: Any) -> str | None:
     return f"takes real numbers, got {dtype_name(tensor.dtype)}" if tensor.dtype.is_complex else None
 
 
-# The CPU core comes before Triton, so that Triton's interpreter serves a CPU tensor only when it is requested by name.
+# The CPU core comes before Triton, so that Triton's interpreter runs on CPU tensors only if it is requested by name.
 _BACKENDS = (
     Backend("cpu", _native.missing, _refuse_native, _pack_native, _unpack_native),
     Backend("cuda", _native.missing_cuda, _refuse_cuda, _pack_native, _unpack_native),

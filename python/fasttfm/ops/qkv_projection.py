@@ -57,7 +57,7 @@ def qkv_projection(
         cos, sin: Tables ``[P, R / 2]`` of a rotary position embedding, which turns the first R columns of each query
             and key; values are copied. ``positions`` and ``interleaved`` are those of ``rotary``: the result is that of
             ``rotary(qkv.flatten(-3, -2), cos, sin, turned_heads=2 * num_heads)``.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call runs it.
 
     Returns:
         ``[..., 3, H, C / H]``, contiguous: q, k and v are views of it. Parameters have x's type; under autocast

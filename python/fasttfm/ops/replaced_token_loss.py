@@ -37,7 +37,7 @@ def replaced_token_loss(
         reduction: "mean" over the tokens that count, "sum", or "none" for a loss in the logits' shape.
         total: The divisor of a mean, instead of the number of tokens that count: a number, or a tensor of one element,
             which is not read on the host.
-        backend: Requests one backend; by default the first that can serve the call does.
+        backend: Requests one backend; by default the first that supports the call runs it.
 
     Returns:
         The loss in fp32 (fp64 for fp64), 0 where no token counts.

@@ -341,7 +341,7 @@ class BlockBackward:
 
     def _meet(self, dy: Tensor, weight: Tensor, dstream: Tensor) -> tuple[Tensor, Tensor | None]:
         """The gradient dy @ weight of a block's input. In a post-LN model that is the stream, whose gradient is added;
-        in a pre-LN model the stream goes on by itself."""
+        in a pre-LN model the residual stream is separate."""
         if self.pre_norm:
             return linear.matmul(dy, weight), dstream
         return linear.add_matmul(dstream, dy, weight), None

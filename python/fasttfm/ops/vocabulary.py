@@ -58,17 +58,18 @@ def stream(
     scale: float = 1.0,
     block_bytes: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walks over blocks of rows [N, C]: their logits, ``turn(first, logits)``, and the products of what it leaves.
+    """Iterates over blocks of rows [N, C]: their logits, ``turn(first, logits)``, and the GEMMs of the gradients it
+    writes.
 
-    Logits are ``scale`` times the product; gradients of rows and weight lack that factor. ``block_bytes``
-    is the limit of ``rows_of_block``.
+    Logits are ``scale`` times the product; gradients of rows and weight do not include that factor. ``block_bytes`` is
+    the limit of ``rows_of_block``.
 
     ``turn`` gets the index of the block's first row and the logits, [n, columns], of which the first V columns are
     filled. If any gradient is needed it overwrites all columns: by their gradients, and by zeros after them. With
     ``split`` the GEMMs end at a multiple of 8 tokens, and Triton kernels compute the tail.
 
     Returns dh [N, C] in the rows' type, dweight [V, C] and dbias [V] in fp32, empty if they are not needed. With
-    ``into_rows`` dh may take the rows' own place: they are this call's to overwrite.
+    ``into_rows`` dh may overwrite the rows.
     """
     count, vocabulary = len(rows), len(weight)
     dtype, device = product_type(rows), rows.device

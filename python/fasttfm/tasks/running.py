@@ -18,7 +18,7 @@ from fasttfm.ops.library import PLAIN_TENSORS
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.task import Task
 
-_IN_FLIGHT = 2  # how many batches are launched before the first one is waited for
+_IN_FLIGHT = 2  # batches that are launched before the first one is synchronized
 _MAX_FEATURES = 1 << 20  # of a batch: only the number of tokens limits it
 
 

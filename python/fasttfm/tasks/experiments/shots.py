@@ -11,7 +11,7 @@ from torch.nn import functional
 from fasttfm.models import GPT2Config, GPT2LMHeadModel
 from fasttfm.tasks.experiments.lab import Experiment, Lab, Row
 
-SYMBOLS, CLASSES = 40, 4  # of the task: symbols have classes that are drawn anew for each sequence
+SYMBOLS, CLASSES = 40, 4  # of the task: each sequence assigns random classes to symbols
 SHOTS = (0, 1, 2, 4, 8, 12)
 PAIRS = 16
 
@@ -72,10 +72,10 @@ EXPERIMENT = Experiment(
     "GPT-3 (Brown et al., 2020), figure 1.2.",
     """GPT-3 learns from the examples in its prompt: accuracy rises with their number, and the rise is steeper for
     larger models. A GPT that is trained on text for minutes does not, so these are trained on the skill itself: pairs
-    of a symbol and a class, drawn anew for every sequence. Without an example a guess is right once in four; with each
-    example more symbols have been seen. A model of one layer cannot look for an earlier pair and copy what followed
-    it, and stays near 0.5 by choosing among the classes in the prompt; two layers can (Olsson et al., 2022), from about
-    step 2000 on, and their curves rise to about 0.9.""",
+    of a symbol and a class, which are random in every sequence. Without an example a guess is right once in four; with
+    each example more symbols have been seen. A model of one layer cannot look for an earlier pair and copy what
+    followed it, and stays near 0.5 by choosing among the classes in the prompt; two layers can (Olsson et al., 2022),
+    from about step 2000 on, and their curves rise to about 0.9.""",
     run,
     label="model",
     plotted=("accuracy",),
