@@ -61,6 +61,8 @@ def contrastive_loss(
     _check(queries, keys, negatives, labels, temperature)
     _check_options(queries, keys, labels, symmetric, counts, reduction)
     TABLE.check_name(backend)
+    # Without labels every query counts: the divisor of the mean is known, and nothing counts labels on the device.
+    total = len(queries) if labels is None and reduction == "mean" else None
     offset = 0
     everyone = keys
     if group is not None:
@@ -73,12 +75,12 @@ def contrastive_loss(
         labels = torch.where(labels == -100, labels, labels + offset)
     candidates = everyone if negatives is None else torch.cat([everyone, negatives.flatten(0, -2)])
     call = Call(OP, _loss(temperature, counts), reduction, requested(backend))
-    result = vocabulary_loss(queries, candidates, None, labels, call)
+    result = vocabulary_loss(queries, candidates, None, labels, call, total=total)
     found = result.loss
     if symmetric:
         others = queries if group is None else _Gathered.apply(queries, group)
         back = Call(OP, _loss(temperature, False), reduction, requested(backend))
-        found = (found + vocabulary_loss(keys, others, None, labels, back).loss) / 2
+        found = (found + vocabulary_loss(keys, others, None, labels, back, total=total).loss) / 2
     return CountedLoss(found, result.predictions, result.correct) if counts else found
 
 
