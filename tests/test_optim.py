@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from fasttfm import _C, _native, optim
 from fasttfm.ops import weight_copies
-from fasttfm.optim import AdamW
+from fasttfm.optim import AdamW, cpu_norm
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, compare
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
@@ -271,6 +272,26 @@ def test_a_norm_that_is_not_finite_changes_nothing(bad: float, max_norm: float, 
     assert bool(optimizer.last_norm.isfinite()) == finite
     assert all(torch.equal(a, b) != finite for a, b in zip(parameters, before, strict=True))
     assert all(float(state["step"]) == finite for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    ("scale", "dtype", "shape"),
+    [
+        (1e-3, torch.float32, (3, 700_001)),
+        (1e25, torch.float32, (40, 8)),
+        (1e-30, torch.float32, (40, 8)),
+        (0.0, torch.float32, (40, 8)),
+        (1.0, torch.bfloat16, (40, 8)),
+    ],
+)
+def test_the_norm_on_a_cpu(scale: float, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    gradients = [torch.randn(shape).mul(scale).to(dtype), torch.randn(17).mul(scale).to(dtype)]
+    gradients.append(gradients[0].t())
+    for some in (gradients, gradients[:2]):
+        exact = torch.cat([each.flatten().double() for each in some]).norm().item()
+        assert cpu_norm(some).item() == pytest.approx(exact, rel=1e-6)
+    assert not cpu_norm([torch.tensor([1.0, math.inf]), gradients[1].float()]).isfinite()
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +31,26 @@ GROUP = np.dtype(
 )
 
 _STATES = ("exp_avg", "exp_avg_sq", "step")
+
+
+_DOT = 2**20  # elements: fp32's rounding errors of a longer dot product are larger
+
+
+@torch.no_grad()
+def cpu_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together, in fp64: from dot products of the BLAS in fp32. torch's own norm adds squares
+    sequentially, and in fp64 it copies the gradients first, which takes as long as AdamW's step."""
+    if all(map(_has_fp32_rows, gradients)):
+        parts = [part for each in gradients for part in each.view(-1).split(_DOT)]
+        total = torch.stack([torch.dot(part, part) for part in parts]).double().sum()
+        if 0 < total.item() < math.inf:  # otherwise squares may be too large or too small for fp32
+            return total.sqrt()
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)))
+
+
+def _has_fp32_rows(gradient: Tensor) -> bool:
+    plain = type(gradient) in PLAIN_TENSORS and gradient.layout == torch.strided
+    return plain and gradient.dtype == torch.float32 and gradient.is_contiguous()
 
 
 class _Given(NamedTuple):
@@ -123,8 +144,7 @@ class AdamW(torch.optim.AdamW):
             assert memory.norm is not None
             return memory.norm
         _check_on_cpu(given)
-        norms = torch._foreach_norm(given.gradients, 2, dtype=torch.float64)
-        return torch.linalg.vector_norm(torch.stack(norms)).float()
+        return cpu_norm(given.gradients).float()
 
     def _given(self) -> _Given:
         given = _Given([], [], [], [])

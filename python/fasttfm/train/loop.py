@@ -225,10 +225,9 @@ class Trainer:
         return [each.grad for each in self._parameters if each.grad is not None]
 
     def _gradient_norm(self) -> Tensor:
-        """On the CPU torch adds a tensor's squares sequentially, so it is computed in fp64."""
-        dtype = torch.float64 if self.world.device.type == "cpu" else None
-        norms = torch._foreach_norm(self._gradients(), 2, dtype=dtype)
-        return whole(torch.linalg.vector_norm(torch.stack(norms)))
+        if self.world.device.type == "cpu":
+            return whole(optim.cpu_norm(self._gradients()))
+        return whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self._gradients(), 2))))
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
