@@ -106,6 +106,8 @@ Status backward(const Place& place, const Tensor& dy, const OptionalTensor& dz, 
 
 }  // namespace
 
+#define FP8(MEMBER) FASTTFM_FIELD(DropoutAddLayerNormFp8, MEMBER)
+
 FASTTFM_BINDING(dropout_add_layer_norm) {
   bind_call(module, "dropout_add_layer_norm_forward",
             "x, residual, weight, bias, linear_bias, cu_seqlens, seed, threshold, scale, eps, y, z, statistics",
@@ -118,6 +120,13 @@ FASTTFM_BINDING(dropout_add_layer_norm) {
 #ifdef FASTTFM_WITH_CUDA
   bind_workspace(module, "dropout_add_layer_norm_backward_memory_cuda", &cuda::dropout_add_layer_norm_backward_memory,
                  {"columns", "dtype", "residual_dtype", "linear_bias", "limit"});
+#endif
+#ifdef FASTTFM_WITH_HOPPER
+  bind_launcher(module, "dropout_add_layer_norm_fp8_cuda", &cuda::dropout_add_layer_norm_fp8, FP8(x), FP8(residual),
+                FP8(weight), FP8(bias), FP8(linear_bias), FP8(y), FP8(z), FP8(mean), FP8(rstd), FP8(rows), FP8(columns),
+                FP8(x_stride), FP8(residual_stride), FP8(eps), FP8(seed), FP8(cu_seqlens), FP8(sequences),
+                FP8(threshold), FP8(scale), FP8(dtype), FP8(residual_dtype), FP8(parameter_dtype), FP8(device),
+                FP8(stream), FP8(y_scale), FP8(y_amax), FP8(as_rows), FP8(as_columns));
 #endif
 }
 

@@ -8,6 +8,7 @@ namespace fasttfm {
 #define MANY(MEMBER) FASTTFM_FIELD(Fp8CastMany, MEMBER)
 #define FORWARD(MEMBER) FASTTFM_FIELD(Fp8GeluForward, MEMBER)
 #define BACKWARD(MEMBER) FASTTFM_FIELD(Fp8GeluBackward, MEMBER)
+#define PRODUCT(MEMBER) FASTTFM_FIELD(Fp8GeluProduct, MEMBER)
 
 FASTTFM_BINDING(fp8) {
 #ifdef FASTTFM_WITH_HOPPER
@@ -30,6 +31,10 @@ FASTTFM_BINDING(fp8) {
                 BACKWARD(a_columns), BACKWARD(dbias), BACKWARD(workspace), BACKWARD(rows), BACKWARD(columns),
                 BACKWARD(padded), BACKWARD(e5m2), BACKWARD(activation), BACKWARD(dtype), BACKWARD(bias_dtype),
                 BACKWARD(device), BACKWARD(stream));
+  bind_launcher(module, "fp8_gelu_product_cuda", &cuda::fp8_gelu_product, PRODUCT(x), PRODUCT(weight),
+                PRODUCT(x_inverse), PRODUCT(weight_inverse), PRODUCT(bias), PRODUCT(scale), PRODUCT(amax), PRODUCT(h),
+                PRODUCT(a), PRODUCT(rows), PRODUCT(inputs), PRODUCT(columns), PRODUCT(activation), PRODUCT(bias_dtype),
+                PRODUCT(device), PRODUCT(stream));
 #endif
 }
 

@@ -39,7 +39,9 @@ SHARED = {
             "declare",
             "fp8",
             "fp8_block",
+            "fp8_inference",
             "fp8_native",
+            "fp8_norm",
             "gelu_product",
             "int8_linear",
         ),
@@ -55,7 +57,10 @@ SHARED = {
         *("vocabulary", "weight_copies"),
     },
     "kernels/": {"fp8", "transformer_block"},
-    "tests/ops/test_": {"fp8", "fp8_block", "int8_linear", "knowledge_block", "transformer_block", "transformer_stack"},
+    "tests/ops/test_": {
+        *("fp8", "fp8_block", "fp8_norm", "int8_linear", "knowledge_block"),
+        *("transformer_block", "transformer_stack"),
+    },
 }
 # Folders of kernels/ that belong to no op: code that all ops share, and code of the losses over a vocabulary.
 SHARED_KERNELS = ("common", "vocabulary")

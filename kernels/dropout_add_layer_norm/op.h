@@ -38,6 +38,14 @@ struct DropoutAddLayerNormForward {
   void* stream;           // CUDA
 };
 
+// The forward that also writes y in e4m3 (kernels/fp8/reference.py). P is N rounded up to a multiple of 16.
+struct DropoutAddLayerNormFp8 : DropoutAddLayerNormForward {
+  const float* y_scale;  // [1]
+  float* y_amax;         // [1]: raised to the largest magnitude of y; null if not needed
+  void* as_rows;         // [N, C], e4m3
+  void* as_columns;      // [C, P], e4m3, or null if not needed
+};
+
 struct DropoutAddLayerNormBackward {
   const void* dy;      // [N, C], dtype, contiguous
   const void* dz;      // [N, C], residual_dtype, contiguous, or null for 0
@@ -80,6 +88,8 @@ namespace cuda {
 // Columns are a multiple of 8, up to 8192; x, residual, dy, dz, z and parameters start at multiples of 16 bytes.
 Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward&);
 Status dropout_add_layer_norm_backward(const WithBlockMemory<DropoutAddLayerNormBackward>&);
+// Requires compute capability 9.0, bf16 x, and columns that are a multiple of 16, up to 1024.
+Status dropout_add_layer_norm_fp8(const DropoutAddLayerNormFp8&);
 // Bytes of shared memory of a block of the backward on a GPU with a limit of `limit` bytes per block; more than `limit`
 // if the kernels cannot run there. `linear_bias` is not 0 if its gradient is needed.
 int64_t dropout_add_layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t residual_dtype,

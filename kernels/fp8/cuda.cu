@@ -9,6 +9,7 @@
 #include "common/count.h"
 #include "common/cuda/activation.cuh"
 #include "common/cuda/convert.cuh"
+#include "common/cuda/fp8.cuh"
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/launch.cuh"
 #include "common/cuda/reduce.cuh"
@@ -33,55 +34,7 @@ constexpr int kStripeRows = 4;  // rows per thread
 template <class T>
 constexpr bool kExact = sizeof(T) == 4;
 
-// ---- rounding -------------------------------------------------------------------------------------------------------
-
-// The conversion saturates finite values (satfinite); x - x makes infinite values NaN.
-__device__ __forceinline__ float scaled(float x, float scale) { return fmaf(x, scale, x - x); }
-
-template <bool E5M2>
-__device__ __forceinline__ uint32_t round_pair(float low, float high) {
-  uint16_t pair;
-  if constexpr (E5M2)
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-  else
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-
-// Eight numbers, the first in the lowest byte.
-template <bool E5M2>
-__device__ __forceinline__ uint2 round_vector(const float (&x)[kVector], float scale) {
-  uint32_t pair[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) pair[i] = round_pair<E5M2>(scaled(x[2 * i], scale), scaled(x[2 * i + 1], scale));
-  return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
-}
-
-// fmaxf ignores NaN.
-__device__ __forceinline__ float largest(const float (&x)[kVector], float so_far) {
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) so_far = fmaxf(so_far, fabsf(x[i]));
-  return so_far;
-}
-
-// Nonnegative fp32 numbers compare like their bits. The load avoids most atomics: usually *amax is large enough
-// already.
-__device__ __forceinline__ void record(float* amax, uint32_t value) {
-  auto* bits = reinterpret_cast<unsigned*>(amax);
-  if (value > *static_cast<volatile unsigned*>(bits)) atomicMax(bits, value);
-}
-
 // ---- transposition --------------------------------------------------------------------------------------------------
-
-// 4 x 4 bytes: the i-th byte of the j-th word becomes the j-th byte of the i-th word.
-__device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
-  const uint32_t low01 = __byte_perm(word[0], word[1], 0x5140), high01 = __byte_perm(word[0], word[1], 0x7362);
-  const uint32_t low23 = __byte_perm(word[2], word[3], 0x5140), high23 = __byte_perm(word[2], word[3], 0x7362);
-  word[0] = __byte_perm(low01, low23, 0x5410);
-  word[1] = __byte_perm(low01, low23, 0x7632);
-  word[2] = __byte_perm(high01, high23, 0x5410);
-  word[3] = __byte_perm(high01, high23, 0x7632);
-}
 
 // A tile's columns in shared memory, 128 bytes each: the 8 bytes of row group r of column c are in chunk
 // r ^ (c / 8), so that neither writing nor reading has bank conflicts.

@@ -96,6 +96,27 @@ struct Fp8GeluBackward {
   void* stream;
 };
 
+// a = activation(x weight^T / scales + bias) in e4m3, in the epilogue of one GEMM. The sums are rounded to bf16 before
+// the bias is added, as h is stored.
+struct Fp8GeluProduct {
+  const void* x;                // [N, K], e4m3, contiguous
+  const void* weight;           // [C, K], e4m3, contiguous
+  const float* x_inverse;       // [1]: 1 / scale
+  const float* weight_inverse;  // [1]
+  const void* bias;             // [C], bias_dtype, or null for 0
+  const float* scale;           // [1], of a
+  float* amax;                  // of a, or null if not needed
+  void* h;                      // [N, C], bf16: x weight^T / scales, or null if not needed
+  void* a;                      // [N, C], e4m3
+  int64_t rows;                 // N
+  int64_t inputs;               // K, a multiple of 16
+  int64_t columns;              // C, a multiple of 16
+  Activation activation;
+  DType bias_dtype;
+  int device;
+  void* stream;
+};
+
 namespace cuda {
 // Tensors start at multiples of 16 bytes, and so do rows.
 Status fp8_cast(const Fp8Cast&);
@@ -104,6 +125,7 @@ int64_t fp8_cast_tiles(int64_t rows, int64_t columns);
 Status fp8_gelu_forward(const Fp8GeluForward&);
 Status fp8_gelu_backward(const Fp8GeluBackward&);
 int64_t fp8_gelu_workspace(int64_t rows, int64_t columns);  // in floats
+Status fp8_gelu_product(const Fp8GeluProduct&);
 }  // namespace cuda
 
 }  // namespace fasttfm

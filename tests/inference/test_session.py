@@ -351,5 +351,5 @@ def test_int8_of_other_families(sentences: Ids) -> None:
 def test_int8_is_for_fp32_on_a_cpu(bert: Any) -> None:
     with pytest.raises(ValueError, match="precision: expected float32 on a CPU with 'int8', got bfloat16 on cpu"):
         Session(bert, precision="int8", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="precision: expected None or 'int8', got 'int4'"):
+    with pytest.raises(ValueError, match="precision: expected None, 'int8' or 'fp8', got 'int4'"):
         Session(bert, precision="int4")

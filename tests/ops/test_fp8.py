@@ -13,7 +13,7 @@ from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.activation import activate, derivative
 from fasttfm.kernels.fp8 import reference
 from fasttfm.ops import fp8, fp8_native
-from fasttfm.ops.fp8 import E4M3, E5M2, Scales
+from fasttfm.ops.fp8 import E4M3, E5M2, Scales, Slot
 
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 SHAPES = [(1, 16), (16, 64), (37, 48), (200, 80), (130, 144)]
@@ -173,6 +173,63 @@ def test_the_activation_backward(has_bias: bool, backend: str, device: str) -> N
         torch.testing.assert_close(dbias.double(), dh.sum(0) / 8, rtol=1e-5, atol=1e-4)
     else:
         assert dbias.numel() == 0
+
+
+# ---- the activation in a GEMM's epilogue -----------------------------------------------------------------------------
+
+
+def quantized(shape: tuple[int, int], seed: int, device: str) -> tuple[fp8.Quantized, Slot]:
+    generator = torch.Generator().manual_seed(seed)
+    (slot,) = Scales([E4M3], 2, torch.device(device)).slots
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return fp8.cast(torch.randn(shape, generator=generator).to(device).to(dtype), slot), slot
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("sizes", [(1, 16, 16), (300, 144, 208), (1000, 768, 3072), (257, 4096, 400)], ids=str)
+def test_the_epilogue_has_the_bits_of_the_activations_pass(
+    sizes: tuple[int, int, int], has_bias: bool, kind: str
+) -> None:
+    rows, inputs, columns = sizes
+    (x8, _), (w8, w_slot) = quantized((rows, inputs), 0, "cuda"), quantized((columns, inputs), 1, "cuda")
+    bias = torch.randn(columns, device="cuda") if has_bias else None
+    slot, other = Scales([E4M3] * 2, 2, torch.device("cuda")).slots
+    slot.scales.amax.fill_(float(inputs) ** 0.5)  # some values saturate
+    slot.scales.update()
+    weight = fp8.Fp8Weight(w8.rows, (slot, w_slot))
+    weight.rows = w8.rows
+    assert fp8_native.refuse_gelu_product(x8.rows, torch.bfloat16) is None
+    h, a8 = weight.forward_gelu(x8, torch.bfloat16, bias, kind, slot, keep_h=True)
+    nothing, again = weight.forward_gelu(x8, torch.bfloat16, bias, kind, slot, keep_h=False)
+    assert h is not None
+    assert nothing is None
+    expected = fp8.gelu(h, bias, kind, other)
+    assert same_bits(a8.rows, expected.rows)
+    assert same_bits(again.rows, expected.rows)
+    assert slot.amax.item() == other.amax.item() > 0
+
+    exact = (x8.rows.double() @ w8.rows.double().t()) * (x8.inverse.double() * w8.inverse.double())
+    library = weight.forward(x8, torch.bfloat16)
+    floor = 2.0**-8 * exact.abs().max()
+    assert (h.double() - exact).abs().max() <= 2 * (library.double() - exact).abs().max() + floor
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_epilogues_operands_have_their_scales(device: str) -> None:
+    (x8, _), (w8, w_slot) = quantized((20, 32), 0, device), quantized((48, 32), 1, device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    (slot,) = Scales([E4M3], 2, torch.device(device)).slots
+    slot.scales.amax.fill_(16.0)
+    slot.scales.update()
+    weight = fp8.Fp8Weight(w8.rows, (slot, w_slot))
+    weight.rows = w8.rows
+    h, a8 = weight.forward_gelu(x8, dtype, None, "relu", slot, keep_h=True)
+    assert h is not None
+    exact = (x8.rows.double() * x8.inverse.double()) @ (w8.rows.double() * w8.inverse.double()).t()
+    torch.testing.assert_close(h.double(), exact, rtol=2.0**-7, atol=0.05)
+    torch.testing.assert_close(a8.rows.double() * a8.inverse.double(), h.double().relu(), rtol=2.0**-4, atol=1e-3)
 
 
 # ---- scales ----------------------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 //
 // A block is persistent and computes one tile of 128 rows by kColumns columns of the result after another. One producer
 // warp loads the operands by TMA, 64 elements of K per step, into a ring in shared memory. Two consumer warpgroups
-// issue wgmma, 64 rows each, and store their accumulators, rounded to 16 bits, in shared memory. Epilogue warps read
-// them from there, finish them and write to global memory, while the next tile is computed. The blocks of a cluster
-// compute tiles one below the other, which share the operand b: each block loads a part of it and multicasts it to all.
+// issue wgmma, 64 rows each, and store their accumulators, rounded to 16 bits, in shared memory: operands of 16 bits to
+// their own type, FP8 operands (K-major, without their scales) to bf16. Epilogue warps read them from there, finish
+// them and write to global memory, while the next tile is computed. The blocks of a cluster compute tiles one below the
+// other, which share the operand b: each block loads a part of it and multicasts it to all.
 //
 // An epilogue E has
 //   E::Params   what it needs, and these, the last five of which launch_product() sets:
@@ -14,14 +15,19 @@
 //                                           other
 //                 int whole, split;         turns before the last round, and the number of clusters per tile in it
 //   E::kB       how the operand b is stored; a is K-major
-//   E::finish<T, S>(params, memory, warp)   what each of its warps does, for all tiles of the block
+//   E::finish<T, S>(params, memory, warp)   what each of its warps does, for all tiles of the block; T is the type of
+//                                           the rounded sums
+//
+// Pairs of FP8 numbers are read as elements of 16 bits: "elements of K" below are 2 bytes each.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <type_traits>
 
 #include "common/cuda/hopper.cuh"
+#include "common/cuda/hopper_fp8.cuh"
 #include "common/cuda/reduce.cuh"
 #include "common/cuda/rows.cuh"
 #include "common/dtype.h"
@@ -113,6 +119,10 @@ struct ProductTileScheduler {
     column = turn % p.column_tiles * S::kColumns + share;
   }
 };
+
+// The type of the rounded sums of operands T.
+template <class T>
+using ProductSum = std::conditional_t<sizeof(T) == 1, bf16_t, T>;
 
 // ---- producer -------------------------------------------------------------------------------------------------------
 
@@ -206,9 +216,14 @@ __device__ __forceinline__ void multiply_tile(const P& p, ProductMemory<S>& memo
     const uint64_t b = B == Major::k ? k_major(b_tile) : mn_major(b_tile, kTileColumns * kTileRowBytes);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kTileColumns / 16; ++i)
-      wgmma<T, Major::k, B>(d, advance(a, i * kKMajorStep),
-                            advance(b, i * (B == Major::k ? kKMajorStep : kMnMajorStep)), step > 0 || i > 0);
+    for (int i = 0; i < kTileColumns / 16; ++i) {
+      const uint64_t a_part = advance(a, i * kKMajorStep);
+      const uint64_t b_part = advance(b, i * (B == Major::k ? kKMajorStep : kMnMajorStep));
+      if constexpr (sizeof(T) == 1)
+        wgmma_fp8(d, a_part, b_part, step > 0 || i > 0);
+      else
+        wgmma<T, Major::k, B>(d, a_part, b_part, step > 0 || i > 0);
+    }
     wgmma_commit();
     if (step > 0) {
       wgmma_wait<1>();
@@ -221,7 +236,7 @@ __device__ __forceinline__ void multiply_tile(const P& p, ProductMemory<S>& memo
   fence_operand(d);
   release<S>(memory.empty[own.last]);
   memory.result_empty.wait(own.parity ^ 1);
-  store_result<T, S, PARTS>(shared_address(memory.result) + own.group * 64 * kTileRowBytes, d);
+  store_result<ProductSum<T>, S, PARTS>(shared_address(memory.result) + own.group * 64 * kTileRowBytes, d);
 }
 
 template <class T, class S, Major B, class P>
@@ -386,6 +401,7 @@ template <class T, class S, class E>
 __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThreads, 1)
     product_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                    const __grid_constant__ typename E::Params p) {
+  static_assert(sizeof(T) == 2 || E::kB == Major::k, "FP8 operands are K-major");
   extern __shared__ char dynamic_memory[];
   auto& memory =
       *reinterpret_cast<ProductMemory<S>*>(dynamic_memory + (1024 - shared_address(dynamic_memory) % 1024) % 1024);
@@ -397,7 +413,7 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
     consume<T, S, E::kB>(p, memory, warp / 4);
   } else {
     if (warp > S::kConsumerWarps) {
-      E::template finish<T, S>(p, memory, warp - S::kConsumerWarps - 1);
+      E::template finish<ProductSum<T>, S>(p, memory, warp - S::kConsumerWarps - 1);
     } else if (elect_one()) {
       prefetch_tensormap(&a_map);
       prefetch_tensormap(&b_map);
@@ -471,7 +487,7 @@ inline Status check_product(const ProductOperands& operands, int64_t rows, int64
   return {};
 }
 
-// launch_product() for the operands' type.
+// launch_product() for the operands' type of 16 bits.
 template <class S, class E>
 Status run_product(const ProductOperands& operands, const typename E::Params& p) {
   int multiprocessors = 0;
@@ -479,6 +495,15 @@ Status run_product(const ProductOperands& operands, const typename E::Params& p)
   if (status.code != StatusCode::ok) return status;
   return operands.dtype == DType::bf16 ? launch_product<bf16_t, S, E>(operands, p, multiprocessors)
                                        : launch_product<f16_t, S, E>(operands, p, multiprocessors);
+}
+
+// The same for e4m3 operands: their `dtype` is bf16, and a_stride and inner are in pairs of elements.
+template <class S, class E>
+Status run_fp8_product(const ProductOperands& operands, const typename E::Params& p) {
+  int multiprocessors = 0;
+  const Status status = count_multiprocessors(operands.device, &multiprocessors);
+  if (status.code != StatusCode::ok) return status;
+  return launch_product<e4m3_t, S, E>(operands, p, multiprocessors);
 }
 
 }  // namespace cuda

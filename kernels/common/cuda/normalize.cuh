@@ -18,15 +18,22 @@ __device__ __forceinline__ float inverse_root(float x) {
   return fmaf(fmaf(-x * y, y, 1.0f), 0.5f * y, y);
 }
 
+struct NoOutput {
+  template <class... Arguments>
+  __device__ __forceinline__ void operator()(const Arguments&...) const {}
+};
+
 // A group's ROWS rows `x`, zero past their end, become y = (x - mean) * rstd * weight + bias. `p` has the fields of a
 // forward: weight, bias (of type P, or null), y (of type T), mean, rstd, columns, eps; `row` are the rows' numbers.
 //
 // The variance is the mean square of the deviations from the mean. CORRECTED also computes the sum of the deviations,
 // which is zero except for the rounding of the mean, and subtracts it. Rows whose mean is far larger than their
 // deviation need that.
-template <class T, class P, class S, bool CORRECTED, int ROWS, class Params>
+//
+// also(r, v, y) gets the v-th vector of the r-th row, as it is stored.
+template <class T, class P, class S, bool CORRECTED, int ROWS, class Params, class Also = NoOutput>
 __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&row)[ROWS],
-                                               float (&x)[ROWS][S::kVectors][kVector]) {
+                                               float (&x)[ROWS][S::kVectors][kVector], Also also = {}) {
   __shared__ float scratch[2][2 * ROWS * S::kBlock / 32];
   const int columns = static_cast<int>(p.columns);
   const float inverse_c = 1.0f / static_cast<float>(columns);
@@ -79,7 +86,9 @@ __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&
       float out[kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) out[i] = fmaf(fmaf(x[r][v][i], rstd[r], shift[r]), weight[i], bias[i]);
-      store_packed_if(inside, static_cast<T*>(p.y) + row[r] * columns + column_of<S>(v), narrow<T>(out));
+      const Packed<T> rounded = narrow<T>(out);
+      store_packed_if(inside, static_cast<T*>(p.y) + row[r] * columns + column_of<S>(v), rounded);
+      also(r, v, rounded);
     }
   }
 }

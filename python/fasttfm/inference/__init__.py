@@ -1,6 +1,7 @@
 """Inference: trained models as sessions that turn texts into vectors, hidden states and logits."""
 
+from fasttfm.inference.calibration import Calibration
 from fasttfm.inference.session import Session
 from fasttfm.inference.settings import EmbedSettings
 
-__all__ = ["EmbedSettings", "Session"]
+__all__ = ["Calibration", "EmbedSettings", "Session"]

@@ -20,6 +20,13 @@ class Tokens(NamedTuple):
     cut: int = 0  # how many tokens of the texts were truncated
 
 
+def segments_of(sequences: Sequence[Tokens]) -> list[list[int]] | None:
+    """The segments of sequences; None if all are 0."""
+    if not any(each.segments and each.segments[-1] for each in sequences):
+        return None
+    return [each.segments or [0] * len(each.ids) for each in sequences]
+
+
 @dataclass(frozen=True)
 class Format:
     """The sequence format of one text or two: ``first`` text ``last``, or ``first`` text ``between`` text ``last``.

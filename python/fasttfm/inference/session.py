@@ -19,11 +19,12 @@ from torch import Tensor
 
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.batches import Packed, pack, plan, prefetch
+from fasttfm.inference.calibration import CALIBRATION, Calibration, calibrate, run_in_fp8
 from fasttfm.inference.dispatch import Dispatcher, register_fork_reset
-from fasttfm.inference.formats import Tokens, text_format
+from fasttfm.inference.formats import Tokens, segments_of, text_format
 from fasttfm.inference.graphs import GraphCounts, Graphs
 from fasttfm.inference.network import Inputs, Network, Output
-from fasttfm.inference.opening import longest_input, open_with_stated_head, stack_of, tokenizer_of
+from fasttfm.inference.opening import checkpoint_of, longest_input, open_with_stated_head, stack_of, tokenizer_of
 from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings
 from fasttfm.models.pretrained import PretrainedModel
@@ -88,8 +89,10 @@ class Session:
         device: By default a GPU if there is one.
         dtype: The dtype of weights and hidden states; by default bf16 on a GPU and fp32 on a CPU. On a CPU bf16 applies
             only to the layers' GEMMs, and only if the CPU has bf16 instructions. Results are fp32.
-        precision: ``"int8"`` computes the layers' GEMMs in 8 bits on a CPU, with one scale for each row of a weight and
-            one for each token.
+        precision: ``"fp8"`` computes the layers' GEMMs in FP8, with one static scale for each tensor (docs/fp8.md).
+            ``"int8"`` computes them in 8 bits on a CPU, with one scale for each row of a weight and one for each token.
+        calibration: What the scales of FP8 follow from: inputs of ``encode``, or an earlier session's ``calibration``.
+            By default the file of the checkpoint directory that ``session.calibration.save(directory)`` writes.
         max_tokens: The maximum number of tokens in a batch; a longer text is a batch by itself. By default 16,384 on a
             GPU and 2,048 on a CPU.
         max_batch: The maximum number of sequences in a batch.
@@ -106,6 +109,7 @@ class Session:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         precision: str | None = None,
+        calibration: Calibration | Sequence[Any] | None = None,
         max_tokens: int | None = None,
         max_batch: int = 1024,
         max_graphs: int = 128,
@@ -115,8 +119,10 @@ class Session:
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.max_tokens = _MAX_TOKENS.get(self.device.type, 2048) if max_tokens is None else max_tokens
         self.max_batch = max_batch
-        if precision not in (None, "int8"):
-            raise ValueError(f"Session: precision: expected None or 'int8', got {precision!r}")
+        if precision not in (None, "int8", "fp8"):
+            raise ValueError(f"Session: precision: expected None, 'int8' or 'fp8', got {precision!r}")
+        if calibration is not None and precision != "fp8":
+            raise ValueError(f"Session: calibration: expected None with precision={precision!r}")
         if precision == "int8" and (self.device.type != "cpu" or self.dtype != torch.float32):
             got = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
             raise ValueError(f"Session: precision: expected float32 on a CPU with 'int8', got {got}")
@@ -130,6 +136,8 @@ class Session:
             raise TypeError(f"Session: model: expected a model of fasttfm.models, a directory or a hub id, got {got}")
         if not isinstance(model, PretrainedModel):
             folder = read_sentence_folder(model)
+            if precision == "fp8" and calibration is None:
+                calibration = Calibration.load(checkpoint_of(folder.model))
             settings = settings or EmbedSettings.of_folder(folder)
             tokenizer = tokenizer or tokenizer_of(folder.model)
             model = open_with_stated_head(folder.model).eval().requires_grad_(False).to(self.device)
@@ -147,6 +155,7 @@ class Session:
         self.network = Network(
             model, self.settings, self.device, self.dtype, self._prompt_tokens(), int8=precision == "int8"
         )
+        self.calibration = self._in_fp8(calibration) if precision == "fp8" else None
         self.counts = SessionCounts()
         self._lock = threading.Lock()  # guards the device's buffers and the counts
         self._graphs: Graphs | None = None
@@ -164,6 +173,16 @@ class Session:
         )
         self._closed = False
         register_fork_reset(self)
+
+    def _in_fp8(self, given: Calibration | Sequence[Any] | None) -> Calibration:
+        """Makes the network compute in FP8. Returns what its scales follow from."""
+        if given is None:
+            raise ValueError(f"Session: calibration: expected texts, or {CALIBRATION} next to the checkpoint, got none")
+        found = given
+        if not isinstance(found, Calibration):
+            found = calibrate(self.network, self._tokenize(found), self.max_tokens, self.max_batch)
+        run_in_fp8(self.network, found)
+        return found
 
     def reset_after_fork(self) -> None:
         """In a child process, where no other thread computes. (The dispatcher follows by itself.)"""
@@ -359,7 +378,7 @@ class Session:
         def launch_next() -> None:
             group = groups.popleft()
             own = [sequences[index] for index in group]
-            batch = pack([each.ids for each in own], self._segments(own))
+            batch = pack([each.ids for each in own], segments_of(own) if self.network.has_segments else None)
             launched.append((group, batch, self.run(batch, output)))
 
         for _ in range(min(_IN_FLIGHT, len(groups))):
@@ -393,12 +412,6 @@ class Session:
             return found
 
         return finish
-
-    def _segments(self, sequences: list[Tokens]) -> list[list[int]] | None:
-        """The segments of sequences; None if all are 0."""
-        if not self.network.has_segments or not any(each.segments and each.segments[-1] for each in sequences):
-            return None
-        return [each.segments or [0] * len(each.ids) for each in sequences]
 
     def run(self, batch: Packed, output: Output) -> Callable[[], np.ndarray]:
         """Starts the computation of a packed batch. Returns a function that waits for it and returns the host's

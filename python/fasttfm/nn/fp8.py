@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from fasttfm.nn.packed_layer import PackedLayer
+from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.plain import Uncopied
 from fasttfm.ops import checks, fp8
 from fasttfm.ops.fp8 import Fp8Linear, LayerFp8, Scales
@@ -21,6 +23,17 @@ class _Fp8(Uncopied):
 
     def __init__(self, linears: LayerFp8) -> None:
         self.linears = linears
+        self._next: tuple[PackedTransformer, Fp8Linear] | None = None
+
+    def note_next(self, stack: PackedTransformer, layer: PackedLayer) -> None:
+        """Records that ``layer`` follows in ``stack``."""
+        self._next = stack, layer.fp8.linears.qkv
+
+    @property
+    def following(self) -> Fp8Linear | None:
+        """The linear layer that reads the layer's output, if there is one. Not with gradient checkpointing: a layer
+        that runs again in the backward has no reader."""
+        return None if self._next is None or self._next[0].checkpointing else self._next[1]
 
 
 class Fp8Training:
@@ -61,7 +74,7 @@ class Fp8Training:
             got = f"{type(model).__name__} with {len(layers)} of them, skip_first={skip_first}, skip_last={skip_last}"
             raise checks.bad_value(_NAME, "model", "one with PackedLayers to compute in FP8", got)
         for layer in self._layers:
-            _check(layer)
+            check_layer(_NAME, layer)
         device = self._layers[0].qkv.weight.device
         if (reason := fp8.missing(device)) is not None:
             raise RuntimeError(f"{_NAME}: {reason}")
@@ -71,9 +84,11 @@ class Fp8Training:
         self._linears: list[Fp8Linear] = []
         self._table: Any = None  # the arguments of the launch that casts all weights
         for layer in self._layers:
-            own = [Fp8Linear(each.weight, (next(slots), next(slots), next(slots))) for each in _linears(layer)]
+            own = [Fp8Linear(each.weight, (next(slots), next(slots), next(slots))) for each in linears_of(layer)]
             layer.fp8 = _Fp8(LayerFp8(*own))
             self._linears += own
+        for stack in (each for each in model.modules() if isinstance(each, PackedTransformer)):
+            _note_successors(stack)
         self.refresh()
 
     def update(self, *, reduce: bool = False) -> None:
@@ -105,19 +120,31 @@ class Fp8Training:
         self._table = fp8.refresh_all(self._linears, self._table)
 
 
-def _linears(layer: PackedLayer) -> list[nn.Linear]:
+def _note_successors(stack: PackedTransformer) -> None:
+    """Tells each FP8 layer which FP8 layer reads its output, if that is always the same one."""
+    layers = [each for each in stack.in_order() if isinstance(each, PackedLayer)]
+    readers: dict[PackedLayer, set[PackedLayer]] = {}
+    for layer, reader in itertools.pairwise(layers):
+        readers.setdefault(layer, set()).add(reader)
+    for layer, (reader, *others) in readers.items():
+        if not others and layer.fp8 is not None and reader.fp8 is not None:
+            layer.fp8.note_next(stack, reader)
+
+
+def linears_of(layer: PackedLayer) -> list[nn.Linear]:
     """The linear layers in the order of ``LayerFp8``."""
     return [layer.qkv, layer.out, layer.up, layer.down]
 
 
-def _check(layer: PackedLayer) -> None:
+def check_layer(name: str, layer: PackedLayer) -> None:
+    """Raises ValueError, in the name of a class, if a layer's GEMMs cannot have FP8 operands."""
     if not layer.is_fusable():
-        raise checks.bad_value(_NAME, "model", "layers of plain modules", "one with hooks, LoRA or another replacement")
-    for each in _linears(layer):
+        raise checks.bad_value(name, "model", "layers of plain modules", "one with hooks, LoRA or another replacement")
+    for each in linears_of(layer):
         weight = each.weight
         if not weight.is_contiguous():
             got = f"strides {weight.stride()} of shape {tuple(weight.shape)}"
-            raise checks.bad_value(_NAME, "model", "contiguous parameters", got)
+            raise checks.bad_value(name, "model", "contiguous parameters", got)
         if any(size % fp8.ALIGNMENT for size in weight.shape):
             expected = f"linear layers whose sizes are multiples of {fp8.ALIGNMENT}"
-            raise checks.bad_value(_NAME, "model", expected, f"shape {tuple(weight.shape)}")
+            raise checks.bad_value(name, "model", expected, f"shape {tuple(weight.shape)}")

@@ -132,10 +132,10 @@ class PackedLayer(nn.Module):
         norm_a, norm_b = (self.norm2, next_norm) if self.norm_first else (self.norm1, self.norm2)
         if not self.is_fusable(next_norm):
             return self._call_modules(x, residual, cu_seqlens, max_seqlen, (norm_a, norm_b), rates, seeds)
-        options, modules = self.block_options(max_seqlen, next_norm), self.block_modules(next_norm)
-        parameters = BlockParameters(*(module._parameters[name] for module in modules for name in _PARAMETERS))
+        options, parameters = self.block_options(max_seqlen, next_norm), self.block_parameters(next_norm)
         if self.uses_fp8():
-            y, z = fp8_block(x, residual, cu_seqlens, seeds, options, parameters, self.fp8.linears)
+            own = self.fp8
+            y, z = fp8_block(x, residual, cu_seqlens, seeds, options, parameters, own.linears, own.following)
         else:
             seeds = None if seeds is None else seeds.view(1, SEEDS)
             y, z = transformer_stack(x, residual, cu_seqlens, seeds, options, [parameters])
@@ -149,6 +149,11 @@ class PackedLayer(nn.Module):
         if self.norm_first:
             norm_a, norm_b = norm_b, _NO_NORM if next_norm is None else next_norm
         return own["qkv"], own["out"], norm_a, own["up"], own["down"], norm_b
+
+    def block_parameters(self, next_norm: nn.LayerNorm | None) -> BlockParameters:
+        """The layer's parameters of the op."""
+        modules = self.block_modules(next_norm)
+        return BlockParameters(*(module._parameters[name] for module in modules for name in _PARAMETERS))
 
     def block_options(self, max_seqlen: int, next_norm: nn.LayerNorm | None) -> BlockOptions:
         """The layer's options of the op."""

@@ -36,6 +36,7 @@ class PackedTransformer(nn.Module):
     """
 
     layer_class: ClassVar[type[PackedLayer]] = PackedLayer
+    fp8: Any = None  # fp8_inference sets it
 
     def __init__(self, layers: Sequence[PackedLayer], final_norm: nn.LayerNorm | None = None) -> None:
         super().__init__()
@@ -65,6 +66,9 @@ class PackedTransformer(nn.Module):
         """Runs the layers over ``x`` [T, C]. ``hidden_states`` collects the stream before each layer and, with
         ``with_last``, after the last one, before the final LayerNorm of a pre-LN model. ``inputs`` are additional
         arguments of layers of other classes."""
+        if self.fp8 is not None and not self.training and not torch.is_grad_enabled():
+            found: Tensor = self.fp8.run(x, cu_seqlens, max_seqlen, hidden_states, with_last)
+            return found
         blocks = self._blocks(max_seqlen) if hidden_states is None and not inputs else None
         if blocks is not None:
             return self._run_whole(x, cu_seqlens, blocks)

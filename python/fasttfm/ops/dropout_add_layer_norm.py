@@ -284,7 +284,7 @@ def _forward_native(
     _native.core().dropout_add_layer_norm_forward(
         readable_rows(x),
         readable_rows(residual),
-        *_parameters(x, residual, weight, bias, linear_bias),
+        *one_type(x, residual, weight, bias, linear_bias),
         cu_seqlens,
         seed,
         threshold,
@@ -342,7 +342,7 @@ def _backward_native(
     return dresidual, dx, dweight, dbias, dlinear_bias
 
 
-def _parameters(x: Tensor, residual: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
+def one_type(x: Tensor, residual: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
     """Contiguous parameters of one type: x's own where the kernels take that, else fp32."""
     dtype = torch.float32
     if x.is_cuda and residual.dtype == x.dtype and all(each is None or each.dtype == x.dtype for each in parameters):

@@ -27,6 +27,7 @@ from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.fp8 import reference
 from fasttfm.kernels.fp8.reference import ALIGNMENT as ALIGNMENT
 from fasttfm.kernels.fp8.reference import LIMITS
+from fasttfm.kernels.fp8.reference import record_amax as record_amax
 from fasttfm.ops import checks, fp8_native
 from fasttfm.ops.backends import Backend, BackendTable, always
 from fasttfm.ops.bias_gelu import backward_op as bias_gelu_backward_op
@@ -130,7 +131,7 @@ class Slot:
     def measure(self, x: Tensor) -> None:
         """Sets the scale from the largest magnitude of ``x``."""
         largest = torch.zeros_like(self.amax)
-        reference.record_amax(largest, x)
+        record_amax(largest, x)
         _set_scales(torch.where(largest.isfinite(), largest, 0.0), self.limit, self.scale, self.inverse)
 
 
@@ -145,12 +146,13 @@ class Quantized(NamedTuple):
     inverse: Tensor  # 1 / scale
 
 
-def cast(x: Tensor, slot: Slot, *, backend: str | None = None) -> Quantized:
-    """Casts ``x`` [N, C] to both layouts with the slot's format and scale, and records its largest magnitude."""
+def cast(x: Tensor, slot: Slot, *, with_columns: bool = True, backend: str | None = None) -> Quantized:
+    """Casts ``x`` [N, C] to both layouts, or only to rows, with the slot's format and scale, and records its largest
+    magnitude."""
     if slot.scales.measuring:
         slot.measure(x)
     x = as_rows(x)
-    rows, columns = _empty_layouts(x, slot.dtype)
+    rows, columns = empty_layouts(x, slot.dtype, with_columns=with_columns)
     TABLE.select(backend, x).forward("cast", x, slot.scale, slot.amax, rows, columns)
     return Quantized(rows, columns, slot.inverse)
 
@@ -162,14 +164,16 @@ def drops_in_cast(x: Tensor, slot: Slot) -> bool:
 
 def cast_dropped(x: Tensor, slot: Slot, dropout: tuple[Tensor, Tensor, float]) -> Quantized:
     """``cast`` of x after the dropout of ``dropout_add_layer_norm``, given by ``cu_seqlens``, seed and p."""
-    rows, columns = _empty_layouts(x, slot.dtype)
+    rows, columns = empty_layouts(x, slot.dtype)
     fp8_native.cast_dropped(x, slot.scale, slot.amax, rows, columns, dropout)
     return Quantized(rows, columns, slot.inverse)
 
 
-def _empty_layouts(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def empty_layouts(x: Tensor, dtype: torch.dtype, *, with_columns: bool = True) -> tuple[Tensor, Tensor]:
+    """Rows and columns of ``x`` [N, C], uninitialized; the columns are empty if they are not needed."""
     rows = torch.empty(*x.shape, dtype=dtype, device=x.device)
-    return rows, torch.empty(x.shape[1], reference.padded(x.shape[0]), dtype=dtype, device=x.device)
+    shape = (x.shape[1], reference.padded(x.shape[0])) if with_columns else (0,)
+    return rows, torch.empty(shape, dtype=dtype, device=x.device)
 
 
 def gelu(h: Tensor, bias: Tensor | None, kind: str, slot: Slot, backend: str | None = None) -> Quantized:
@@ -233,8 +237,32 @@ def gemm(
     return torch._scaled_mm(left, right.t(), left_scale, right_scale, bias=own, out_dtype=dtype, use_fast_accum=fast)
 
 
-class Fp8Linear:
-    """The scales of one linear layer, and its weight in FP8.
+class Fp8Weight:
+    """The weight [outputs, inputs] of a linear layer in FP8, as rows, and the slots of its input and of itself."""
+
+    def __init__(self, weight: Tensor, slots: tuple[Slot, Slot]) -> None:
+        self.input, self.weight = slots
+        self.rows = torch.empty(weight.shape, dtype=self.weight.dtype, device=weight.device)
+
+    def forward(self, x: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """``x`` needs rows."""
+        return gemm((x.rows, x.inverse), (self.rows, self.weight.inverse), dtype, bias, fast=True)
+
+    def forward_gelu(
+        self, x: Quantized, dtype: torch.dtype, bias: Tensor | None, kind: str, slot: Slot, *, keep_h: bool
+    ) -> tuple[Tensor | None, Quantized]:
+        """The GEMM's result ``h`` without the bias, None unless it is kept, and the activation of ``h + bias`` in FP8,
+        as rows. On Hopper with bf16, the GEMM's epilogue computes the activation."""
+        if not slot.scales.measuring and fp8_native.refuse_gelu_product(x.rows, dtype) is None:
+            operands = (x.rows, x.inverse), (self.rows, self.weight.inverse)
+            found, rows = fp8_native.gelu_product(*operands, bias, kind, slot.scale, slot.amax, keep_h=keep_h)
+            return found, Quantized(rows, rows.new_empty(0), slot.inverse)
+        h = self.forward(x, dtype)
+        return h if keep_h else None, gelu(h, bias, kind, slot)
+
+
+class Fp8Linear(Fp8Weight):
+    """The scales of one linear layer in training, and its weight in FP8.
 
     Args:
         weight: ``[outputs, inputs]``, both multiples of 16. The layer's parameter itself, which ``refresh`` reads.
@@ -242,12 +270,27 @@ class Fp8Linear:
     """
 
     def __init__(self, weight: Tensor, slots: tuple[Slot, Slot, Slot]) -> None:
+        super().__init__(weight, slots[:2])
         self.parameter = weight
-        self.input, self.weight, self.gradient = slots
+        self.gradient = slots[2]
         self._cast_version = -1, -1  # version and address of the weight that was cast
+        self._given: tuple[Tensor, int, Quantized] | None = None  # the next input, its version, and its casts
         outputs, inputs = weight.shape
-        self.rows = torch.empty(outputs, inputs, dtype=self.weight.dtype, device=weight.device)
         self.columns = torch.empty(inputs, outputs, dtype=self.weight.dtype, device=weight.device)
+
+    def give_input(self, x: Tensor, x8: Quantized) -> None:
+        """Passes the next input with its casts, which the kernel that computed it has written."""
+        own = x.detach()  # keeps its address in use
+        self._given = own, own._version, x8
+
+    def cast_input(self, x: Tensor) -> Quantized:
+        """``x`` in both layouts: what ``give_input`` was passed if ``x`` is that tensor, or else a cast."""
+        given, self._given = self._given, None
+        if given is not None:
+            own, version, x8 = given
+            if own.data_ptr() == x.data_ptr() and own.shape == x.shape and own._version == version == x._version:
+                return x8
+        return cast(x, self.input)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -270,10 +313,6 @@ class Fp8Linear:
         if self._cast_version != (self.parameter._version, self.parameter.data_ptr()):
             self.weight.measure(self.parameter)
             self.refresh()
-
-    def forward(self, x: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """``x`` needs rows."""
-        return gemm((x.rows, x.inverse), (self.rows, self.weight.inverse), dtype, bias, fast=True)
 
     def input_gradient(self, dy: Quantized, dtype: torch.dtype) -> Tensor:
         """``dy`` needs rows."""

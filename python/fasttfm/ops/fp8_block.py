@@ -17,6 +17,7 @@ from fasttfm.ops.attention import forward_op as attention_forward_op
 from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
 from fasttfm.ops.dropout_add_layer_norm import stream_backward_cuda
 from fasttfm.ops.fp8 import LayerFp8
+from fasttfm.ops.fp8_norm import NormArguments, add_norm_cast
 from fasttfm.ops.library import OpFunction, unshared
 from fasttfm.ops.transformer_block import (
     BlockBackward,
@@ -64,9 +65,11 @@ def fp8_block(
     options: BlockOptions,
     parameters: BlockParameters,
     layer: LayerFp8,
+    following: fp8.Fp8Linear | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a layer over packed tokens, as ``transformer_block`` does."""
-    y, z = _Fp8Block.apply(x, residual, cu_seqlens.contiguous(), seeds, options, layer, *parameters)
+    """Runs a layer over packed tokens, as ``transformer_block`` does. y is cast for ``following``, the linear layer
+    that reads it next, by the kernel that computes it."""
+    y, z = _Fp8Block.apply(x, residual, cu_seqlens.contiguous(), seeds, options, layer, following, *parameters)
     return y, z
 
 
@@ -83,6 +86,7 @@ class _Fp8Block(OpFunction):
         seeds: Tensor | None,
         options: BlockOptions,
         layer: LayerFp8,
+        following: fp8.Fp8Linear | None,
         *parameters: Any,
     ) -> tuple[Tensor, Tensor | None]:
         own, separate = BlockParameters(*parameters), separate_seeds(seeds, options)
@@ -91,7 +95,7 @@ class _Fp8Block(OpFunction):
             if each.parameter is not weight:
                 raise RuntimeError("fp8_block: a weight was replaced by another parameter; create Fp8Training again")
             each.refresh_changed()
-        y, z, saved, ctx.inverses = _forward(x, residual, cu_seqlens, separate, options, own, layer)
+        y, z, saved, ctx.inverses = _forward(x, residual, cu_seqlens, separate, options, own, layer, following)
         ctx.save_for_backward(*unshared(cu_seqlens), *separate, *saved, *own)
         ctx.options, ctx.layer = options, layer
         ctx.updates = layer.qkv.input.scales.updates
@@ -112,7 +116,7 @@ class _Fp8Block(OpFunction):
         block = _Backward((*tensors, dy, dz), own, wanted, types, ctx.options, ctx.pre_norm)
         dx, dresidual = block.run_fp8(ctx.layer, cu_seqlens, tuple(seeds), saved, ctx.inverses, dy, dz)
         gradients = (block.gradients.get(name) for name in BlockParameters._fields)
-        return dx, dresidual, None, None, None, None, *gradients
+        return dx, dresidual, None, None, None, None, None, *gradients
 
 
 def _forward(
@@ -123,26 +127,33 @@ def _forward(
     options: BlockOptions,
     own: BlockParameters,
     layer: LayerFp8,
+    following: fp8.Fp8Linear | None,
 ) -> tuple[Tensor, Tensor, Saved, Inverses]:
     """Returns y, z and what the backward reads in addition to parameters."""
     tokens, columns = x.shape
-    dtype = x.dtype
-    x8 = fp8.cast(x, layer.qkv.input)
+    dtype, backend = x.dtype, options.backend
+    x8 = layer.qkv.cast_input(x)
     (qkv_bias,) = linear.in_type([own.qkv_bias], dtype, copies=True)
     qkv = layer.qkv.forward(x8, dtype, qkv_bias).view(tokens, 3, options.heads, columns // options.heads)
     out, lse = attention_forward_op(qkv, None, None, *attention_options(qkv, cu_seqlens, seeds[0], options))
     out8 = fp8.cast(out.view(tokens, columns), layer.out.input)
     branch = layer.out.forward(out8, dtype)
-    norm_a = (own.norm_a_weight, own.norm_a_bias, own.out_bias, *dropout_arguments(cu_seqlens, seeds[1], options.p_a))
+    dropout = dropout_arguments(cu_seqlens, seeds[1], options.p_a)
+    norm = NormArguments(own.norm_a_weight, own.norm_a_bias, own.out_bias, *dropout, options.eps_a)
     stream = x if residual is None else residual
-    y1, z1, statistics1 = add_norm_forward_op(branch, stream, *norm_a, options.eps_a, True, options.backend)
+    y1, z1, statistics1, y8 = add_norm_cast(branch, stream, norm, layer.up.input, backend)
 
-    y8 = fp8.cast(y1, layer.up.input)
-    h = layer.up.forward(y8, dtype)
-    branch = layer.down.forward(fp8.gelu(h, own.up_bias, options.activation, layer.down.input), dtype)
-    norm_b = (own.norm_b_weight, own.norm_b_bias, own.down_bias, *dropout_arguments(cu_seqlens, seeds[2], options.p_b))
+    h, a8 = layer.up.forward_gelu(y8, dtype, own.up_bias, options.activation, layer.down.input, keep_h=True)
+    assert h is not None
+    branch = layer.down.forward(a8, dtype)
+    dropout = dropout_arguments(cu_seqlens, seeds[2], options.p_b)
+    norm = NormArguments(own.norm_b_weight, own.norm_b_bias, own.down_bias, *dropout, options.eps_b)
     stream = y1 if residual is None else z1
-    y, z, statistics = add_norm_forward_op(branch, stream, *norm_b, options.eps_b, True, options.backend)
+    if following is None or following.input.scales.measuring:
+        y, z, statistics = add_norm_forward_op(branch, stream, *norm, True, backend)
+    else:
+        y, z, statistics, next8 = add_norm_cast(branch, stream, norm, following.input, backend)
+        following.give_input(y, next8)
 
     inverses = Inverses(x8.inverse, out8.inverse, y8.inverse)
     if layer.qkv.input.scales.measuring:  # if a layer is used more than once, its next use sets the scales again

@@ -170,6 +170,52 @@ class CastTable:
         )
 
 
+def refuse_gelu_product(x: Tensor, dtype: torch.dtype) -> str | None:
+    """Why ``gelu_product`` does not support the FP8 rows x and activations of a dtype; None if it does."""
+    if (reason := _native.missing_hopper()) is not None:
+        return reason
+    if dtype != torch.bfloat16:
+        return f"takes bfloat16 activations, got {dtype}"
+    return None if is_hopper(x.device) else "takes tensors on a GPU of compute capability 9.0"
+
+
+def gelu_product(
+    x: tuple[Tensor, Tensor],
+    weight: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    kind: str,
+    scale: Tensor,
+    amax: Tensor,
+    *,
+    keep_h: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """The bf16 GEMM result ``h`` of x [N, K] and weight [C, K], each with its inverse scale, None unless it is kept,
+    and the e4m3 rows of the activation of ``h + bias``. Updates ``amax``."""
+    (left, left_inverse), (right, right_inverse) = x, weight
+    rows, columns = left.shape[0], right.shape[0]
+    a = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=left.device)
+    h = torch.empty(rows, columns, dtype=torch.bfloat16, device=left.device) if keep_h else None
+    _native.core().fp8_gelu_product_cuda(
+        x=left.data_ptr(),
+        weight=right.data_ptr(),
+        x_inverse=left_inverse.data_ptr(),
+        weight_inverse=right_inverse.data_ptr(),
+        bias=_native.address(bias),
+        scale=scale.data_ptr(),
+        amax=amax.data_ptr(),
+        h=_native.address(h),
+        a=a.data_ptr(),
+        rows=rows,
+        inputs=left.shape[1],
+        columns=columns,
+        activation=CODES[kind],
+        bias_dtype=_native.dtype_code(bias),
+        device=left.get_device(),
+        stream=_native.stream(left),
+    )
+    return h, a
+
+
 _FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # Fp8Format in kernels/gemm/op.h
 
 

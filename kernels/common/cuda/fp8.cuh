@@ -1,0 +1,66 @@
+// Rounding to FP8 with one scale per tensor, as fp8/reference.py defines it, and the transposition of FP8 tiles.
+// Requires compute capability 8.9.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda/convert.cuh"
+
+namespace fasttfm {
+namespace cuda {
+
+// The conversion saturates finite values (satfinite); x - x makes infinite values NaN.
+__device__ __forceinline__ float scaled(float x, float scale) { return fmaf(x, scale, x - x); }
+
+template <bool E5M2>
+__device__ __forceinline__ uint32_t round_pair(float low, float high) {
+  uint16_t pair;
+  if constexpr (E5M2)
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// Eight numbers, the first in the lowest byte.
+template <bool E5M2>
+__device__ __forceinline__ uint2 round_vector(const float (&x)[kVector], float scale) {
+  uint32_t pair[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pair[i] = round_pair<E5M2>(scaled(x[2 * i], scale), scaled(x[2 * i + 1], scale));
+  return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
+}
+
+// fmaxf ignores NaN.
+__device__ __forceinline__ float largest(const float (&x)[kVector], float so_far) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) so_far = fmaxf(so_far, fabsf(x[i]));
+  return so_far;
+}
+
+// Nonnegative fp32 numbers compare like their bits. The load avoids most atomics: usually *amax is large enough
+// already.
+__device__ __forceinline__ void record(float* amax, uint32_t value) {
+  auto* bits = reinterpret_cast<unsigned*>(amax);
+  if (value > *static_cast<volatile unsigned*>(bits)) atomicMax(bits, value);
+}
+
+// Raises *amax to the largest `most` of a warp; null if it is not needed.
+__device__ __forceinline__ void record_warp(float* amax, float most) {
+  if (amax == nullptr) return;
+  const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
+  if (threadIdx.x % 32 == 0) record(amax, bits);
+}
+
+// 4 x 4 bytes: the i-th byte of the j-th word becomes the j-th byte of the i-th word.
+__device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
+  const uint32_t low01 = __byte_perm(word[0], word[1], 0x5140), high01 = __byte_perm(word[0], word[1], 0x7362);
+  const uint32_t low23 = __byte_perm(word[2], word[3], 0x5140), high23 = __byte_perm(word[2], word[3], 0x7362);
+  word[0] = __byte_perm(low01, low23, 0x5410);
+  word[1] = __byte_perm(low01, low23, 0x7632);
+  word[2] = __byte_perm(high01, high23, 0x5410);
+  word[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+}  // namespace cuda
+}  // namespace fasttfm

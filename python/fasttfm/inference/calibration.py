@@ -1,0 +1,81 @@
+"""``Calibration``: the magnitudes that the static scales of FP8 inference follow from, and their file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fasttfm.inference.batches import pack, plan
+from fasttfm.inference.formats import Tokens, segments_of
+from fasttfm.inference.network import Inputs, Network, Output
+from fasttfm.models.checkpoint_files import CheckpointError, read_json
+from fasttfm.nn.fp8_inference import measuring, use_fp8
+from fasttfm.ops.fp8_inference import LINEARS
+
+CALIBRATION = "fp8_calibration.json"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The largest magnitudes of the inputs of linear layers, over some texts.
+
+    Args:
+        amax: One tuple for each transformer layer: the inputs of the projection to queries, keys and values, of
+            attention's output projection, and of both linear layers of the feed-forward block. A layer that occurs more
+            than once (ALBERT) has one.
+        tokens: The number of tokens that were measured.
+    """
+
+    amax: tuple[tuple[float, ...], ...]
+    tokens: int
+
+    @classmethod
+    def of(cls, amax: Tensor, tokens: int) -> Calibration:
+        return cls(tuple(map(tuple, amax.tolist())), tokens)
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """fp32 ``[layers, 4]``"""
+        return torch.tensor(self.amax, dtype=torch.float32, device=device)
+
+    def save(self, directory: str | Path) -> Path:
+        """Writes the file next to a checkpoint, where ``Session`` finds it."""
+        path = Path(directory) / CALIBRATION
+        layers = [dict(zip(LINEARS, each, strict=True)) for each in self.amax]
+        path.write_text(json.dumps({"tokens": self.tokens, "amax": layers}, indent=1) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Calibration | None:
+        """Reads the file of a directory; None if there is none."""
+        path = Path(directory) / CALIBRATION
+        if not path.is_file():
+            return None
+        content = read_json(path)
+        try:
+            layers = tuple(tuple(float(layer[name]) for name in LINEARS) for layer in content["amax"])
+            return cls(layers, int(content["tokens"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: expected magnitudes of layers, got {error!r}") from error
+
+
+def calibrate(network: Network, sequences: Sequence[Tokens], max_tokens: int, max_batch: int) -> Calibration:
+    """Runs the network in its dtype over sequences."""
+    lengths = [len(each.ids) for each in sequences]
+    if not any(lengths):
+        raise ValueError("Session: calibration: expected texts with tokens, got none")
+    with measuring(network.base.encoder) as amax:
+        for group in plan(lengths, max_tokens, max_batch):
+            own = [sequences[index] for index in group]
+            batch = pack([each.ids for each in own], segments_of(own) if network.has_segments else None)
+            network.run(Output.STATES, Inputs.of(batch, network.device))
+    return Calibration.of(amax, sum(lengths))
+
+
+def run_in_fp8(network: Network, calibration: Calibration) -> None:
+    """Makes the network compute its layers' GEMMs in FP8."""
+    use_fp8(network.base.encoder, calibration.tensor(network.device))

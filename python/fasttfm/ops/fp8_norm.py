@@ -1,0 +1,115 @@
+"""dropout_add_layer_norm whose result is also cast to FP8, by one kernel on Hopper."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.rows import empty_output, readable_rows
+from fasttfm.ops import fp8, fp8_native
+from fasttfm.ops.dropout_add_layer_norm import forward_op, one_type
+from fasttfm.ops.fp8 import Quantized, Slot
+
+_MAX_COLUMNS = 1024  # the kernel keeps a row in the registers of a warp
+
+
+class NormArguments(NamedTuple):
+    """The arguments of dropout_add_layer_norm's registered forward between the stream and ``want_z``."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    linear_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    seed: Tensor | None
+    p: float
+    eps: float
+
+
+class Normalized(NamedTuple):
+    y: Tensor
+    z: Tensor
+    statistics: Tensor
+    y8: Quantized
+
+
+def refuse(x: Tensor, residual: Tensor, slot: Slot, backend: str | None) -> str | None:
+    """Why the kernel does not support x [N, C]; None if it does."""
+    if (reason := _native.missing_hopper()) is not None:
+        return reason
+    if backend not in (None, "cuda"):
+        return f"another backend is requested: {backend}"
+    if slot.scales.measuring or slot.dtype != fp8.E4M3:
+        return "takes e4m3 with a known scale"
+    if x.dtype != torch.bfloat16 or residual.dtype not in (torch.bfloat16, torch.float32):
+        return f"takes bfloat16, and a residual of bfloat16 or float32, got {x.dtype} and {residual.dtype}"
+    if x.shape[1] > _MAX_COLUMNS:
+        return f"takes up to {_MAX_COLUMNS} columns, got {x.shape[1]}"
+    return fp8_native.refuse(x) or fp8_native.refuse(residual)
+
+
+def add_norm_cast(
+    x: Tensor,
+    residual: Tensor,
+    norm: NormArguments,
+    slot: Slot,
+    backend: str | None,
+    *,
+    want_z: bool = True,
+    with_columns: bool = True,
+    forward: Any = forward_op,
+) -> Normalized:
+    """dropout_add_layer_norm of x [N, C], and its y in FP8: in both layouts, or only as rows. ``forward`` is the
+    registered op, or its implementation, for what the kernel does not support."""
+    if refuse(x, residual, slot, backend) is not None:
+        y, z, statistics = forward(x, residual, *norm, want_z, backend)
+        return Normalized(y, z, statistics, fp8.cast(y, slot, with_columns=with_columns))
+    return _run_cuda(x, residual, norm, slot, want_z=want_z, with_columns=with_columns)
+
+
+def _run_cuda(
+    x: Tensor, residual: Tensor, norm: NormArguments, slot: Slot, *, want_z: bool, with_columns: bool
+) -> Normalized:
+    x, residual = readable_rows(x), readable_rows(residual)
+    count, width = x.shape
+    y = torch.empty(count, width, dtype=x.dtype, device=x.device)
+    z = torch.empty(count, width, dtype=residual.dtype, device=x.device) if want_z else empty_output(residual)
+    statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
+    rows, columns = fp8.empty_layouts(x, slot.dtype, with_columns=with_columns)
+    parameters = one_type(x, residual, norm.weight, norm.bias, norm.linear_bias)
+    known = [each for each in parameters if each is not None]
+    threshold = philox.threshold(norm.p)
+    _native.core().dropout_add_layer_norm_fp8_cuda(
+        x=x.data_ptr(),
+        residual=residual.data_ptr(),
+        weight=_native.address(parameters[0]),
+        bias=_native.address(parameters[1]),
+        linear_bias=_native.address(parameters[2]),
+        y=y.data_ptr(),
+        z=z.data_ptr() if want_z else 0,
+        mean=statistics.data_ptr(),
+        rstd=statistics.data_ptr() + 4 * count,
+        rows=count,
+        columns=width,
+        x_stride=x.stride(0),
+        residual_stride=residual.stride(0),
+        eps=norm.eps,
+        seed=_native.address(norm.seed),
+        cu_seqlens=_native.address(norm.cu_seqlens),
+        sequences=0 if norm.cu_seqlens is None else len(norm.cu_seqlens) - 1,
+        threshold=threshold,
+        scale=philox.scale(threshold),
+        dtype=_native.DTYPE_CODES[x.dtype],
+        residual_dtype=_native.DTYPE_CODES[residual.dtype],
+        parameter_dtype=_native.DTYPE_CODES[known[0].dtype if known else torch.float32],
+        device=x.get_device(),
+        stream=_native.stream(x),
+        y_scale=slot.scale.data_ptr(),
+        y_amax=slot.amax.data_ptr(),
+        as_rows=rows.data_ptr(),
+        as_columns=columns.data_ptr() if with_columns else 0,
+    )
+    return Normalized(y, z, statistics, Quantized(rows, columns, slot.inverse))
