@@ -6,7 +6,8 @@
 
 distilbert  The student starts from every second layer of its teacher. Its loss adds up the teacher's soft targets, the
             masked LM loss (the causal one for GPTs), and the cosine between both models' last hidden states.
-tinybert    A student of the teacher's kind and of any size learns its embeddings, attention maps and hidden states on a
+tinybert    A student of the teacher's family and of any size learns its embeddings, attention maps and hidden states on
+a
             corpus. A second stage (--task) repeats this with a fine-tuned teacher, and then learns its predictions.
 
 Without --data, the shipped corpus or the shipped sample of the task is used. The output directory contains the student
@@ -57,10 +58,10 @@ def add_parser(subparsers: Any) -> None:
     )
     group.add_argument("--batch-size", type=int, default=32, metavar="N", help="with --task: examples per batch")
     group.add_argument(
-        "--masking", type=float, default=0.15, metavar="SHARE", help="fraction of tokens that are masked"
+        "--masking", type=float, default=0.15, metavar="FRACTION", help="fraction of tokens that are masked"
     )
     group.add_argument(
-        "--held-out", type=float, default=0.02, metavar="SHARE", help="fraction of documents in the validation set"
+        "--held-out", type=float, default=0.02, metavar="FRACTION", help="fraction of documents in the validation set"
     )
     group = parser.add_argument_group("student")
     group.add_argument("--layers", type=int, metavar="N", help="layers of the student (default: half of the teacher's)")

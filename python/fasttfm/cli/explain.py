@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--paths", type=int, default=5, metavar="N", help="paths per answer")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="write a picture of each answer's paths into this directory"
+        "--output", type=Path, metavar="DIR", help="write an image of each answer's paths into this directory"
     )
     parser.add_argument("--overwrite", action="store_true", help="write to --output even if it has files")
     add_device_option(parser)

@@ -173,7 +173,7 @@ def _add_trials(group: Any) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="train with N seeds, keep the best, and report mean and deviation",
+        help="train with N seeds, keep the best, and report mean and standard deviation",
     )
 
 

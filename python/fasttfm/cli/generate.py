@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fasttfm.cli.options import MODEL_HELP, Formatter, add_device_option, device_of, exit_on_user_error
+from fasttfm.cli.options import GPT_HELP, Formatter, add_device_option, device_of, exit_on_user_error
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
         description=__doc__,
         formatter_class=Formatter,
     )
-    parser.add_argument("--model", required=True, metavar="MODEL", help=f"a GPT: {MODEL_HELP}")
+    parser.add_argument("--model", required=True, metavar="MODEL", help=GPT_HELP)
     parser.add_argument(
         "--prompt", required=True, metavar="TEXT", help="the text to continue or to answer; - reads it from stdin"
     )

@@ -2,7 +2,7 @@
 
   fasttfm glue --model bert-base --data glue_data/                        all tasks in glue_data
   fasttfm glue --model bert-base --data glue_data/ --tasks RTE MRPC --epochs 5
-  fasttfm glue --model bert-base --data glue_data/ --output run --resume  only the tasks that run lacks
+  fasttfm glue --model bert-base --data glue_data/ --output run --resume  only the missing tasks
 
 --data contains one folder per task, as downloaded: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI, RTE, WNLI, and diagnostic
 or AX. The output directory contains glue.json, glue.csv, glue.png, a log for each task and, in submission/, the

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 MODEL_HELP = "checkpoint directory of transformers or fasttfm, or a hub id such as bert-base-uncased"
+GPT_HELP = "GPT: checkpoint directory of transformers or fasttfm, or a hub id such as gpt2"
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -24,6 +25,8 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         shown = not (action.default is None or action.default is False or action.default in ("", (), []))
+        if shown and isinstance(action.default, tuple):
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return super()._get_help_string(action) if shown else action.help
 
 
@@ -36,7 +39,7 @@ def add_training_options(parser: argparse.ArgumentParser, *, rate: float | None,
     group = parser.add_argument_group("training")
     group.add_argument("--learning-rate", type=float, default=rate, metavar="RATE", help=about_rate)
     group.add_argument(
-        "--warmup-share", type=float, default=0.1, metavar="SHARE", help="fraction of the steps for warmup"
+        "--warmup-share", type=float, default=0.1, metavar="FRACTION", help="fraction of the steps for warmup"
     )
     group.add_argument(
         "--weight-decay",

@@ -141,6 +141,7 @@ def _add_masking(group: Any) -> None:
     group.add_argument(
         "--random-share",
         type=float,
+        metavar="FRACTION",
         help="of these, the fraction that becomes a random token (default: 0.1; 0 for rtd)",
     )
     group.add_argument("--whole-word", action="store_true", default=None, help="mask whole words")

@@ -22,7 +22,7 @@ from typing import Any
 
 from fasttfm.cli.generate import unescaped
 from fasttfm.cli.options import (
-    MODEL_HELP,
+    GPT_HELP,
     Formatter,
     add_device_option,
     check_output,
@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "prompt-eval", help="score a GPT on zero- and few-shot prompts", description=__doc__, formatter_class=Formatter
     )
-    parser.add_argument("--model", required=True, metavar="MODEL", help=f"a GPT: {MODEL_HELP}")
+    parser.add_argument("--model", required=True, metavar="MODEL", help=GPT_HELP)
     parser.add_argument("--data", required=True, type=Path, metavar="FILE", help="examples to answer (.jsonl)")
     parser.add_argument("--shots", type=Path, metavar="FILE", help="examples to draw the shots from (.jsonl)")
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")

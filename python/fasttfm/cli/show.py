@@ -3,7 +3,7 @@
   fasttfm show attention --model DIR --text "The cat sat on the mat." --output attention.html
   fasttfm show attention --model DIR --text "Is it?" --second "It is." --layers 1,12 --heads 1-6 --output attention.png
 
-An .html page is self-contained and enlarges a map on a click; a .png picture needs matplotlib. Layers and heads are
+An .html page is self-contained and enlarges a map on a click; a .png image needs matplotlib. Layers and heads are
 counted from 1.
 """
 

@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
         "--held-out",
         type=float,
         default=0.05,
-        metavar="SHARE",
+        metavar="FRACTION",
         help="fraction of the triples that are ranked, not learnt; 0 learns and ranks all",
     )
     group = parser.add_argument_group("training")

@@ -94,7 +94,7 @@ class CommonsenseTask(ChoiceTask):
 
     name = "commonsense"
     distills = False
-    about = "the right answer, with a graph"
+    about = "the correct answer, with a graph"
     file_format = "CommonsenseQA's jsonl, and --graph"
     read_file = staticmethod(read_commonsense)
     head = Head.GRAPH_CHOICE

@@ -186,7 +186,7 @@ class PairTask(ClassifyTask):
 
     name = "pair"
     about = "a label for each pair of texts"
-    file_format = "the same with two texts, as GLUE's"
+    file_format = "the same with two texts, as in GLUE"
     line_format = "two texts, a tab between"
     json_fields = "text, text_pair, label"
 
@@ -288,7 +288,7 @@ class TagTask(Task):
 
     name = "tag"
     about = "a tag for each word"
-    file_format = "CoNLL's columns: a word and its tag a line"
+    file_format = "CoNLL: one word and its tag per line"
     line_format = "the words, spaces between"
     json_fields = "words (or text), tags"
     read_file = staticmethod(read_conll)
@@ -456,7 +456,7 @@ class ChoiceTask(Task):
     """Chooses one of several endings (SWAG). Each ending follows the context in its own sequence."""
 
     name = "choice"
-    about = "the right one of some endings"
+    about = "the correct one of several endings"
     file_format = "SWAG, RACE, StoryCloze, CommonsenseQA"
     line_format = "context and endings, tabs between"
     json_fields = "context, endings, label"

@@ -56,7 +56,7 @@ class SimilarityTask(Task):
     name = "similarity"
     distills = False
     about = "text vectors, by pairs or triplets"
-    file_format = "anchor, positive, perhaps negative or score"
+    file_format = "anchor, positive; optionally negative, score"
     read_file = staticmethod(read_similarity)
     head = Head.NONE
     options = ("temperature", "mini_batch")
