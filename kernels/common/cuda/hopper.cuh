@@ -222,13 +222,6 @@ __device__ __forceinline__ void tma_load_multicast(uint16_t blocks, const CUtens
       "l"(map), "r"(full.address()), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
       : "memory");
 }
-// Starts a TMA copy from shared memory to the map's box. The threads that wrote shared memory execute
-// fence_proxy_async() and a barrier before it.
-__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int c0, int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
-               "r"(shared), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
-}
 // Start a bulk copy, or a bulk reduction (add), of fp32 values from shared to global memory; `bytes` is a multiple of
 // 16. The threads that wrote shared memory execute fence_proxy_async() and a barrier before it; bulk_commit() follows.
 __device__ __forceinline__ void bulk_store(float* global, uint32_t shared, uint32_t bytes) {

@@ -99,7 +99,8 @@ class _BareProducts(torch.autograd.Function):
         return torch.mm(dy, weight), torch.mm(dy.t(), x)
 
 
-def _bare_products(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+def bare_products(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
+    """The peer of ops with one linear layer whose GEMMs are those of ``x`` and ``weight``."""
     return lambda: _BareProducts.apply(inputs["x"].flatten(0, -2), inputs["weight"])
 
 
@@ -167,7 +168,7 @@ SPEC = OpSpec(
     peers=(
         Peer("torch", _torch_linear),
         Peer("torch.compile", compiled(_torch_linear)),
-        Peer("bare GEMMs", _bare_products),
+        Peer("bare GEMMs", bare_products),
     ),
     bad_calls=BAD_CALLS,
     mutants={"without the bias": _without_bias, "the other GELU": _other_gelu},

@@ -15,7 +15,8 @@ from fasttfm.kernels.qkv_projection import reference
 from fasttfm.kernels.rotary import reference as rotary_reference
 from fasttfm.ops import qkv_projection
 from fasttfm.testing.random_sizes import NORMALISED, random_shape, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.specs.linear_gelu import bare_products
 from fasttfm.testing.specs.rotary import table_inputs, torch_rotary
 
 # The harness passes tensors by name: the LayerNorm's two come as arguments of their own.
@@ -167,31 +168,6 @@ def _torch_linear(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Te
     return call
 
 
-class _BareProducts(torch.autograd.Function):
-    """The three GEMMs without anything else, as a lower bound for every fused op."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.t())
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return torch.mm(dy, weight), torch.mm(dy.t(), x)
-
-
-def _bare_products(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
-    return lambda: _BareProducts.apply(inputs["x"].flatten(0, -2), inputs["weight"])
-
-
-def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    def change(inputs: Inputs, options: dict[str, Any]) -> None:
-        (inputs if argument in inputs else options)[argument] = value
-
-    return change
-
-
 def _spoil_tables(**changed: Any) -> Callable[[Inputs, dict[str, Any]], None]:
     """The typical call with tables for its 5 tokens and heads of 16 columns, and something else changed."""
 
@@ -203,28 +179,28 @@ def _spoil_tables(**changed: Any) -> Callable[[Inputs, dict[str, Any]], None]:
 
 
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(3, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, _spoil("x", torch.tensor(1.0))),
-    BadCall("x has no column", "x", ValueError, _spoil("x", torch.ones(3, 0))),
-    BadCall("weight is no tensor", "weight", TypeError, _spoil("weight", "w")),
-    BadCall("weight of other columns", "weight", ValueError, _spoil("weight", torch.ones(192, 63))),
-    BadCall("weight of other rows", "weight", ValueError, _spoil("weight", torch.ones(128, 64))),
-    BadCall("weight turned", "weight", ValueError, _spoil("weight", torch.ones(64, 192))),
-    BadCall("weight of another type", "weight", TypeError, _spoil("weight", torch.ones(192, 64).bfloat16())),
-    BadCall("weight elsewhere", "weight", ValueError, _spoil("weight", torch.ones(192, 64, device="meta"))),
-    BadCall("two weights", "weight", ValueError, _spoil("weight", (torch.ones(64, 64), torch.ones(64, 64)))),
-    BadCall("three weights, one bias", "bias", TypeError, _spoil("weight", (torch.ones(64, 64),) * 3)),
-    BadCall("bias too short", "bias", ValueError, _spoil("bias", torch.ones(64))),
-    BadCall("bias of another type", "bias", TypeError, _spoil("bias", torch.ones(192, dtype=torch.float64))),
-    BadCall("num_heads no divisor", "num_heads", ValueError, _spoil("num_heads", 5)),
-    BadCall("num_heads is zero", "num_heads", ValueError, _spoil("num_heads", 0)),
-    BadCall("num_heads is a fraction", "num_heads", TypeError, _spoil("num_heads", 4.0)),
-    BadCall("layer_norm is a tensor", "layer_norm", TypeError, _spoil("layer_norm", torch.ones(64))),
-    BadCall("layer_norm lacks eps", "layer_norm", TypeError, _spoil("layer_norm", (None, None))),
-    BadCall("cos without sin", "sin", TypeError, _spoil("cos", torch.ones(5, 8))),
-    BadCall("sin without cos", "cos", TypeError, _spoil("sin", torch.ones(5, 8))),
-    BadCall("positions without tables", "positions", ValueError, _spoil("positions", torch.zeros(3, 5).long())),
+    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
+    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    BadCall("weight is no tensor", "weight", TypeError, spoil("weight", "w")),
+    BadCall("weight of other columns", "weight", ValueError, spoil("weight", torch.ones(192, 63))),
+    BadCall("weight of other rows", "weight", ValueError, spoil("weight", torch.ones(128, 64))),
+    BadCall("weight turned", "weight", ValueError, spoil("weight", torch.ones(64, 192))),
+    BadCall("weight of another type", "weight", TypeError, spoil("weight", torch.ones(192, 64).bfloat16())),
+    BadCall("weight elsewhere", "weight", ValueError, spoil("weight", torch.ones(192, 64, device="meta"))),
+    BadCall("two weights", "weight", ValueError, spoil("weight", (torch.ones(64, 64), torch.ones(64, 64)))),
+    BadCall("three weights, one bias", "bias", TypeError, spoil("weight", (torch.ones(64, 64),) * 3)),
+    BadCall("bias too short", "bias", ValueError, spoil("bias", torch.ones(64))),
+    BadCall("bias of another type", "bias", TypeError, spoil("bias", torch.ones(192, dtype=torch.float64))),
+    BadCall("num_heads no divisor", "num_heads", ValueError, spoil("num_heads", 5)),
+    BadCall("num_heads is zero", "num_heads", ValueError, spoil("num_heads", 0)),
+    BadCall("num_heads is a fraction", "num_heads", TypeError, spoil("num_heads", 4.0)),
+    BadCall("layer_norm is a tensor", "layer_norm", TypeError, spoil("layer_norm", torch.ones(64))),
+    BadCall("layer_norm lacks eps", "layer_norm", TypeError, spoil("layer_norm", (None, None))),
+    BadCall("cos without sin", "sin", TypeError, spoil("cos", torch.ones(5, 8))),
+    BadCall("sin without cos", "cos", TypeError, spoil("sin", torch.ones(5, 8))),
+    BadCall("positions without tables", "positions", ValueError, spoil("positions", torch.zeros(3, 5).long())),
     BadCall("more pairs than columns", "cos", ValueError, _spoil_tables(cos=torch.ones(5, 9), sin=torch.ones(5, 9))),
     BadCall("fewer positions than tokens", "cos", ValueError, _spoil_tables(cos=torch.ones(4, 8))),
     BadCall("sin of another shape", "sin", ValueError, _spoil_tables(sin=torch.ones(5, 7))),
@@ -314,7 +290,7 @@ SPEC = OpSpec(
     peers=(
         Peer("torch", _torch_linear),
         Peer("torch.compile", compiled(_torch_linear)),
-        Peer("bare GEMMs", _bare_products),
+        Peer("bare GEMMs", bare_products),
     ),
     bad_calls=BAD_CALLS,
     mutants={

@@ -12,7 +12,7 @@ from torch import Tensor
 from fasttfm.kernels.skeleton import reference
 from fasttfm.ops import skeleton
 from fasttfm.testing.random_sizes import random_shape
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw
+from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -44,18 +44,11 @@ def _torch_multiply(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], 
     return lambda: inputs["x"] * options["factor"]
 
 
-def _spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]:
-    def change(inputs: Inputs, options: dict[str, Any]) -> None:
-        (options if argument in options else inputs)[argument] = value
-
-    return change
-
-
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, _spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, _spoil("x", torch.ones(3, dtype=torch.int64))),
-    BadCall("factor is text", "factor", TypeError, _spoil("factor", "half")),
-    BadCall("factor is infinite", "factor", ValueError, _spoil("factor", float("inf"))),
+    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
+    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, dtype=torch.int64))),
+    BadCall("factor is text", "factor", TypeError, spoil("factor", "half")),
+    BadCall("factor is infinite", "factor", ValueError, spoil("factor", float("inf"))),
 )
 
 
