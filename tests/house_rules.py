@@ -43,6 +43,7 @@ SHARED = {
             "fp8_native",
             "fp8_norm",
             "gelu_product",
+            "graph_launch",
             "int8_linear",
         ),
         *(

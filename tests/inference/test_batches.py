@@ -81,6 +81,14 @@ def test_a_bucket_changes_no_result(
         assert bool(network.run(output, inputs).isfinite().all())
 
 
+def test_buckets_have_little_padding() -> None:
+    """An eighth of the tokens at most, above 4,096 tokens a 32nd."""
+    for tokens in range(128, 16385, 7):
+        bucket = bucket_for(tokens, 1, tokens, tokens)
+        assert 0 <= bucket.tokens - tokens < tokens / (32 if tokens > 4096 else 8)
+    assert len({bucket_for(tokens, 1, 1, 1).tokens for tokens in range(4097, 16385)}) == 64
+
+
 def test_a_graph_is_captured_when_its_shape_repeats() -> None:
     made: list[str] = []
     cache: GraphCache[str] = GraphCache(lambda key: made.append(key) or key.upper(), limit=2)  # type: ignore[func-returns-value]

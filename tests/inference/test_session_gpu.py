@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from small_models import small_bert
+from small_models import VOCABULARY, small_bert
 from torch import Tensor
 
-from fasttfm import models
+from fasttfm import models, ops
 from fasttfm.inference import EmbedSettings, Session
+from fasttfm.inference.batches import pack, plan
+from fasttfm.inference.network import Output
+from fasttfm.ops import graph_launch
 from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
 
 pytestmark = pytest.mark.gpu
@@ -78,6 +82,58 @@ def test_every_output_and_a_sentence_among_others(sentences: Ids) -> None:
             for again in (*(each[7] for each in together), *alone):
                 assert again.shape == alone[0].shape
                 assert np.abs(again - alone[0]).max() <= 0.05 * np.abs(alone[0]).max()
+
+
+def apart(session: Session, groups: Sequence[Ids]) -> list[np.ndarray]:
+    """The vectors of each group, computed after those of the group before are on the host."""
+    return [session.run(pack(group), Output.VECTORS)() for group in groups]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_batches_in_flight_do_not_change_each_other(
+    native: bool, sentences: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches that share graphs and input buffers, small ones after large ones, and no result read before all are
+    launched."""
+    if not native:  # as without the native core
+        monkeypatch.setattr(graph_launch, "_native", SimpleNamespace(missing_cuda=lambda: "not for this test"))
+    shapes = [(0, 60), (3, 4), (60, 128), (5, 6), (61, 128), (64, 65), (10, 70), (0, 60)]
+    groups = [sentences[first:last] for first, last in shapes]
+    with Session(small_bert("BertModel", hidden_size=128), device="cuda") as session:
+        for _ in range(3):
+            expected = apart(session, groups)
+        captured = session.graph_counts.captured
+        assert captured >= 4
+        for _ in range(3):
+            waiting = [session.run(pack(group), Output.VECTORS) for group in groups]
+            session.run(pack(groups[0]), Output.VECTORS)  # its result is not read
+            for index in (3, 0, 7, 2, 1, 6, 5, 4):
+                assert np.array_equal(waiting[index](), expected[index])
+        assert session.graph_counts.captured == captured
+    ops.check_errors()
+
+
+def test_large_batches_run_as_graphs() -> None:
+    """A call of two groups, with results equal to those of the groups by themselves. Results with a row for each
+    token have no graphs of this size."""
+    generator = np.random.default_rng(0)
+    given = [generator.integers(1, VOCABULARY, length).tolist() for length in generator.integers(100, 129, 250)]
+    with Session(small_bert("BertModel", hidden_size=128), device="cuda") as session:
+        found = [session.encode(given) for _ in range(3)][-1]
+        assert session.graph_counts.captured > 0
+        groups = plan([len(ids) for ids in given], session.max_tokens, session.max_batch)
+        assert len(groups) == 2
+        assert all(sum(len(given[index]) for index in group) > 8192 for group in groups)
+        rows = apart(session, [[given[index] for index in group] for group in groups])
+        for group, expected in zip(groups, rows, strict=True):
+            assert np.array_equal(found[group], expected)
+        captured = session.graph_counts.captured
+        for _ in range(3):
+            states = session.encode(given, output="states")
+        assert session.graph_counts.captured == captured
+        means = np.stack([each.mean(0) for each in states])
+        assert np.abs(means - found).max() <= 0.05 * np.abs(found).max()
+    ops.check_errors()
 
 
 def test_graphs_are_bounded_and_memory_is_flat(sentences: Ids) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fasttfm import ops
+from fasttfm.ops.pack import sequence_means
 from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.specs.pack import SPEC, UNPACK_SPEC
 
@@ -189,3 +190,38 @@ def test_every_packed_row_is_written(lengths: list[int], longest: int, total: in
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(packed, reference.pack(x, cu_seqlens, total))
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=interpreted),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("skipped", [0, 2])
+@pytest.mark.parametrize("columns", [5, 136])
+def test_means_of_sequences(columns: int, skipped: int, device: str) -> None:
+    """Sequences longer than a tile, without tokens, and with only skipped ones; boundaries beyond the rows of x."""
+    from fasttfm.kernels.pack.triton_mean import sequence_means_triton
+
+    lengths = [3, 0, 150, 1, 2, 64, 9]
+    x = torch.randn(sum(lengths) - 4, 2 * columns, device=device)[:, :columns]
+    cu_seqlens = ops.cu_seqlens_from_lengths(lengths, device=device)
+    found = sequence_means_triton(x, cu_seqlens, skipped)
+    assert found.shape == (7, columns)
+    for mean, part in zip(found, x.double().tensor_split(cu_seqlens[1:-1].tolist()), strict=True):
+        expected = part[skipped:].mean(0) if len(part) > skipped else torch.zeros_like(part.sum(0))
+        assert (mean - expected).abs().max() <= 64 * torch.finfo(torch.float32).eps  # sums of up to 150 numbers
+        alone = sequence_means_triton(part.float(), ops.cu_seqlens_from_lengths([len(part)], device=device), skipped)
+        assert torch.equal(mean, alone[0])  # whatever else is in the batch
+
+
+def test_means_of_sequences_have_a_gradient() -> None:
+    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 4, 4, 7], dtype=torch.int32)
+    found = sequence_means(x, cu_seqlens, 4, skipped=1)
+    expected = torch.stack([x[1:4].mean(0), x[:0].sum(0), x[5:].mean(0)])
+    assert torch.allclose(found.double(), expected, atol=1e-6)
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    assert torch.allclose(gradient, torch.autograd.grad(expected.sum(), x)[0], atol=1e-6)

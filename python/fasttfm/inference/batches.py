@@ -15,6 +15,8 @@ Prepared = TypeVar("Prepared")
 
 _TOKENS_MULTIPLE = 16  # the token counts of buckets are multiples of it
 _STEPS_PER_DOUBLING = 8  # token counts of buckets between one power of two and the next
+_FINE_FROM = 4096  # above it there are _FINE_STEPS: there padding costs more time than another graph
+_FINE_STEPS = 32
 _MIN_SEQLEN = 64  # the smallest max_seqlen of a bucket
 _MAX_PADDED = 2  # padded to its longest sequence, a batch has at most this many times max_tokens
 
@@ -108,9 +110,9 @@ class Bucket(NamedTuple):
 def bucket_for(tokens: int, sequences: int, max_seqlen: int, max_length: int) -> Bucket:
     """The smallest bucket for a batch; ``max_length`` is the maximum number of tokens that the model reads.
 
-    Token counts increase by eighths of a power of two, so that at most an eighth of a large batch is padding. The
-    number of sequences and ``max_seqlen`` increase by factors of 4 and 2: if they are larger than needed, attention
-    only launches blocks that return at once.
+    Token counts increase by eighths of a power of two, above 4,096 by 32nds, so that at most an eighth or a 32nd of a
+    large batch is padding. The number of sequences and ``max_seqlen`` increase by factors of 4 and 2: if they are
+    larger than needed, attention only launches blocks that return at once.
     """
     length = max(max_seqlen, min(max_length, max(_MIN_SEQLEN, next_power_of_two(max_seqlen))))
     filled = -(-tokens // (step := _step(tokens))) * step
@@ -122,7 +124,8 @@ def bucket_for(tokens: int, sequences: int, max_seqlen: int, max_length: int) ->
 
 
 def _step(tokens: int) -> int:
-    return max(_TOKENS_MULTIPLE, next_power_of_two(tokens) // 2 // _STEPS_PER_DOUBLING)
+    steps = _FINE_STEPS if tokens > _FINE_FROM else _STEPS_PER_DOUBLING
+    return max(_TOKENS_MULTIPLE, next_power_of_two(tokens) // 2 // steps)
 
 
 def next_power_of_two(value: int) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,11 +24,13 @@ from fasttfm.inference.batches import (
     write_bucket,
 )
 from fasttfm.inference.network import Inputs, Network, Output
+from fasttfm.ops.graph_launch import LaunchableGraph, Transfer
 
 Value = TypeVar("Value")
 _MIN_LOOKUPS = 2  # a key that is looked up this often gets a value
 _DECAY_INTERVAL = 4096  # after this many lookups all counts are halved
 _SMALL_RESULT = 2**18  # a result of up to this many bytes has memory of its own, which saves a kernel
+_MAX_TOKEN_ROWS = 4096  # of a result with a row for each token: a language model has many logits in each
 
 
 @dataclass
@@ -92,13 +97,47 @@ class _Key(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    result: Tensor  # if it is not small, in memory that all graphs share: copy it before the next replay
+    graph: LaunchableGraph
+    result: Tensor  # fp32; if it is not small, in memory that all graphs share: copied before the next launch
+
+
+class _Staging:
+    """Pinned memory for the inputs and small results of one launch at a time."""
+
+    def __init__(self, size: int, stream: torch.cuda.Stream) -> None:
+        self.inputs = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self.results = torch.empty(_SMALL_RESULT // 4, dtype=torch.float32, pin_memory=True)
+        self.input_array, self.result_array = self.inputs.numpy(), self.results.numpy()
+        self.done = torch.cuda.Event()
+        self.done.record(stream)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # CUDA may have ended before
+            self.done.synchronize()  # torch must not give the memory to others while a launch uses it
+
+
+class _Launched:
+    """A launch. Called once, it waits for the result and makes its staging memory available to other launches."""
+
+    def __init__(self, staging: _Staging, shape: tuple[int, ...], large: Tensor | None, free: list[_Staging]) -> None:
+        self._staging: _Staging | None = staging  # deleted before `large`, for which it waits
+        self._shape, self._large, self._free = shape, large, free
+
+    def __call__(self) -> np.ndarray:
+        staging, self._staging = self._staging, None
+        assert staging is not None
+        staging.done.synchronize()
+        if self._large is not None:
+            rows = self._large.numpy()
+        else:
+            rows = staging.result_array[: math.prod(self._shape)].reshape(self._shape).copy()
+        self._free.append(staging)
+        return rows
 
 
 class Graphs:
-    """Runs batches of up to ``max_tokens`` tokens by CUDA graphs, on the current stream. All graphs read the same input
-    buffer and share one memory pool, so they must be replayed in stream order.
+    """Runs batches of up to ``max_tokens`` tokens by CUDA graphs. All graphs read the same input buffer and share one
+    memory pool, whose size is that of the activations of the largest batch: they are launched on one stream.
 
     Args:
         limit: The maximum number of graphs that are kept.
@@ -106,22 +145,35 @@ class Graphs:
         padding: The id of padding tokens.
     """
 
-    def __init__(self, network: Network, *, limit: int, max_tokens: int, max_length: int, padding: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        stream: torch.cuda.Stream,
+        *,
+        limit: int,
+        max_tokens: int,
+        max_length: int,
+        padding: int,
+    ) -> None:
         self._network, self._max_tokens, self._max_length, self._padding = network, max_tokens, max_length, padding
+        self._stream = stream
         self._cache: GraphCache[_Graph] = GraphCache(self._capture, limit)
         self._pool = torch.cuda.graph_pool_handle()
         room = bucket_for(max_tokens, max_tokens, 1, max_length)
         self._static = torch.zeros(buffer_size(room, True), dtype=torch.int32, device=network.device)
+        stream.wait_stream(torch.cuda.current_stream(network.device))  # until it is zero
         self._results: dict[Output, Tensor] = {}
+        self._free: list[_Staging] = []
 
     @property
     def counts(self) -> GraphCounts:
         return self._cache.counts
 
-    @torch.inference_mode()
-    def run(self, output: Output, batch: Packed) -> Tensor | None:
-        """The rows of the output, which the next call overwrites; None if the batch has to run without a graph."""
-        if batch.tokens > self._max_tokens:
+    def launch(self, output: Output, batch: Packed) -> Callable[[], np.ndarray] | None:
+        """Starts the computation of a batch. Returns a function, to be called once, that waits for it and returns the
+        rows of the output; None if the batch has to run without a graph."""
+        per_sequence = self._network.is_per_sequence(output)
+        if batch.tokens > (self._max_tokens if per_sequence else min(self._max_tokens, _MAX_TOKEN_ROWS)):
             return None
         key = _Key(output, self.bucket(batch), batch.segments is not None)
         try:
@@ -132,41 +184,49 @@ class Graphs:
             return None
         if found is None:
             return None
-        host = torch.empty(buffer_size(key.bucket, key.segments), dtype=torch.int32, pin_memory=True)
-        write_bucket(host.numpy(), batch, key.bucket, self._padding)
-        self._static[: len(host)].copy_(host, non_blocking=True)
-        found.graph.replay()
-        count = batch.sequences if self._network.is_per_sequence(output) else batch.tokens
-        return found.result[:count]
+        staging = self._free.pop() if self._free else _Staging(len(self._static), self._stream)
+        write_bucket(staging.input_array, batch, key.bucket, self._padding)
+        shape = (batch.sequences if per_sequence else batch.tokens, *found.result.shape[1:])
+        result_bytes = 4 * math.prod(shape)
+        large = torch.empty(shape, pin_memory=True) if result_bytes > _SMALL_RESULT else None
+        found.graph.launch(
+            Transfer(self._static, staging.inputs, 4 * buffer_size(key.bucket, key.segments)),
+            Transfer(found.result, staging.results if large is None else large, result_bytes),
+            staging.done,
+            self._stream,
+        )
+        return _Launched(staging, shape, large, self._free)
 
     def bucket(self, batch: Packed) -> Bucket:
         return bucket_for(batch.tokens, batch.sequences, batch.max_seqlen, self._max_length)
 
     def clear(self) -> None:
+        self._stream.synchronize()
         self._cache.clear()
 
+    @torch.inference_mode()
     def _capture(self, key: _Key) -> _Graph:
         """Captures a graph of the bucket, which reads the shared inputs."""
         bucket = key.bucket
-        ids, segments, boundaries = split_buffer(self._static, bucket, key.segments)
-        ids.zero_()
-        if segments is not None:
-            segments.zero_()
-        ends = torch.arange(len(boundaries), device=boundaries.device) * bucket.max_seqlen
-        boundaries.copy_(ends.clamp(max=bucket.tokens))
-        inputs = Inputs(ids, segments, boundaries, bucket.max_seqlen)
-        stream = torch.cuda.current_stream()
-        warm = self._network.run(key.output, inputs)  # compiles, tunes and loads the kernels
-        result = None if warm.nbytes <= _SMALL_RESULT else self._result(key.output, warm)
-        del warm
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate memory and copy while this one captures.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            rows = self._network.run(key.output, inputs)
-            if result is not None:
-                result.copy_(rows)
-        return _Graph(graph, rows if result is None else result)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.stream(self._stream):
+            ids, segments, boundaries = split_buffer(self._static, bucket, key.segments)
+            ids.zero_()
+            if segments is not None:
+                segments.zero_()
+            ends = torch.arange(len(boundaries), device=boundaries.device) * bucket.max_seqlen
+            boundaries.copy_(ends.clamp(max=bucket.tokens))
+            inputs = Inputs(ids, segments, boundaries, bucket.max_seqlen)
+            warm = self._network.run(key.output, inputs)  # compiles, tunes and loads the kernels
+            result = None if warm.nbytes <= _SMALL_RESULT else self._result(key.output, warm)
+            del warm
+            self._stream.synchronize()
+            # Other threads may allocate memory and copy while this one captures.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                rows = self._network.run(key.output, inputs).float().contiguous()
+                if result is not None:
+                    result.copy_(rows)
+        return _Graph(LaunchableGraph(graph, self._network.device), rows if result is None else result)
 
     def _result(self, output: Output, like: Tensor) -> Tensor:
         """A slice, in the shape of ``like``, of the memory that the graphs of an output share for their results. If it

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fasttfm import ops
+from fasttfm.ops.pack import sequence_means
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,9 @@ class Tokens:
     max_seqlen: int
     skipped: int = 0
 
-    def lengths(self, least: int = 0) -> Tensor:
-        """int32 [texts]: the number of pooled tokens of each text, or ``least`` if there are fewer."""
-        lengths = self.cu_seqlens.diff()
-        return (lengths - self.skipped if self.skipped else lengths).clamp(min=least)
+    def lengths(self) -> Tensor:
+        """int32 [texts]: the number of pooled tokens of each text."""
+        return (self.cu_seqlens.diff() - self.skipped).clamp(min=0)
 
     def numbers(self) -> Tensor:
         """int32 [texts, S, 1]: the positions of pooled tokens in their texts, counted from 1; 0 for other tokens and
@@ -47,16 +47,12 @@ class Tokens:
         return x if fill == 0 and not self.skipped else torch.where(self.numbers() > 0, x, fill)
 
 
-def _sum(tokens: Tokens) -> Tensor:
-    return tokens.padded().sum(1, dtype=torch.float32)
-
-
 def _mean(tokens: Tokens) -> Tensor:
-    return _sum(tokens) / tokens.lengths(least=1)[:, None]
+    return sequence_means(tokens.x, tokens.cu_seqlens, tokens.max_seqlen, skipped=tokens.skipped)
 
 
 def _mean_sqrt(tokens: Tokens) -> Tensor:
-    return _sum(tokens) / tokens.lengths(least=1).sqrt()[:, None]
+    return _mean(tokens) * tokens.lengths().sqrt()[:, None]
 
 
 def _weighted(tokens: Tokens) -> Tensor:

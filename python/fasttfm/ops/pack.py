@@ -17,6 +17,7 @@ from fasttfm.ops import checks
 from fasttfm.ops.backends import (
     Backend,
     dtype_name,
+    refuse_triton,
     torch_reference,
     triton_absent,
     triton_interpreted,
@@ -169,6 +170,23 @@ def position_ids_from_cu_seqlens(cu_seqlens: Tensor, *, total: int | None = None
     if is_plain((cu_seqlens,)):
         checks.check_cu_seqlens_values(op, cu_seqlens, total, exact=False)
     return philox.packed_positions(torch.arange(total, device=cu_seqlens.device), cu_seqlens)[1]
+
+
+# ---- means -----------------------------------------------------------------------------------------------------------
+
+
+def sequence_means(x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, skipped: int = 0) -> Tensor:
+    """The mean of the tokens of each packed sequence except the first ``skipped``: fp32 ``[B, C]``, 0 where there are
+    none. Arguments are not validated. Where a gradient is needed, the mean is computed from a padded batch."""
+    without_gradient = is_plain((x, cu_seqlens)) and not (x.requires_grad and torch.is_grad_enabled())
+    if x.is_cuda and without_gradient and triton_absent() is None and refuse_triton(x) is None:
+        from fasttfm.kernels.pack.triton_mean import sequence_means_triton
+
+        found: Tensor = sequence_means_triton(x, cu_seqlens, skipped)
+        return found
+    padded = unpack(x, cu_seqlens, max_seqlen)[:, skipped:]
+    counts = (cu_seqlens.diff() - skipped).clamp(min=1)
+    return padded.sum(1, dtype=torch.float32) / counts[:, None]
 
 
 # ---- the native core -------------------------------------------------------------------------------------------------
