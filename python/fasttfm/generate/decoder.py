@@ -20,8 +20,9 @@ Attend = Callable[[int, PackedLayer, Tensor], Tensor]  # takes a layer's index, 
 # The maximum number of rows for the fused kernels (ops.decode_linear). Few rows are bound by the bytes of the weights,
 # and one kernel for a GEMM with its prologue and epilogue is faster; for more rows torch's GEMMs are.
 FUSED_ROWS = 16
-# The minimum number of rows for the GEMMs of ops/few_rows.py, if the GPU has them; None if no step uses them.
-FEW_ROWS_FROM: int | None = None
+# The minimum number of rows for the GEMMs of ops/few_rows.py, where the GPU has them; None turns them off. One row is
+# faster with the fused kernels.
+FEW_ROWS_FROM: int | None = 2
 
 
 class CachedDecoder:
