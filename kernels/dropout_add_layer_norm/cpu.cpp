@@ -167,12 +167,9 @@ Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward& p) {
   if (p.columns < 1) return bad_size("dropout_add_layer_norm: columns must be at least 1");
   return with_stream_types(p.dtype, p.residual_dtype, [&](auto element, auto stream) {
     return with_dropout(p, [&](const auto& dropout) {
-      const RowChunks chunks(p.rows);
-      parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-        for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row) {
-          add_row<decltype(element), decltype(stream)>(p, dropout, row);
-          normalize_row<decltype(element), decltype(stream)>(p, row);
-        }
+      parallel_rows(p.rows, p.threads, [&](int64_t row) {
+        add_row<decltype(element), decltype(stream)>(p, dropout, row);
+        normalize_row<decltype(element), decltype(stream)>(p, row);
       });
       return Status{};
     });

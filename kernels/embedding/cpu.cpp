@@ -201,11 +201,7 @@ Status embedding_forward(const EmbeddingForward& p) {
   if (p.columns < 1) return bad_size("embedding: columns must be at least 1");
   return with_dtype(p.table_dtype, unknown_dtype(), [&](auto table) {
     return with_dtype(p.dtype, unknown_dtype(), [&](auto out) {
-      const RowChunks chunks(p.rows);
-      parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-        for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row)
-          forward_row<decltype(table), decltype(out)>(p, row);
-      });
+      parallel_rows(p.rows, p.threads, [&](int64_t row) { forward_row<decltype(table), decltype(out)>(p, row); });
       return Status{};
     });
   });

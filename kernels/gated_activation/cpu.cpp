@@ -66,11 +66,8 @@ Status gated_activation_forward(const GatedActivationForward& p) {
   if (p.columns < 1) return bad_size("gated_activation: columns must be at least 1");
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_activation(p.activation, [&](auto activation) {
-      const RowChunks chunks(p.rows);
-      parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-        for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row)
-          forward_row<decltype(element), decltype(activation)::value>(p, row);
-      });
+      parallel_rows(p.rows, p.threads,
+                    [&](int64_t row) { forward_row<decltype(element), decltype(activation)::value>(p, row); });
       return Status{};
     });
   });

@@ -104,10 +104,7 @@ FASTTFM_KERNEL void backward_rows(const LayerNormBackward& p, int64_t first, flo
 Status layer_norm_forward(const LayerNormForward& p) {
   if (p.columns < 1) return bad_size("layer_norm: columns must be at least 1");
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
-    const RowChunks chunks(p.rows);
-    parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-      for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row) forward_row<decltype(element)>(p, row);
-    });
+    parallel_rows(p.rows, p.threads, [&](int64_t row) { forward_row<decltype(element)>(p, row); });
     return Status{};
   });
 }

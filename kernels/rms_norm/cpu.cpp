@@ -89,10 +89,7 @@ FASTTFM_KERNEL void backward_rows(const RmsNormBackward& p, int64_t first, float
 Status rms_norm_forward(const RmsNormForward& p) {
   if (p.columns < 1) return bad_size("rms_norm: columns must be at least 1");
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
-    const RowChunks chunks(p.rows);
-    parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-      for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row) forward_row<decltype(element)>(p, row);
-    });
+    parallel_rows(p.rows, p.threads, [&](int64_t row) { forward_row<decltype(element)>(p, row); });
     return Status{};
   });
 }

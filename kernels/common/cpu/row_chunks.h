@@ -30,6 +30,15 @@ struct RowChunks {
   int64_t rows, count;
 };
 
+// Calls body(row) for every row, chunks in parallel.
+template <class Body>
+inline void parallel_rows(int64_t rows, int threads, const Body& body) {
+  const RowChunks chunks(rows);
+  parallel_items(chunks.count, threads, [&](int64_t chunk) {
+    for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row) body(row);
+  });
+}
+
 // Calls body(row, count) for groups of R rows in [begin, end) with count = std::integral_constant<int, R>, and for the
 // remaining rows one by one. Kernels that sum over rows keep a block of the sum in registers while they process a
 // group.
