@@ -24,7 +24,6 @@ _PLACES = tuple(BlockParameters._fields.index(name) for name in _MULTIPLIED)
 _ATTENTION = BlockParameters._fields[:6]
 _VECTOR = 8  # of entities' columns on a GPU
 _MAX_ENTITY_WIDTH = 512  # kernels/knowledge_block/op.h: kMaxEntityWidth
-_GPU_BACKENDS = ("cuda",)  # the requests that the core supports on a GPU; without one, layers run op by op
 
 
 class Entities(NamedTuple):
@@ -71,8 +70,6 @@ def call_of(batch: Batch, entities: Entities, given: list[Tensor | None], option
         return "takes contiguous parameters of one type, on one device"
     if not len(entities.x) or not entities.x.is_contiguous() or any(each is None for each in given[:PARAMETERS]):
         return "takes contiguous entities, at least one, and layers with biases"
-    if batch.x.is_cuda and options.backend not in _GPU_BACKENDS:
-        return "takes calls on a GPU for the backend cuda"
     if batch.x.is_cuda and (entities.x.shape[1] > _MAX_ENTITY_WIDTH or entities.head_dim > 128):
         return f"takes entities of up to {_MAX_ENTITY_WIDTH} columns, in heads of up to 128"
     return Call(batch, entities, tokens, given, own)
