@@ -11,6 +11,7 @@ using baseline::transformer::RegionsCall;
 #define SIZES(MEMBER) FASTTFM_FIELD(TransformerSizes, MEMBER)
 #define FORWARD(MEMBER) FASTTFM_FIELD(TransformerForward, MEMBER)
 #define BACKWARD(MEMBER) FASTTFM_FIELD(TransformerBackward, MEMBER)
+#define FP8(MEMBER) FASTTFM_FIELD(TransformerFp8Forward, MEMBER)
 #define SHAPE(FIELD)                                                                                                  \
   FIELD(layers), FIELD(tokens), FIELD(width), FIELD(intermediate), FIELD(heads), FIELD(sequences), FIELD(max_seqlen), \
       FIELD(processors), FIELD(pre_norm), FIELD(training), FIELD(recompute), FIELD(keep_activation), FIELD(dtype),    \
@@ -35,6 +36,8 @@ FASTTFM_BINDING(transformer_block) {
   BIND(cpu);
 #ifdef FASTTFM_WITH_HOPPER
   BIND(cuda);
+  bind_launcher(module, "transformer_block_fp8_forward_cuda", &cuda::transformer_block_fp8_forward, CALL(FP8),
+                FP8(residual), FP8(y), FP8(z), FP8(few_rows), FP8(short_attention), FP8(fp8), FP8(operand));
   bind_number(module, "transformer_block_names_layers_cuda", &cuda::transformer_block_names_layers);
 #endif
 }

@@ -1,8 +1,8 @@
 // The forward of dropout_add_layer_norm that also writes y in e4m3, on Hopper.
 //
 // A warp processes a row. Without columns it takes one row; with columns a block takes a tile of 32 rows, each of its
-// eight warps four of them, one after the other. The warp keeps its four rows of FP8 numbers in registers, transposes
-// them, and the columns of the tile go through shared memory, so that 32 bytes of each are written together.
+// eight warps four of them, one after the other. The FP8 rows of the tile go through shared memory, where threads
+// transpose 16 rows of 4 columns each, so that 32 bytes of a column are written together.
 #include <cstdint>
 
 #include "common/cuda/fp8.cuh"
@@ -17,90 +17,89 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
-constexpr int kWarpRows = 4;
 constexpr int kTileRows = 32;
-constexpr int kBlock = 32 * kTileRows / kWarpRows;
+constexpr int kBlock = 256;
 
-// The columns of a tile: 32 bytes for each, in groups of 8 columns that are 272 bytes apart. The 4-byte word of warp w
-// is in word (w & 3) ^ (group / 8 & 3) of the 16-byte chunk w / 4, so that the 32 lanes of a warp, whose groups are
-// neighbours, write to 32 banks.
+// The FP8 rows of a tile. The second half begins 16 words later than it would have to, so that the 32 lanes of a warp,
+// which read 16 neighbouring words in each half, read from 32 banks.
 template <class S>
-struct alignas(16) TileColumns {
-  static constexpr int kGroupWords = 8 * kTileRows / 4 + 4;
-  uint32_t word[S::kColumns / kVector * kGroupWords];
+struct alignas(16) TileRows {
+  static constexpr int kRowWords = S::kColumns / 4;
+  uint32_t word[kTileRows * kRowWords + 16];
 
-  static __device__ __forceinline__ int swap(int group) { return group / 8 & 3; }
+  __device__ __forceinline__ uint32_t* row(int number) { return word + number * kRowWords + number / 16 * 16; }
 
-  // Writes the warp's four rows of the columns of one vector per lane.
-  __device__ __forceinline__ void put(int group, int warp, const uint2 (&row)[kWarpRows]) {
-    uint32_t half[2][4];
+  // The columns of 4 columns and 16 rows, which begin at row 16 * half.
+  __device__ __forceinline__ void columns(int group, int half, uint4 (&found)[4]) {
+    const uint32_t* from = row(16 * half) + group;
+    uint32_t part[4][4];
 #pragma unroll
-    for (int r = 0; r < kWarpRows; ++r) {
-      half[0][r] = row[r].x;
-      half[1][r] = row[r].y;
-    }
-    uint32_t* to = word + group * kGroupWords + (warp / 4 * 4) + ((warp & 3) ^ swap(group));
+    for (int i = 0; i < 16; ++i) part[i / 4][i % 4] = from[i * kRowWords];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      transpose_bytes(half[h]);
+    for (int i = 0; i < 4; ++i) transpose_bytes(part[i]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) to[(4 * h + i) * (kTileRows / 4)] = half[h][i];
-    }
-  }
-
-  // 16 bytes of a column.
-  __device__ __forceinline__ uint4 chunk(int column, int part) const {
-    const int group = column / kVector, swapped = swap(group);
-    uint4 v =
-        *reinterpret_cast<const uint4*>(word + group * kGroupWords + column % kVector * (kTileRows / 4) + 4 * part);
-    if (swapped & 1) v = make_uint4(v.y, v.x, v.w, v.z);
-    if (swapped & 2) v = make_uint4(v.z, v.w, v.x, v.y);
-    return v;
+    for (int i = 0; i < 4; ++i) found[i] = make_uint4(part[0][i], part[1][i], part[2][i], part[3][i]);
   }
 };
 
-// ROWS rows of a warp one after the other; with columns ROWS is kWarpRows.
-template <class R, class P, class S, int ROWS>
-__global__ void __launch_bounds__(S::kBlock, ROWS == 1 ? 0 : 2) fp8_forward_kernel(DropoutAddLayerNormFp8 p) {
+// y of a row in FP8 at `to`, and in the tile's row unless that is null.
+template <class R, class P, class S>
+__device__ __forceinline__ void normalize_row(const DropoutAddLayerNormFp8& p, int64_t row, float scale, uint32_t* tile,
+                                              float& most) {
+  const int columns = static_cast<int>(p.columns);
+  const int64_t rows[1] = {row};
+  float z[1][S::kVectors][kVector];
+  add_row<bf16_t, R, P, S>(p, row, z[0]);
+  normalize_rows<bf16_t, P, S, true>(p, rows, z, [&](int, int v, const Packed<bf16_t>& y) {
+    float value[kVector];
+    widen(y, value);
+    const uint2 q = round_vector<false>(value, scale);
+    if (tile != nullptr) *reinterpret_cast<uint2*>(tile + column_of<S>(v) / 4) = q;
+    if (in_row<S>(v, columns)) {
+      most = largest(value, most);
+      *reinterpret_cast<uint2*>(static_cast<uint8_t*>(p.as_rows) + row * columns + column_of<S>(v)) = q;
+    }
+  });
+}
+
+template <class R, class P, class S>
+__global__ void __launch_bounds__(S::kBlock, sizeof(P) == 2 ? 0 : 6) rows_kernel(DropoutAddLayerNormFp8 p) {
   static_assert(S::kGroup == 32, "a warp per row");
-  const int columns = static_cast<int>(p.columns), warp = group_of_thread<S>();
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * S::kGroups + warp) * ROWS;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * S::kGroups + group_of_thread<S>();
+  if (row >= p.rows) return;
+  float most = 0.0f;
+  normalize_row<R, P, S>(p, row, *p.y_scale, nullptr, most);
+  record_warp(p.y_amax, most);
+}
+
+template <class R, class P, class S>
+__global__ void __launch_bounds__(S::kBlock, sizeof(R) == 2 ? 4 : 3) tiles_kernel(DropoutAddLayerNormFp8 p) {
+  static_assert(S::kGroup == 32, "a warp per row");
+  __shared__ TileRows<S> tile;
+  const int64_t tile_row = static_cast<int64_t>(blockIdx.x) * kTileRows;
   const float scale = *p.y_scale;
   float most = 0.0f;
-  uint2 q[S::kVectors][ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
-    const int64_t row[1] = {first + r};
-    if (row[0] < p.rows) {
-      float z[1][S::kVectors][kVector];
-      add_row<bf16_t, R, P, S>(p, row[0], z[0]);
-      normalize_rows<bf16_t, P, S, true>(p, row, z, [&](int, int v, const Packed<bf16_t>& y) {
-        float value[kVector];
-        widen(y, value);
-        q[v][r] = round_vector<false>(value, scale);
-        if (in_row<S>(v, columns)) {
-          most = largest(value, most);
-          *reinterpret_cast<uint2*>(static_cast<uint8_t*>(p.as_rows) + row[0] * columns + column_of<S>(v)) = q[v][r];
-        }
-      });
+#pragma unroll 1
+  for (int number = group_of_thread<S>(); number < kTileRows; number += S::kGroups) {
+    uint32_t* to = tile.row(number);
+    if (tile_row + number < p.rows) {
+      normalize_row<R, P, S>(p, tile_row + number, scale, to, most);
     } else {
 #pragma unroll
-      for (int v = 0; v < S::kVectors; ++v) q[v][r] = make_uint2(0, 0);
+      for (int v = 0; v < S::kVectors; ++v) *reinterpret_cast<uint2*>(to + column_of<S>(v) / 4) = make_uint2(0, 0);
     }
   }
   record_warp(p.y_amax, most);
-  if constexpr (ROWS > 1) {
-    __shared__ TileColumns<S> tile;
+  __syncthreads();
+  const int64_t padded = (p.rows + 15) / 16 * 16;
+  for (int index = threadIdx.x; index < static_cast<int>(p.columns) / 2; index += S::kBlock) {
+    const int group = index / 2, half = index % 2;
+    if (tile_row + 16 * half >= padded) continue;
+    uint4 column[4];
+    tile.columns(group, half, column);
+    uint8_t* to = static_cast<uint8_t*>(p.as_columns) + 4 * group * padded + tile_row + 16 * half;
 #pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) tile.put(column_of<S>(v) / kVector, warp, q[v]);
-    __syncthreads();
-    const int64_t padded = (p.rows + 15) / 16 * 16, tile_row = static_cast<int64_t>(blockIdx.x) * kTileRows;
-    for (int index = threadIdx.x; index < 2 * columns; index += S::kBlock) {
-      const int column = index / 2, part = index % 2;
-      if (tile_row + 16 * part < padded)
-        *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.as_columns) + column * padded + tile_row + 16 * part) =
-            tile.chunk(column, part);
-    }
+    for (int i = 0; i < 4; ++i) *reinterpret_cast<uint4*>(to + i * padded) = column[i];
   }
 }
 
@@ -109,11 +108,11 @@ Status launch_shape(const DropoutAddLayerNormFp8& p) {
   const auto run = [&](auto vectors) {
     constexpr int kVectors = decltype(vectors)::value;
     if (p.as_columns != nullptr)
-      return launch(fp8_forward_kernel<R, P, RowShape<32, kVectors, kBlock>, kWarpRows>,
+      return launch(tiles_kernel<R, P, RowShape<32, kVectors, kBlock>>,
                     static_cast<unsigned>((p.rows + kTileRows - 1) / kTileRows), kBlock, 0, p.stream, p);
     using S = RowShape<32, kVectors, 128>;
-    return launch(fp8_forward_kernel<R, P, S, 1>, static_cast<unsigned>((p.rows + S::kGroups - 1) / S::kGroups),
-                  S::kBlock, 0, p.stream, p);
+    return launch(rows_kernel<R, P, S>, static_cast<unsigned>((p.rows + S::kGroups - 1) / S::kGroups), S::kBlock, 0,
+                  p.stream, p);
   };
   if (p.columns <= 256) return run(std::integral_constant<int, 1>{});
   if (p.columns <= 512) return run(std::integral_constant<int, 2>{});

@@ -80,35 +80,47 @@ class Forward {
                           tensors.workspace);
     qkv.bias = parameter(layer, kQkvBias);
     steps_(Device::gemm, qkv);
-    if (call_.short_attention) {
-      Device::short_attention(&steps_, call_, tensors);
-    } else {
-      auto attention = attention_of<AttentionForward>(call_, layer, tensors.qkv, tensors.workspace);
-      attention.out = tensors.out;
-      attention.lse = tensors.lse;
-      steps_(Device::attention_forward, attention);
-    }
+    attend(layer, tensors);
     steps_(Device::gemm, product_of(call_, tensors.out, parameter(layer, kOutWeight), true, tensors.branch_a, width,
                                     width, tensors.workspace));
-    auto norm = add_norm(layer, 1, tensors.branch_a, tensors.residual, tensors.y1, tensors.z1, tensors.statistics_a);
-    norm.weight = parameter(layer, kNormAWeight);
-    norm.bias = parameter(layer, kNormABias);
-    norm.linear_bias = parameter(layer, kOutBias);
-    norm.eps = call_.eps_a;
-    steps_(Device::add_norm_forward, norm);
+    steps_(Device::add_norm_forward, norm_a(layer, tensors));
+  }
+
+  void attend(int64_t layer, const ForwardTensors& tensors) {
+    if (call_.short_attention) {
+      Device::short_attention(&steps_, call_, tensors);
+      return;
+    }
+    auto attention = attention_of<AttentionForward>(call_, layer, tensors.qkv, tensors.workspace);
+    attention.out = tensors.out;
+    attention.lse = tensors.lse;
+    steps_(Device::attention_forward, attention);
   }
 
   void feed_forward_block(int64_t layer, const ForwardTensors& tensors) {
     Device::activation_forward(&steps_, call_, parameter(layer, kUpWeight), parameter(layer, kUpBias), tensors);
     steps_(Device::gemm, product_of(call_, tensors.a, parameter(layer, kDownWeight), true, tensors.branch_b,
                                     call_.width, call_.intermediate, tensors.workspace));
+    steps_(Device::add_norm_forward, norm_b(layer, tensors));
+  }
+
+  DropoutAddLayerNormForward norm_a(int64_t layer, const ForwardTensors& tensors) const {
+    auto norm = add_norm(layer, 1, tensors.branch_a, tensors.residual, tensors.y1, tensors.z1, tensors.statistics_a);
+    norm.weight = parameter(layer, kNormAWeight);
+    norm.bias = parameter(layer, kNormABias);
+    norm.linear_bias = parameter(layer, kOutBias);
+    norm.eps = call_.eps_a;
+    return norm;
+  }
+
+  DropoutAddLayerNormForward norm_b(int64_t layer, const ForwardTensors& tensors) const {
     const void* residual = call_.pre_norm ? tensors.z1 : tensors.y1;
     auto norm = add_norm(layer, 2, tensors.branch_b, residual, tensors.y, tensors.z, tensors.statistics_b);
     norm.weight = parameter(layer, kNormBWeight);
     norm.bias = parameter(layer, kNormBBias);
     norm.linear_bias = parameter(layer, kDownBias);
     norm.eps = call_.eps_b;
-    steps_(Device::add_norm_forward, norm);
+    return norm;
   }
 
   DropoutAddLayerNormForward add_norm(int64_t layer, int place, const void* branch, const void* residual, void* y,

@@ -86,6 +86,24 @@ struct TransformerForward : TransformerCall {
   int short_attention;   // CUDA, without training and dropout: not 0 for attention by few_rows/op.h
 };
 
+// The linear layers of a layer, and what a GEMM with FP8 operands and static scales reads of one: addresses. Scales are
+// as in fp8/reference.py; an inverse is 1 / scale.
+enum TransformerLinear { kQkvLinear, kOutLinear, kUpLinear, kDownLinear, kTransformerLinears };
+enum TransformerFp8 {
+  kFp8Weight,  // [outputs, inputs], e4m3
+  kFp8WeightInverse,
+  kFp8InputScale,
+  kFp8InputInverse,
+  kFp8InputAmax,
+  kTransformerFp8,
+};
+
+// The forward for inference whose GEMMs have FP8 operands; the weights in `parameters` are not read.
+struct TransformerFp8Forward : TransformerForward {
+  const int64_t* fp8;  // [layers, kTransformerLinears, kTransformerFp8] addresses
+  void* operand;       // [T, C], e4m3: the inputs of linear layers, one after the other
+};
+
 // A backward of one layer can be split in two if another backend computes attention's backward: the first part ends
 // with the gradient of attention's output, the second starts with that of qkv.
 enum class BackwardPart : int32_t { whole = 0, before_attention = 1, after_attention = 2 };
@@ -117,6 +135,8 @@ namespace cuda {
 Status transformer_block_sizes(const TransformerSizes&);
 Status transformer_block_forward(const TransformerForward&);
 Status transformer_block_backward(const TransformerBackward&);
+// bf16, without training and few_rows; C is a multiple of 16, up to 1024, and I of 16.
+Status transformer_block_fp8_forward(const TransformerFp8Forward&);
 // 1 if the build had NVTX's header, so that ranges name the layers in a profile.
 int64_t transformer_block_names_layers();
 }  // namespace cuda

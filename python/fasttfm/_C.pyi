@@ -254,6 +254,13 @@ def transformer_block_forward_cuda(*, activation: int, attention_scale: float, a
     processors: int, recompute: int, residual: int, residual_dtype: int, scale_a: float, scale_b: float, scratch: int,
     seeds: int, sequences: int, short_attention: int, stream: int, threshold_a: int, threshold_b: int, tokens: int,
     training: int, width: int, window_left: int, window_right: int, x: int, y: int, z: int) -> None: ...
+def transformer_block_fp8_forward_cuda(*, activation: int, attention_scale: float, attention_threshold: int,
+    cu_seqlens: int, device: int, dtype: int, eps_a: float, eps_b: float, few_rows: int, fp8: int, heads: int,
+    intermediate: int, keep_activation: int, kept: int, layers: int, max_seqlen: int, operand: int,
+    parameter_dtype: int, parameters: int, pre_norm: int, processors: int, recompute: int, residual: int,
+    residual_dtype: int, scale_a: float, scale_b: float, scratch: int, seeds: int, sequences: int, short_attention: int,
+    stream: int, threshold_a: int, threshold_b: int, tokens: int, training: int, width: int, window_left: int,
+    window_right: int, x: int, y: int, z: int) -> None: ...
 def transformer_block_names_layers_cuda() -> int: ...
 def transformer_block_regions(*, dtype: int, fused_activation: int, heads: int, intermediate: int, keep_activation: int,
     kind: int, layers: int, max_seqlen: int, pre_norm: int, processors: int, recompute: int, residual_dtype: int,

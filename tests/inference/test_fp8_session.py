@@ -17,6 +17,7 @@ from fasttfm.data import Tokenizer
 from fasttfm.inference import Calibration, EmbedSettings, Session
 from fasttfm.inference.calibration import CALIBRATION
 from fasttfm.models.checkpoint_files import CheckpointError
+from fasttfm.ops import fp8, fp8_native
 
 Ids = Sequence[Sequence[int]]
 SETTINGS = EmbedSettings(normalize=True)
@@ -24,16 +25,15 @@ SMALL = {"num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 300}
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def model_of(kind: str) -> Any:
+def model_of(kind: str, width: int = 64) -> Any:
     torch.manual_seed(0)
     if kind == "gpt2":
-        return models.GPT2Model(
-            models.GPT2Config(n_embd=64, n_layer=3, n_head=2, vocab_size=300, n_positions=128)
-        ).eval()
+        config = models.GPT2Config(n_embd=width, n_layer=3, n_head=2, vocab_size=300, n_positions=256)
+        return models.GPT2Model(config).eval()
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, **SMALL}
     if kind == "albert":
-        config = models.AlbertConfig(hidden_size=64, intermediate_size=128, embedding_size=32, **SMALL)
-        return models.AlbertModel(config).eval()
-    return models.BertModel(models.BertConfig(hidden_size=64, intermediate_size=128, **SMALL)).eval()
+        return models.AlbertModel(models.AlbertConfig(embedding_size=32, **sizes)).eval()
+    return models.BertModel(models.BertConfig(**sizes)).eval()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -51,6 +51,30 @@ def test_vectors_are_close(kind: str, device: str, sentences: Ids) -> None:
     assert np.array_equal(found, again)
     assert [each.shape for each in states] == [(len(ids), 64) for ids in sentences[:3]]
     assert model.encoder.fp8 is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bert", "albert", "gpt2"])
+def test_one_native_call_has_the_bits_of_the_ops(kind: str, sentences: Ids, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If both multiply with the core's choice of cuBLASLt's algorithms."""
+
+    def multiply(a: Any, b: Any, dtype: torch.dtype, bias: Any = None, *, fast: bool) -> torch.Tensor:
+        d = torch.empty(len(a[0]), len(b[0]), dtype=dtype, device=a[0].device)
+        return fp8_native.gemm(d, a, b, bias, fast=fast)
+
+    inputs = [*sentences, list(range(1, 201))]
+    model = model_of(kind, width=128).to("cuda")
+    with Session(model, precision="fp8", calibration=sentences[:8], max_graphs=0) as session:
+        stack, calls = session.network.base.encoder.fp8, []
+        run_whole = stack._run_whole
+        monkeypatch.setattr(stack, "_run_whole", lambda *given: calls.append(run_whole(*given)) or calls[-1])
+        found = session.encode(inputs, output="states")
+        assert calls
+        assert all(each is not None for each in calls)
+        monkeypatch.setattr(stack, "_run_whole", lambda *_: None)
+        monkeypatch.setattr(fp8, "gemm", multiply)
+        expected = session.encode(inputs, output="states")
+    assert all(np.array_equal(own, known) for own, known in zip(found, expected, strict=True))
 
 
 def test_hidden_states_are_those_of_fp8(sentences: Ids) -> None:

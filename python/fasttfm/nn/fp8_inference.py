@@ -16,7 +16,15 @@ from fasttfm.nn.parts import layer_norm
 from fasttfm.nn.plain import Uncopied
 from fasttfm.ops import checks, fp8
 from fasttfm.ops.fp8 import Quantized
-from fasttfm.ops.fp8_inference import LINEARS, StaticLayer, fp8_layer, measured_layer, static_layers
+from fasttfm.ops.fp8_inference import (
+    LINEARS,
+    StaticLayer,
+    addresses_of,
+    fp8_layer,
+    measured_layer,
+    run_native,
+    static_layers,
+)
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 
 _NAME = "Fp8Inference"
@@ -41,6 +49,9 @@ class _Stack(Uncopied):
             residual, x = x, layer_norm(first.norm1, x)
         first.check(x, cu_seqlens, residual, None)
         cu_seqlens = cu_seqlens.contiguous()
+        whole = self._run_whole(x, residual, cu_seqlens, max_seqlen) if hidden_states is None else None
+        if whole is not None:
+            return whole
         x8: Quantized | None = None
         for index, (layer, norm) in enumerate(zip(self.layers, self._next_norms, strict=True)):
             if hidden_states is not None:
@@ -50,6 +61,10 @@ class _Stack(Uncopied):
         if hidden_states is not None and with_last:
             hidden_states.append(x if residual is None else residual)
         return x
+
+    def _run_whole(self, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
+        """All layers in one call; None if they have to run one by one."""
+        return None
 
     def _run_layer(
         self,
@@ -71,6 +86,15 @@ class _Fp8Stack(_Stack):
         layers = static_layers(weights, amax)
         self._static: list[StaticLayer] = [layers[place] for place in encoder.order]
         self._following = [*(each.qkv for each in self._static[1:]), None]
+        self._addresses = addresses_of(self._static)
+
+    def _run_whole(self, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
+        blocks = self._encoder.blocks(max_seqlen)
+        if blocks is None or any(options != blocks[0][0] for options, _ in blocks):
+            return None
+        parameters = [own for _, own in blocks]
+        found = run_native(x, residual, cu_seqlens, blocks[0][0], parameters, self._addresses)
+        return None if found is None else found[0]
 
     def _run_layer(self, index: int, x: Tensor, x8: Any, residual: Any, cu_seqlens: Any, options: Any, own: Any) -> Any:
         return fp8_layer(x, x8, residual, cu_seqlens, options, own, self._static[index], self._following[index])

@@ -69,7 +69,7 @@ class PackedTransformer(nn.Module):
         if self.fp8 is not None and not self.training and not torch.is_grad_enabled():
             found: Tensor = self.fp8.run(x, cu_seqlens, max_seqlen, hidden_states, with_last)
             return found
-        blocks = self._blocks(max_seqlen) if hidden_states is None and not inputs else None
+        blocks = self.blocks(max_seqlen) if hidden_states is None and not inputs else None
         if blocks is not None:
             return self._run_whole(x, cu_seqlens, blocks)
         modules = self._modules_in_order()
@@ -94,7 +94,7 @@ class PackedTransformer(nn.Module):
             hidden_states.append(x if residual is None else residual)
         return x
 
-    def _blocks(self, max_seqlen: int) -> list[Block] | None:
+    def blocks(self, max_seqlen: int) -> list[Block] | None:
         """The op's arguments for the whole stack; None if the layers have to run one by one: one of them is not plain
         or has FP8 GEMMs, gradient checkpointing is on, or the call is compiled."""
         if (self.checkpointing and self.training) or torch.compiler.is_dynamo_compiling():
@@ -130,7 +130,7 @@ class PackedTransformer(nn.Module):
     def explain(self, x: Tensor, max_seqlen: int) -> Explanation:
         """Which implementation ``forward`` uses for ``x`` [T, C], and why not the others: "cpu", "cuda" or
         "cuda_few_rows" is one native call, "ops" runs a layer's ops one by one. Nothing is computed."""
-        blocks = self._blocks(max_seqlen)
+        blocks = self.blocks(max_seqlen)
         if blocks is None:
             reasons = {"cpu": _NOT_WHOLE, "cuda_few_rows": _NOT_WHOLE, "cuda": _NOT_WHOLE, "ops": None}
             return Explanation("transformer_stack", "ops", reasons, "ops")

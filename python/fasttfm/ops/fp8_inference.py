@@ -2,25 +2,29 @@
 
 The layer is transformer_block's, without dropout. Attention, LayerNorms and residual additions use the activations'
 dtype. On Hopper with bf16, y8 and the activation are written by the kernels that compute them, so that only
-attention's output is cast by a pass of its own.
+attention's output is cast by a pass of its own; all layers are then one native call (``run_native``).
 """
 
 from __future__ import annotations
 
 import functools
+from array import array
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fasttfm.ops import fp8, linear
+from fasttfm.ops import fp8, linear, transformer_native
 from fasttfm.ops.attention import forward_op as attention_forward_op
 from fasttfm.ops.bias_gelu import forward_op as bias_gelu_forward_op
 from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
 from fasttfm.ops.fp8 import Fp8Weight, Quantized, Scales
 from fasttfm.ops.fp8_norm import NormArguments, add_norm_cast
-from fasttfm.ops.library import bypass_dispatcher
+from fasttfm.ops.library import bypass_dispatcher, is_plain
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, attention_options
+from fasttfm.ops.transformer_native import Batch
 
 LINEARS = ("qkv", "out", "up", "down")
 _ROOM = 2.0  # how far inputs may exceed the calibrated magnitudes before they saturate
@@ -58,6 +62,35 @@ def static_layers(weights: list[list[Tensor]], amax: Tensor) -> list[StaticLayer
             linears.append(each)
         found.append(StaticLayer(*linears))
     return found
+
+
+def addresses_of(layers: Sequence[StaticLayer]) -> array[int]:
+    """Of the operands and scales of layers, for the native core: kernels/transformer_block/op.h, TransformerFp8."""
+    linears = chain.from_iterable(layers)
+    tensors = (
+        (each.rows, each.weight.inverse, each.input.scale, each.input.inverse, each.input.amax) for each in linears
+    )
+    return array("q", (tensor.data_ptr() for own in tensors for tensor in own))
+
+
+def run_native(
+    x: Tensor,
+    residual: Tensor | None,
+    cu_seqlens: Tensor,
+    options: BlockOptions,
+    parameters: Sequence[BlockParameters],
+    addresses: array[int],
+) -> tuple[Tensor, Tensor | None] | None:
+    """Runs all layers in one native call, as ``fp8_layer`` one after the other. Returns y, and z in a pre-LN model;
+    None if the core does not support the call."""
+    given = list(chain.from_iterable(parameters))
+    if not is_plain((x, residual, cu_seqlens, *given)):
+        return None
+    layers = transformer_native.layers_of(given)
+    if isinstance(layers, str) or transformer_native.refuse_fp8(x, residual, layers, options) is not None:
+        return None
+    batch = Batch(x, None if residual is None else residual.dtype, cu_seqlens, None)
+    return transformer_native.forward_fp8(batch, residual, layers, options, addresses)
 
 
 def fp8_layer(

@@ -228,30 +228,43 @@ def refuse_add_gemm(total: Tensor) -> str | None:
 
 def add_gemm(total: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
     """``total += a b^T`` in cuBLASLt's epilogue, of a [M, K] and b [N, K], each with its inverse scale."""
+    return gemm(total, a, b, adds=True)
+
+
+def gemm(
+    d: Tensor,
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    bias: Tensor | None = None,
+    *,
+    adds: bool = False,
+    fast: bool = False,
+) -> Tensor:
+    """``d = a b^T + bias`` or, if it ``adds``, ``d += a b^T``, by the native core. ``fast``: as in ``fp8.gemm``."""
     (left, left_scale), (right, right_scale) = a, b
     core = _native.core()
-    workspace = torch.empty(core.gemm_workspace_bytes_cuda(), dtype=torch.int8, device=total.device)
+    workspace = torch.empty(core.gemm_workspace_bytes_cuda(), dtype=torch.int8, device=d.device)
     core.fp8_gemm_cuda(
         a=left.data_ptr(),
         b=right.data_ptr(),
-        bias=0,
-        c=total.data_ptr(),
-        d=total.data_ptr(),
+        bias=_native.address(bias),
+        c=d.data_ptr() if adds else 0,
+        d=d.data_ptr(),
         workspace=workspace.data_ptr(),
         rows=left.shape[0],
         columns=right.shape[0],
         inner=left.shape[1],
         transposed_a=0,
         transposed_b=1,
-        out_dtype=_native.DTYPE_CODES[total.dtype],
+        out_dtype=_native.DTYPE_CODES[d.dtype],
         a_fp8=_FORMATS[left.dtype],
         b_fp8=_FORMATS[right.dtype],
         a_scale=left_scale.data_ptr(),
         b_scale=right_scale.data_ptr(),
-        fast_accumulation=0,
-        **_call(total),
+        fast_accumulation=int(fast),
+        **_call(d),
     )
-    return total
+    return d
 
 
 def _call(x: Tensor) -> dict[str, int]:

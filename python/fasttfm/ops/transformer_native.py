@@ -267,6 +267,44 @@ def forward(
     return y, z, kept
 
 
+_MAX_FP8_COLUMNS = 1024  # of the LayerNorm that casts
+
+
+def refuse_fp8(x: Tensor, residual: Tensor | None, layers: Layers, options: BlockOptions) -> str | None:
+    """Why the core does not support a call of ``forward_fp8``; None if it does."""
+    width = x.shape[1]
+    if x.dtype != torch.bfloat16 or layers.dtype != torch.bfloat16:
+        return f"takes bfloat16, got {dtype_name(x.dtype)} and parameters in {dtype_name(layers.dtype)}"
+    if width > _MAX_FP8_COLUMNS or width % _ALIGNMENT or layers.intermediate % _ALIGNMENT:
+        return f"takes up to {_MAX_FP8_COLUMNS} columns, in multiples of {_ALIGNMENT}, got {width}"
+    return refuse(x, residual, layers, options)
+
+
+def forward_fp8(
+    batch: Batch, residual: Tensor | None, layers: Layers, options: BlockOptions, addresses: array[int]
+) -> tuple[Tensor, Tensor | None]:
+    """Returns y, and z of a pre-LN model, of GEMMs with FP8 operands and static scales. ``addresses`` are those of the
+    linear layers' operands and scales: kernels/transformer_block/op.h, TransformerFp8Forward."""
+    x = batch.x
+    check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
+    shape = shape_of(batch, layers, options, training=False)
+    scratch, operand = _bytes(_memory(True, tuple(shape.values())).forward, x), _bytes(x.numel(), x)
+    y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
+    _native.core().transformer_block_fp8_forward_cuda(
+        **shape,
+        **call_fields(batch, layers, options, _bytes(0, x), scratch),
+        parameters=layers.table.buffer_info()[0],
+        residual=_native.address(residual),
+        y=y.data_ptr(),
+        z=_native.address(z),
+        few_rows=0,
+        short_attention=int(_has_short_sequences(batch, options)),
+        fp8=addresses.buffer_info()[0],
+        operand=operand.data_ptr(),
+    )
+    return y, z
+
+
 def backward(
     batch: Batch,
     layers: Layers,
