@@ -18,29 +18,31 @@ from fasttfm import _C, _native
 LAUNCHER, CALL = "elementwise_cpu", "layer_norm_forward"
 
 
-def launch(**changes: Any) -> None:
-    x = torch.ones(4)
-    fields = {"x": x.data_ptr(), "y": x.data_ptr(), "count": 4, "x_dtype": 0, "y_dtype": 0, "function": 0, "threads": 1}
+def launch(**changes: Any) -> torch.Tensor:
+    x, y = torch.ones(4), torch.zeros(4)
+    fields = {"x": x.data_ptr(), "y": y.data_ptr(), "count": 4, "x_dtype": 0, "y_dtype": 0, "function": 0, "threads": 1}
     fields.update(changes)
     getattr(_C, LAUNCHER)(**{name: value for name, value in fields.items() if value is not MISSING})
+    return y
 
 
 MISSING = object()
 NAMES = ("x", "weight", "bias", "y", "statistics", "eps")
 
 
-def call(rows: torch.Tensor | None = None, **changes: Any) -> None:
+def call(rows: torch.Tensor | None = None, **changes: Any) -> dict[str, torch.Tensor]:
     given, outputs = layer_norm_arguments(torch.ones(4, 8) if rows is None else rows)
     getattr(_C, CALL)(*{**dict(zip(NAMES, given, strict=True)), **changes}.values())
-    assert outputs
+    return outputs
 
 
 # ---- launchers: fields by keyword ------------------------------------------------------------------------------------
 
 
-def test_the_unchanged_call_is_good() -> None:
-    launch()
-    call()
+def test_the_unchanged_calls_compute() -> None:
+    assert torch.equal(launch(), torch.ones(4))
+    rows = torch.arange(32.0).reshape(4, 8)
+    assert torch.equal(call(rows)["statistics"][0], rows.mean(dim=1))
 
 
 @pytest.mark.parametrize("name", ["x", "count", "threads"])
