@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
+from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows
 
 
@@ -79,6 +80,8 @@ def sums_columns(q: Tensor, problem: AttentionProblem) -> bool:
 
 
 def _arguments(problem: AttentionProblem) -> tuple[Any, ...]:
+    """PROBLEM in csrc/attention.cpp."""
+    threshold = problem.threshold
     return (
         problem.cu_seqlens,
         problem.key_cu_seqlens,
@@ -90,8 +93,8 @@ def _arguments(problem: AttentionProblem) -> tuple[Any, ...]:
         problem.window_left,
         problem.window_right,
         problem.scale,
-        problem.threshold,
-        problem.dropout_scale,
+        threshold,
+        philox.scale(threshold),
     )
 
 
