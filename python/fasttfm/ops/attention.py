@@ -480,5 +480,5 @@ TABLE = BackendTable(
         Backend("reference", always, attention_choice.refuse_nothing, _forward_reference, reference.attention_backward),
     ),
 )
-# A backend may support a call without dropout, but not with dropout.
+# Not every backend that serves a call without dropout also serves it with dropout.
 CALLS, DROPOUT_CALLS = KnownCalls(TABLE), KnownCalls(TABLE)
