@@ -39,18 +39,6 @@ def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def empty_statistics(x: Tensor, *leading: int) -> Tensor:
-    """An uninitialized [*leading, N] in the accumulation type, for N rows x [..., C]. Sizes that are separate arguments
-    save torch a third of its time on the host."""
-    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
-    return torch.empty(*leading, x.numel() // x.shape[-1], dtype=dtype, device=x.device)
-
-
-def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype; the tensor itself if it has it, without a call of torch."""
-    return total if total.dtype is dtype else total.to(dtype)
-
-
 def empty_rows(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialized tensor whose rows (the last dimension) begin at multiples of 16 elements: kernels read them in
     vectors. It is a view of a wider one where that makes a difference."""

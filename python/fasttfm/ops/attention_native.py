@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
-from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows
 
 
@@ -80,8 +79,6 @@ def sums_columns(q: Tensor, problem: AttentionProblem) -> bool:
 
 
 def _arguments(problem: AttentionProblem) -> tuple[Any, ...]:
-    """PROBLEM in csrc/attention.cpp."""
-    threshold = problem.threshold
     return (
         problem.cu_seqlens,
         problem.key_cu_seqlens,
@@ -93,8 +90,8 @@ def _arguments(problem: AttentionProblem) -> tuple[Any, ...]:
         problem.window_left,
         problem.window_right,
         problem.scale,
-        threshold,
-        philox.scale(threshold),
+        problem.threshold,
+        problem.dropout_scale,
     )
 
 

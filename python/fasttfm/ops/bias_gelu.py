@@ -12,14 +12,7 @@ from fasttfm import _native
 from fasttfm.kernels.bias_gelu import reference
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import (
-    contiguous_like,
-    contiguous_rows,
-    empty_output,
-    gradient_like,
-    readable_rows,
-    rounded,
-)
+from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, empty_output, gradient_like, readable_rows
 from fasttfm.ops.backends import native_cpu, native_cuda, torch_reference, triton_kernels
 from fasttfm.ops.declare import Op, choice, like_first, parameter, rows
 
@@ -76,7 +69,7 @@ def _backward_native(
     dx, y = contiguous_like(x), contiguous_like(x) if want_y else empty_output(x)
     dbias = gradient_like(bias, want_dbias, x)
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
-    total = dbias if x.is_cuda else rounded(dbias, torch.float32)
+    total = dbias if x.is_cuda else dbias.float()
     read, x, workspace = _parameter(x, bias), readable_rows(x), None
     parts = _cuda_parts(x) if x.is_cuda else 0
     if want_dbias:
@@ -84,7 +77,7 @@ def _backward_native(
         workspace = torch.empty(floats, dtype=torch.float32, device=x.device)
     outputs = (dx, y if want_y else None, total if want_dbias else None)
     core.bias_gelu_backward(contiguous_rows(dy), x, read, *outputs, workspace, parts, CODES[kind])
-    return dx, rounded(total, dbias.dtype), y
+    return dx, total.to(dbias.dtype), y
 
 
 def _parameter(x: Tensor, bias: Tensor | None) -> Tensor | None:

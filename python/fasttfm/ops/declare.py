@@ -43,18 +43,10 @@ from torch.autograd import forward_ad
 
 from fasttfm import _native
 from fasttfm.kernels.common.linear import accumulation_type
-from fasttfm.kernels.common.rows import contiguous_like, empty_output, empty_statistics, gradient_like
+from fasttfm.kernels.common.rows import contiguous_like, empty_output, gradient_like
 from fasttfm.ops import checks
 from fasttfm.ops.backends import Backend, BackendTable, requested
-from fasttfm.ops.library import (
-    OpFunction,
-    any_requires_grad,
-    is_compiling,
-    is_plain,
-    needs_gradient,
-    register,
-    unshared,
-)
+from fasttfm.ops.library import OpFunction, any_requires_grad, is_compiling, needs_gradient, register, unshared
 
 # ---- what an op takes ------------------------------------------------------------------------------------------------
 
@@ -151,9 +143,8 @@ class Option:
 
 def number(name: str, *, low: float = 0.0, high: float = math.inf) -> Option:
     def convert(op: str, value: Any) -> float:
-        if type(value) is float and low <= value <= high:  # most are
-            return value
-        checks.check_number(op, name, value, low=low, high=high)
+        if type(value) is not float or not low <= value <= high:  # most are
+            checks.check_number(op, name, value, low=low, high=high)
         return float(value)
 
     return Option(name, f"float {name}", convert)
@@ -224,7 +215,10 @@ def row_statistics(name: str, count: int | None = None) -> Output:
     """[N] or [count, N] numbers of the accumulation type, for N rows."""
     leading = () if count is None else (count,)
 
-    return Output(name, lambda x, *_: empty_statistics(x, *leading))
+    def make(x: Tensor, *_: Any) -> Tensor:
+        return torch.empty((*leading, x.numel() // x.shape[-1]), dtype=accumulation_type(x), device=x.device)
+
+    return Output(name, make)
 
 
 # ---- the op ----------------------------------------------------------------------------------------------------------
@@ -248,17 +242,20 @@ class KnownCalls:
         self._known: dict[tuple[bytes, str | None], Selected] = {}
         self._backends = table.backends
 
-    def find(self, asked: str | None, kinds: str, *tensors: Any) -> tuple[bytes | None, Selected | None]:
-        """The key of a call, with one letter of ``kinds`` (csrc/calls.cpp) for each tensor, and its backend if it is
-        known. The key is None for calls that torch's dispatcher or a tracer has to see, and for rare ones."""
+    @staticmethod
+    def key(kinds: str, *tensors: Any) -> bytes | None:
+        """The key of a call, with one letter of ``kinds`` (csrc/calls.cpp) for each tensor. None for calls that torch's
+        dispatcher or a tracer has to see, and for rare ones."""
         if is_compiling() or forward_ad._current_level >= 0:
-            return None, None
-        key = _native.signature(kinds, *tensors)
+            return None
+        return _native.signature(kinds, *tensors)
+
+    def find(self, key: bytes | None, asked: str | None) -> Selected | None:
         if key is None:
-            return None, None
+            return None
         if self.table.backends is not self._backends:  # they have been replaced
             self._known, self._backends = {}, self.table.backends
-        return key, self._known.get((key, asked))
+        return self._known.get((key, asked))
 
     def add(self, key: bytes, asked: str | None, chosen: Backend) -> Selected:
         if len(self._known) >= _MOST_KNOWN:
@@ -323,7 +320,8 @@ class Op:
     def __call__(self, *arguments: Any, backend: str | None = None) -> Any:
         """A checked, differentiable call, inputs and options by position. Returns the first output."""
         asked, tensors = requested(backend), arguments[: self._count]
-        key, selected = self.known.find(asked, self.kinds, *tensors)
+        key = self.known.key(self.kinds, *tensors)
+        selected = self.known.find(key, asked)
         if selected is not None:
             return self._call_plain(selected, tensors, self._convert(arguments))
         check_inputs(self.name, self.inputs, tensors)
@@ -350,11 +348,11 @@ class Op:
         return first_of(selected.backend.forward(*tensors, *options))
 
     def _convert(self, arguments: Sequence[Any]) -> list[Any]:
-        name, values = self.name, arguments[self._count :]
-        return [option.convert(name, value) for option, value in zip(self.options, values, strict=True)]
+        name, count = self.name, self._count
+        return [option.convert(name, arguments[count + place]) for place, option in enumerate(self.options)]
 
     def _choose(self, asked: str | None, *tensors: Tensor | None) -> Backend:
-        _, selected = self.known.find(asked, self.kinds, *tensors) if self.kinds else (None, None)
+        selected = self.known.find(self.known.key(self.kinds, *tensors), asked) if self.kinds else None
         return self.table.select(asked, *tensors) if selected is None else selected.backend
 
     # ---- torch.library: the last argument is the backend's name ----
@@ -423,11 +421,9 @@ def _autograd_function(op: Op, alternative: str) -> type[OpFunction]:
         def forward(ctx: Any, *arguments: Any) -> Any:
             *given, asked = arguments
             if isinstance(asked, Selected):
-                outputs = asked.backend.forward(*given)
-                ctx.selected, asked = asked, asked.requested
+                outputs, asked = asked.backend.forward(*given), asked.requested
             else:
                 outputs = op.forward(*arguments)
-                ctx.selected = None
             values = (*given, *outputs) if isinstance(outputs, tuple) else (*given, outputs)
             saved = [values[place] for place in op.saved_places]
             for place in op.copied_saves:
@@ -441,11 +437,7 @@ def _autograd_function(op: Op, alternative: str) -> type[OpFunction]:
             needed = ctx.needs_input_grad
             wanted = [needed[place] for place in op.wanted_places]
             wanted += [False] * len(op.recomputed)
-            saved, selected = ctx.saved_tensors, ctx.selected
-            if selected is not None and selected.backend in op.table.backends and is_plain((dy, *saved)):
-                found = selected.backend.backward(dy, *saved, *ctx.kept, *wanted)
-            else:
-                found = op.backward(dy, *saved, *ctx.kept, *wanted, ctx.requested)
+            found = op.backward(dy, *ctx.saved_tensors, *ctx.kept, *wanted, ctx.requested)
             found = found if isinstance(found, tuple) else (found,)
             gradients: list[Tensor | None] = [None] * len(needed)
             for place, gradient in zip(op.gradient_places, found, strict=False):  # recomputed outputs follow

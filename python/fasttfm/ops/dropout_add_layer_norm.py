@@ -9,15 +9,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.rows import (
-    contiguous_like,
-    contiguous_rows,
-    empty_output,
-    empty_statistics,
-    gradient_like,
-    readable_rows,
-    rounded,
-)
+from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, empty_output, gradient_like, readable_rows
 from fasttfm.kernels.dropout_add_layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -74,7 +66,8 @@ def dropout_add_layer_norm(
         saved; the backward recomputes it from the seed.
     """
     asked = requested(backend)
-    key, selected = CALLS.find(asked, _KINDS, x, residual, weight, bias, linear_bias, cu_seqlens, seed)
+    key = CALLS.key("rlpppcs", x, residual, weight, bias, linear_bias, cu_seqlens, seed)
+    selected = CALLS.find(key, asked)
     if selected is None or cu_seqlens is not None:
         _check(x, residual, weight, bias, linear_bias)
     p, eps = _P.convert(OP, p), _EPS.convert(OP, eps)
@@ -190,7 +183,7 @@ def _run_forward(chosen: Backend, x: Tensor, *others: Any) -> Outputs:
 
 
 def _choose(asked: str | None, *tensors: Tensor | None) -> Backend:
-    _, selected = CALLS.find(asked, _KINDS, *tensors, None, None)
+    selected = CALLS.find(CALLS.key("rlpppcs", *tensors, None, None), asked)
     return TABLE.select(asked, *tensors) if selected is None else selected.backend
 
 
@@ -282,7 +275,7 @@ def _forward_native(
     want_z: bool,
 ) -> Outputs:
     y = contiguous_like(x)
-    statistics = empty_statistics(x, 2)
+    statistics = torch.empty(2, x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
     z = contiguous_like(residual) if want_z else empty_output(residual)
     scratch: Tensor | None = z if want_z else None
     if not want_z and not x.is_cuda:  # the CPU normalises in place; a sum of another type needs room of its own
@@ -326,7 +319,7 @@ def _backward_native(
     parameters = (weight, bias, linear_bias)
     gradients = [gradient_like(parameter, want, dy) for parameter, want in zip(parameters, wanted, strict=True)]
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
-    sums = gradients if z.is_cuda else [rounded(gradient, torch.float32) for gradient in gradients]
+    sums = gradients if z.is_cuda else [gradient.float() for gradient in gradients]
     read = weight if z.is_cuda else _native.as_parameter(weight, torch.float32)
     floats = core.dropout_add_layer_norm_backward_workspace(z)
     threshold = philox.threshold(p)
@@ -345,7 +338,7 @@ def _backward_native(
         *(total if want else None for total, want in zip(sums, wanted, strict=True)),
         torch.empty(floats, dtype=torch.float32, device=z.device),
     )
-    dweight, dbias, dlinear_bias = (rounded(total, like.dtype) for total, like in zip(sums, gradients, strict=True))
+    dweight, dbias, dlinear_bias = (total.to(like.dtype) for total, like in zip(sums, gradients, strict=True))
     return dresidual, dx, dweight, dbias, dlinear_bias
 
 
@@ -399,6 +392,5 @@ TABLE = BackendTable(
     ),
 )
 CALLS = KnownCalls(TABLE)
-_KINDS = "rlpppcs"  # of the tensors, in csrc/calls.cpp
 _INPUTS = (rows("x"), rows_like_first("residual"), *map(parameter, ("weight", "bias", "linear_bias")))
 _P, _EPS = number("p", high=1.0), number("eps")

@@ -7,14 +7,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.activation import CODES
-from fasttfm.kernels.common.rows import (
-    contiguous_like,
-    contiguous_rows,
-    empty_statistics,
-    gradient_like,
-    readable_rows,
-    rounded,
-)
+from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, gradient_like, readable_rows
 from fasttfm.kernels.gelu_layer_norm import reference
 from fasttfm.ops.backends import (
     native_cpu,
@@ -68,7 +61,7 @@ def _forward_native(
     x: Tensor, linear_bias: Parameter, weight: Parameter, bias: Parameter, kind: str, eps: float
 ) -> tuple[Tensor, Tensor]:
     core = _native.core()
-    y, statistics = contiguous_like(x), empty_statistics(x, 2)
+    y, statistics = OP.make_outputs(x)
     parameters, x = _parameters(x, linear_bias, weight, bias), readable_rows(x)
     workspace = None
     if not x.is_cuda:
@@ -92,13 +85,13 @@ def _backward_native(
     parameters = (linear_bias, weight, bias)
     gradients = [gradient_like(each, want, x) for each, want in zip(parameters, wanted, strict=True)]
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
-    sums = gradients if x.is_cuda else [rounded(gradient, torch.float32) for gradient in gradients]
+    sums = gradients if x.is_cuda else [gradient.float() for gradient in gradients]
     read = (linear_bias, weight) if x.is_cuda else _parameters(x, linear_bias, weight)
     x = readable_rows(x)
     workspace = torch.empty(core.gelu_layer_norm_backward_workspace(x), dtype=torch.float32, device=x.device)
     outputs = [total if want else None for total, want in zip(sums, wanted, strict=True)]
     core.gelu_layer_norm_backward(contiguous_rows(dy), x, *read, statistics, dx, *outputs, workspace, CODES[kind])
-    return dx, *(rounded(total, gradient.dtype) for total, gradient in zip(sums, gradients, strict=True))
+    return dx, *(total.to(gradient.dtype) for total, gradient in zip(sums, gradients, strict=True))
 
 
 def _parameters(x: Tensor, *parameters: Parameter) -> list[Parameter]:

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native
-from fasttfm.kernels.common.rows import (
-    contiguous_like,
-    contiguous_rows,
-    empty_statistics,
-    gradient_like,
-    readable_rows,
-    rounded,
-)
+from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, gradient_like, readable_rows
 from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops.backends import (
     native_cpu,
@@ -54,7 +47,7 @@ def layer_norm(
 
 
 def _forward_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    y, statistics = contiguous_like(x), empty_statistics(x, 2)
+    y, statistics = OP.make_outputs(x)
     _native.core().layer_norm_forward(readable_rows(x), *_parameters(x, weight, bias), y, statistics, eps)
     return y, statistics
 
@@ -72,19 +65,19 @@ def _backward_native(
     dx = contiguous_like(x)
     dweight, dbias = gradient_like(weight, want_dweight, x), gradient_like(bias, want_dbias, x)
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
-    sums = (dweight, dbias) if x.is_cuda else (rounded(dweight, torch.float32), rounded(dbias, torch.float32))
+    sums = (dweight, dbias) if x.is_cuda else (dweight.float(), dbias.float())
     read = weight if x.is_cuda else _native.as_parameter(weight, torch.float32)
     x = readable_rows(x)
     workspace = torch.empty(core.layer_norm_backward_workspace(x), dtype=torch.float32, device=x.device)
     wanted = (sums[0] if want_dweight else None, sums[1] if want_dbias else None)
     core.layer_norm_backward(contiguous_rows(dy), x, read, statistics, dx, *wanted, workspace)
-    return dx, rounded(sums[0], dweight.dtype), rounded(sums[1], dbias.dtype)
+    return dx, sums[0].to(dweight.dtype), sums[1].to(dbias.dtype)
 
 
 def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Contiguous parameters of one type: x's own where the kernels take that, else fp32."""
     dtype = torch.float32
-    if x.is_cuda and (weight is None or weight.dtype is x.dtype) and (bias is None or bias.dtype is x.dtype):
+    if x.is_cuda and (weight is None or weight.dtype == x.dtype) and (bias is None or bias.dtype == x.dtype):
         dtype = x.dtype
     return _native.as_parameter(weight, dtype), _native.as_parameter(bias, dtype)
 

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native
-from fasttfm.kernels.common.rows import (
-    contiguous_like,
-    contiguous_rows,
-    empty_statistics,
-    gradient_like,
-    readable_rows,
-    rounded,
-)
+from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, gradient_like, readable_rows
 from fasttfm.kernels.rms_norm import reference
 from fasttfm.ops.backends import (
     native_cpu,
@@ -43,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, back
 
 
 def _forward_native(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    y, rstd = contiguous_like(x), empty_statistics(x)
+    y, rstd = OP.make_outputs(x)
     dtype = x.dtype if x.is_cuda and weight is not None and weight.dtype == x.dtype else torch.float32
     _native.core().rms_norm_forward(readable_rows(x), _native.as_parameter(weight, dtype), y, rstd, eps)
     return y, rstd
@@ -55,13 +48,13 @@ def _backward_native(
     core = _native.core()
     dx, dweight = contiguous_like(x), gradient_like(weight, want_dweight, x)
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
-    total = dweight if x.is_cuda else rounded(dweight, torch.float32)
+    total = dweight if x.is_cuda else dweight.float()
     read = weight if x.is_cuda else _native.as_parameter(weight, torch.float32)
     x = readable_rows(x)
     workspace = torch.empty(core.rms_norm_backward_workspace(x), dtype=torch.float32, device=x.device)
     wanted = total if want_dweight else None
     core.rms_norm_backward(contiguous_rows(dy), x, read, rstd, dx, wanted, workspace)
-    return dx, rounded(total, dweight.dtype)
+    return dx, total.to(dweight.dtype)
 
 
 _refuse_columns = refuse_columns(8192)  # both GPU backends keep whole rows in registers
