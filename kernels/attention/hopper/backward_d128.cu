@@ -35,7 +35,7 @@ namespace {
 constexpr int kProducerRegistersD128 = 24, kConsumerRegistersD128 = 240;
 
 template <class T, bool DROPOUT, Mask MASK>
-__global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __grid_constant__ Parameters p) {
+__global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __grid_constant__ ParametersD128 p) {
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<MemoryD128<MASK>*>(bytes);
   const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __
     KeyWarpgroupD128<T, DROPOUT, MASK> keys(p, memory, warpgroup - 1);
     if (warpgroup == 2) keys.give_turn();
     for (int round = 0;; ++round) {
-      const int index = unit_of_round(round, blockIdx.x / p.blocks, gridDim.x / p.blocks);
+      const int index = unit_of_round(round, blockIdx.x / p.parts, gridDim.x / p.parts);
       if (index >= p.sequences * p.heads) break;
       keys.process_unit(index);
     }
@@ -120,7 +120,7 @@ int parts_of(int64_t units, int64_t queries, int64_t keys, double met, int proce
 }
 
 template <class T>
-Status launch_d128(const AttentionBackward& call, Parameters& p) {
+Status launch_d128(const AttentionBackward& call, ParametersD128& p) {
   int processors = 0;
   Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
@@ -132,13 +132,13 @@ Status launch_d128(const AttentionBackward& call, Parameters& p) {
   const double met = mask == Mask::full     ? 1.0
                      : mask == Mask::causal ? 0.5
                                             : std::min(1.0, (kKeys + p.window.left + p.window.right) / (queries + 1.0));
-  p.blocks = parts_of(units, queries, std::min(call.max_seqlen_k, call.keys), met, processors);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.blocks) * p.blocks));
+  p.parts = parts_of(units, queries, std::min(call.max_seqlen_k, call.keys), met, processors);
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.parts) * p.parts));
   const auto start = [&](auto* kernel) {
     const dim3 block(kThreadsD128);
     constexpr size_t memory = sizeof(MemoryD128<Mask::window>);  // the largest
-    return p.blocks > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
-                        : launch(kernel, grid, block, memory, call.stream, p);
+    return p.parts > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
+                       : launch(kernel, grid, block, memory, call.stream, p);
   };
   if (mask == Mask::window) return start(backward_kernel_d128<T, false, Mask::window>);
   const bool causal = mask == Mask::causal;
@@ -166,7 +166,7 @@ Status attention_backward_d128(const AttentionBackward& call) {
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
-  Parameters p{};
+  ParametersD128 p{};
   const Status status = set_parameters(call, &p);
   if (status.code != StatusCode::ok) return status;
   const int64_t tiles = call.heads * p.tiles;

@@ -45,13 +45,13 @@ __device__ __forceinline__ void prevent_sink(const uint32_t (&word)[16]) {
 
 template <class T, bool DROPOUT, Mask MASK>
 struct KeyWarpgroupD128 {
-  const Parameters& p;
+  const ParametersD128& p;
   MemoryD128<MASK>& memory;
   const int number;       // 0 or 1: the warpgroup's half of a tile's keys and of dQ's columns
   uint32_t step, k_step;  // tiles of queries and of keys so far, which give the positions in all rings
   float dk[64], dv[64];
 
-  __device__ __forceinline__ KeyWarpgroupD128(const Parameters& p, MemoryD128<MASK>& memory, int number)
+  __device__ __forceinline__ KeyWarpgroupD128(const ParametersD128& p, MemoryD128<MASK>& memory, int number)
       : p(p), memory(memory), number(number), step(0), k_step(0) {}
 
   static __device__ __forceinline__ uint32_t q_slot(uint32_t step) { return step % kQueryStages; }
@@ -126,7 +126,7 @@ struct KeyWarpgroupD128 {
 
   // Hands the completed dQ of a tile of queries over to sum_dq_d128(), or writes it if it is the last addition.
   __device__ __forceinline__ void accumulate_dq(float (&dq)[32], int tile, uint32_t step) {
-    const TurnUnit<MASK>& unit = memory.unit[number];
+    const UnitD128<MASK>& unit = memory.unit[number];
     arrive_warp(memory.dscores_empty[step % kScoreStages]);
     memory.staging_free[number].wait(step % 2);
     const int use = memory.staging_use;
@@ -160,7 +160,7 @@ struct KeyWarpgroupD128 {
   // Computes P^T = exp(S^T - lse) of a tile of queries in 16 bits, and `left`, the same after dropout.
   __device__ __forceinline__ void compute_weights(float (&scores)[32], uint32_t (&weights)[16], uint32_t (&left)[16],
                                                   int key, int tile, uint32_t step) {
-    const TurnUnit<MASK>& unit = memory.unit[number];
+    const UnitD128<MASK>& unit = memory.unit[number];
     mask_scores<MASK>(scores, key, tile * kQueries, unit);
     const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot(step)]) + threadIdx.x % 4;
 #pragma unroll
@@ -241,7 +241,7 @@ struct KeyWarpgroupD128 {
   __device__ __forceinline__ void process_query_tile(float (&dweights)[32], float (&scores)[32],
                                                      uint32_t (&weights)[16], uint32_t (&left)[16], int key, int tile) {
     constexpr bool LAST = AFTER == 0;
-    const TurnUnit<MASK>& unit = memory.unit[number];
+    const UnitD128<MASK>& unit = memory.unit[number];
     uint32_t dscores[16];
     wgmma_wait<LAST ? 0 : 1>();
     fence_operand(dweights);
@@ -289,7 +289,7 @@ struct KeyWarpgroupD128 {
 
   // Processes one tile of keys.
   __device__ __forceinline__ void process_key_tile(int key_tile) {
-    const TurnUnit<MASK>& unit = memory.unit[number];
+    const UnitD128<MASK>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
     int tile = unit.first(key_tile),
         after = warp_uniform(unit.end(key_tile) - unit.begin(key_tile) - 1);  // number of tiles after it
@@ -344,16 +344,16 @@ struct KeyWarpgroupD128 {
   }
 
   // Writes zeros to the gradients of `rows` keys from `key` on.
-  __device__ __forceinline__ void store_zero_keys(const TurnUnit<MASK>& unit, int key, int rows) {
+  __device__ __forceinline__ void store_zero_keys(const UnitD128<MASK>& unit, int key, int rows) {
     store_zeros_d128(row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
     store_zeros_d128(row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
   }
 
   __device__ __forceinline__ void process_unit(int index) {
     named_barrier_sync(kBackwardD128Unit + number, kWarpgroup);
-    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = TurnUnit<MASK>(p, index);
+    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = UnitD128<MASK>(p, index);
     named_barrier_sync(kBackwardD128Unit + number, kWarpgroup);
-    const TurnUnit<MASK>& unit = memory.unit[number];
+    const UnitD128<MASK>& unit = memory.unit[number];
     for (int round = 0; round < unit.rounds(); ++round)
       if (unit.has_tile(round)) process_key_tile(unit.key_tile(round));
     if (unit.part > 0) return;

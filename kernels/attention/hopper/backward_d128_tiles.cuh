@@ -4,7 +4,6 @@
 
 #include "attention/hopper/backward_d128.h"
 #include "attention/hopper/backward_tiles.cuh"
-#include "attention/hopper/backward_turns.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -15,6 +14,68 @@ constexpr int kSumFloatsD128 = kQueries * kHeadDim128;  // of dQ, per tile
 constexpr int kSumBytesD128 = 4 * kSumFloatsD128;
 constexpr int kLseBytes = 4 * kQueries;
 constexpr int kKeyStages = 2, kQueryStages = 3, kGradientStages = 2, kScoreStages = 2;  // of k, q, dout and dS
+
+struct ParametersD128 : Parameters {
+  int* turns;  // [heads, tiles]: the number of completed additions to a tile of dQ
+  int parts;   // blocks that share a (sequence, head)
+};
+
+// A (sequence, head) whose tiles of keys are shared by `parts` blocks. They take tiles in rounds of alternating
+// direction, which balances causal work. For a tile of keys a block iterates over the tiles of queries from the last
+// one to the first, so the blocks reach the same queries at about the same time and find them in L2. If all blocks have
+// the same tiles of queries, each starts kSpread tiles below the previous block and ends with the tiles that it
+// skipped. So the blocks add to a tile of dQ one after the other without waiting, and the last additions, after which
+// dQ is written, are spread over the blocks.
+constexpr int kSpread = 4;
+template <Mask MASK>
+struct UnitD128 : Unit<MASK> {
+  static constexpr bool kCausal = MASK == Mask::causal, kWindow = MASK == Mask::window;
+  int part, parts;
+  bool spread;
+
+  __device__ __forceinline__ UnitD128(const ParametersD128& p, int unit)
+      : Unit<MASK>(p, unit), part(blockIdx.x % p.parts), parts(p.parts) {
+    spread = MASK == Mask::full && parts * kSpread <= this->query_tiles && this->key_tiles % parts == 0;
+  }
+
+  // The tiles of queries of a tile of keys in the block's order.
+  __device__ __forceinline__ int first(int key_tile) const {
+    if constexpr (kWindow) return this->end(key_tile) - 1;
+    return this->query_tiles - 1 - (spread ? part * kSpread : 0);
+  }
+  __device__ __forceinline__ int after(int tile) const {
+    return (MASK != Mask::full || tile > 0 ? tile : this->query_tiles) - 1;
+  }
+  __device__ __forceinline__ int before(int tile) const {
+    return MASK != Mask::full || tile + 1 < this->query_tiles ? tile + 1 : 0;
+  }
+
+  __device__ __forceinline__ int rounds() const { return divide_up(this->key_tiles, parts); }
+  // Whether the block has a tile of keys with queries in a round.
+  __device__ __forceinline__ bool has_tile(int round) const {
+    const int tile = key_tile(round);
+    return tile < this->key_tiles && (!kWindow || tile >= this->first_key_tile());
+  }
+  // The block's tile of keys in a round; the last round may have none.
+  __device__ __forceinline__ int key_tile(int round) const {
+    return round * parts + (round % 2 ? parts - 1 - part : part);
+  }
+  // The index of this block's addition to a tile of dQ: round by round, from the last block to the first. If the blocks
+  // are spread, those that reach the tile before they wrap around to the last tile come first. With a window the order
+  // is that of the keys: the block with the next tile of keys has two tiles of queries before those that they share.
+  __device__ __forceinline__ int turn(int round, int tile) const {
+    if constexpr (kWindow) return key_tile(round) - this->first_key_tile(tile);
+    const int before = round * parts;
+    if (spread) {
+      const int rank = min((this->query_tiles - 1 - tile) / kSpread, parts - 1) - part;
+      return before + (rank < 0 ? rank + parts : rank);
+    }
+    return before + (round % 2 ? parts - 1 : min(parts - 1, this->last_key_tile(tile) - before)) - part;
+  }
+  __device__ __forceinline__ int last_turn(int tile) const {
+    return this->last_key_tile(tile) - this->first_key_tile(tile);
+  }
+};
 
 enum StagingUse {
   kAdded,
@@ -35,17 +96,36 @@ struct MemoryD128 {
   Mbarrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kGradientStages], dout_empty[kGradientStages],
       k_full[kKeyStages], k_empty[kKeyStages], v_full, v_empty, raw, dscores_full[kScoreStages],
       dscores_empty[kScoreStages], staging_free[2], staging_done[2], kept_full[2], kept_empty[2];
-  TurnUnit<MASK> unit[2];  // of warpgroups 1 and 2, which have no registers for it
+  UnitD128<MASK> unit[2];  // of warpgroups 1 and 2, which have no registers for it
   int staging_use;
 };
 static_assert(sizeof(MemoryD128<Mask::window>) <= 227 * 1024);
+
+// Calls step(unit, round, tile of queries) for all of a block's steps, and start(unit, round) before the steps of a
+// round.
+template <Mask MASK, class Start, class Step>
+__device__ __forceinline__ void for_each_step(const ParametersD128& p, Start start, Step step) {
+  for (int unit_round = 0;; ++unit_round) {
+    const int index = unit_of_round(unit_round, blockIdx.x / p.parts, gridDim.x / p.parts);
+    if (index >= p.sequences * p.heads) break;
+    const UnitD128<MASK> unit(p, index);
+    for (int round = 0; round < unit.rounds(); ++round) {
+      if (!unit.has_tile(round)) continue;
+      start(unit, round);
+      const int key_tile = unit.key_tile(round);
+      int tile = unit.first(key_tile);
+      for (int left = unit.end(key_tile) - unit.begin(key_tile); left > 0; --left, tile = unit.after(tile))
+        step(unit, round, tile);
+    }
+  }
+}
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
 // The producer: loads tiles. Rows past a sequence's end may belong to another sequence and are replaced by zeros,
 // because 0 * NaN would be NaN.
 template <Mask MASK>
-__device__ __forceinline__ void load_tiles_d128(const Parameters& p, MemoryD128<MASK>& memory) {
+__device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD128<MASK>& memory) {
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
   RingPosition<kQueryStages> q_stage;
@@ -76,7 +156,7 @@ __device__ __forceinline__ void load_tiles_d128(const Parameters& p, MemoryD128<
   bool values_due = false;  // v is loaded after the first tile of queries, whose slot is free earlier
   for_each_step<MASK>(
       p,
-      [&](const TurnUnit<MASK>& unit, int round) {
+      [&](const UnitD128<MASK>& unit, int round) {
         const int key_tile = unit.key_tile(round);
         memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
         start_loads(p.k, memory.k_full[k_stage.slot], memory.k[k_stage.slot], unit.head,
@@ -85,7 +165,7 @@ __device__ __forceinline__ void load_tiles_d128(const Parameters& p, MemoryD128<
         k_stage.next();
         values_due = true;
       },
-      [&](const TurnUnit<MASK>& unit, int round, int tile) {
+      [&](const UnitD128<MASK>& unit, int round, int tile) {
         const int key_tile = unit.key_tile(round);
         const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
         const int valid = unit.q.length - tile * kQueries, first = unit.q.first + tile * kQueries;
@@ -113,26 +193,26 @@ __device__ __forceinline__ void load_tiles_d128(const Parameters& p, MemoryD128<
 // added. For the last one the sum is loaded into the staging tile, and warpgroups 1 and 2 write the result. Runs in one
 // thread, which waits for its turn before the partial sum is complete.
 template <Mask MASK>
-__device__ __forceinline__ void sum_dq_d128(const Parameters& p, MemoryD128<MASK>& memory) {
+__device__ __forceinline__ void sum_dq_d128(const ParametersD128& p, MemoryD128<MASK>& memory) {
   const uint32_t staging = shared_address(memory.staging);
   RingPosition<1> step;
   int *counter = nullptr, done = 0;  // published when the addition in flight is complete
   const auto finish = [&] {
     if (counter == nullptr) return;
     bulk_wait<0>();
-    if (p.blocks > 1) store_relaxed(counter, done);
+    if (p.parts > 1) store_relaxed(counter, done);
     counter = nullptr;
   };
   const auto wait_for = [&](const int* turns, int turn) {
-    if (p.blocks > 1) {
+    if (p.parts > 1) {
       while (load_relaxed(turns) < turn) {
       }
     }
     fence_proxy_async_global();
   };
   for_each_step<MASK>(
-      p, [](const TurnUnit<MASK>&, int) {},
-      [&](const TurnUnit<MASK>& unit, int round, int tile) {
+      p, [](const UnitD128<MASK>&, int) {},
+      [&](const UnitD128<MASK>& unit, int round, int tile) {
         const int turn = unit.turn(round, tile);
         int* turns = p.turns + unit.tile + tile;
         float* sums = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloatsD128;
@@ -172,7 +252,7 @@ __device__ __forceinline__ void sum_dq_d128(const Parameters& p, MemoryD128<MASK
 // Draws dropout's keep bits for 64 keys by 64 queries at a time, one word for each thread of warpgroup 1 or 2, in the
 // layout of draw_keep_bits(). A warp does both tasks of one warpgroup.
 template <Mask MASK>
-__device__ __forceinline__ void draw_keep_bits_d128(const Parameters& p, MemoryD128<MASK>& memory, int number) {
+__device__ __forceinline__ void draw_keep_bits_d128(const ParametersD128& p, MemoryD128<MASK>& memory, int number) {
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
   const uint32_t low = (p.threshold & 127) * 0x01010101u;
@@ -182,8 +262,8 @@ __device__ __forceinline__ void draw_keep_bits_d128(const Parameters& p, MemoryD
   auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[number]) + 4 * t + part;
   uint32_t parity = 1;  // of the phase in which the words were read
   for_each_step<MASK>(
-      p, [](const TurnUnit<MASK>&, int) {},
-      [&](const TurnUnit<MASK>& unit, int round, int tile) {
+      p, [](const UnitD128<MASK>&, int) {},
+      [&](const UnitD128<MASK>& unit, int round, int tile) {
         const uint32_t block = unit.key_tile(round) * 2 + number, query = tile * kQueries + 16 * part + 2 * t;
 #pragma unroll 1
         for (int task = 0; task < 2; ++task) {

@@ -10,7 +10,6 @@
 #include "attention/op.h"
 #include "common/count.h"
 #include "common/cuda/hopper.cuh"
-#include "common/cuda/reduce.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -190,24 +189,6 @@ inline Status set_parameters(const AttentionBackward& call, Parameters* p) {
   p->dv_scale = call.dropout_scale;
   p->window = Window::of(call.window_left, call.window_right, call.queries, call.keys);
   return status;
-}
-
-// Head dims 64 and 32: sets all parameters except those of one kernel. The workspace begins with kMaxBlocks integers.
-inline Status set_parameters_d64(const AttentionBackward& call, Parameters* p) {
-  const Status status = set_parameters(call, p);
-  float* statistics = statistics_in(call, kMaxBlocks);
-  p->column_parts = call.column_sums == nullptr ? nullptr : call.column_parts;
-  p->order = order_in(call, kMaxBlocks);
-  p->statistics = statistics;
-  p->sums = statistics + call.heads * static_cast<int64_t>(p->tiles) * 2 * kQueries;
-  return status;
-}
-
-// Adds up the partial column sums, if they are requested.
-inline Status sum_columns(const AttentionBackward& call, const Parameters& p) {
-  if (call.column_sums == nullptr) return {};
-  return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},
-                   static_cast<int>(call.sequences * p.blocks * kColumnPlaces), 3 * call.heads * kHeadDim, call.stream);
 }
 
 }  // namespace hopper_backward

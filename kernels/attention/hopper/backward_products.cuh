@@ -1,27 +1,148 @@
 // attention backward for Hopper, head dim 64: warpgroups 1 and 2, which process keys.
 #pragma once
 
-#include "attention/hopper/backward_keys.cuh"
+#include "attention/hopper/backward_tiles.cuh"
+#include "attention/hopper/column_sums.cuh"
+#include "attention/hopper/named_barriers.h"
+#include "common/cuda/approximations.cuh"
 
 namespace fasttfm {
 namespace cuda {
 namespace hopper_backward {
 
+// advance() with a 32-bit addition to the low word, which holds the address and does not overflow.
+__device__ __forceinline__ uint64_t advance_lo32(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & 0xffffffff00000000ull) | static_cast<uint32_t>(static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
+// ---- results ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int bit) {
+  const bool upper = (reload_tid() & bit) != 0;
+  const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? low : high, bit);
+  if (upper)
+    low = received;
+  else
+    high = received;
+}
+
+// Writes a warpgroup's accumulator of 64 rows and 2 * COUNT columns, times `factor`, up to `rows` rows. Four threads
+// hold pairs of columns of a row; they exchange them, so that each writes 8 consecutive columns.
+template <class T, int COUNT>
+__device__ __forceinline__ void store_product(const float (&value)[COUNT], float factor, T* to, int64_t stride,
+                                              int rows) {
+  const int lane = reload_tid() % 32, row = reload_tid() % kWarpgroup / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int part = 0; part < COUNT / 16; ++part) {
+      uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 16 * part + 4 * i + 2 * half;
+        word[i] = narrow_word(value[at] * factor, value[at + 1] * factor, T{});
+      }
+      exchange(word[0], word[1], 1);
+      exchange(word[2], word[3], 1);
+      exchange(word[0], word[2], 2);
+      exchange(word[1], word[3], 2);
+      if (row + 8 * half < rows)  // the compiler would split it into four stores
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + (row + 8 * half) * stride + 32 * part +
+                                                                      8 * (lane % 4)),
+                     "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                     : "memory");
+    }
+}
+
+// Writes zeros to `rows` rows of COLUMNS columns. Called by a whole warpgroup, or by THREADS threads.
+template <int THREADS = kWarpgroup, int COLUMNS = kTileColumns, class T>
+__device__ __forceinline__ void store_zeros(T* to, int64_t stride, int rows) {
+  constexpr int kRow = COLUMNS / 8;  // vectors
+  for (int i = threadIdx.x % THREADS; i < kRow * rows; i += THREADS)
+    *reinterpret_cast<uint4*>(to + i / kRow * stride + i % kRow * 8) = make_uint4(0, 0, 0, 0);
+}
+
+template <class T>
+__device__ __forceinline__ T* row_of(const Output& output, const Parameters& p, int sequence, int head, int row) {
+  const int64_t batch = p.cu_seqlens == nullptr ? sequence : 0;
+  return static_cast<T*>(output.data) + batch * output.sequence + head * output.head + row * output.token;
+}
+
+// ---- warpgroups 1 and 2 ----------------------------------------------------------------------------------------------
+
+// Masks the scores of pairs whose key is more than `right` after the query's position, or more than `left` before it.
+// Most tiles need one side or none.
+__device__ __forceinline__ void mask_window(float (&scores)[32], int key, int query, int keys, int offset,
+                                            const Window& window) {
+  const int lane = threadIdx.x % 32, row = key + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+  const int distance = row - (query + offset + lane % 4 * 2);  // of the thread's first key from its first query
+  if (key + 63 > query + offset + window.right) {              // queries before these do not attend to the key
+    const int limit[2] = {distance - window.right, distance + 8 - window.right};
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if (i / 4 * 8 + i % 2 < limit[i % 4 / 2]) scores[i] = -__int_as_float(0x7f800000);
+  }
+  if (key < query + offset + 63 - window.left) {  // nor do queries after these
+    const int limit[2] = {distance + window.left, distance + 8 + window.left};
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if (i / 4 * 8 + i % 2 > limit[i % 4 / 2]) scores[i] = -__int_as_float(0x7f800000);
+  }
+  if (key + 64 > keys) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if (row + i % 4 / 2 * 8 >= keys) scores[i] = -__int_as_float(0x7f800000);
+  }
+}
+
+// Masks the scores of 64 keys from `key` on and 64 queries from `query` on.
+template <Mask MASK>
+__device__ __forceinline__ void mask_scores(float (&scores)[32], int key, int query, const Unit<MASK>& unit) {
+  constexpr bool kCausal = MASK == Mask::causal;
+  const int keys = unit.k.length, offset = unit.offset();
+  if constexpr (MASK == Mask::window) {
+    mask_window(scores, key, query, keys, offset, unit.window);
+    return;
+  }
+  const bool whole = key + 64 <= keys && (!kCausal || key + 63 <= query + offset);
+  if (whole) return;
+  const int lane = threadIdx.x % 32, row = key + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const int own_key = row + i % 4 / 2 * 8, own_query = query + i / 4 * 8 + lane % 4 * 2 + i % 2;
+    if (own_key >= keys || (kCausal && own_key > own_query + offset)) scores[i] = -__int_as_float(0x7f800000);
+  }
+}
+
+// Rounds two floats to 16 bits and replaces negative ones by 0.
+__device__ __forceinline__ uint32_t narrow_relu(float low, float high, bf16_t) {
+  uint32_t word;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+__device__ __forceinline__ uint32_t narrow_relu(float low, float high, f16_t) {
+  uint32_t word;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
+// ptxas hoists a wgmma wait above computations that should overlap with the wgmma, but not across a branch. This branch
+// depends on `value` and is never taken, because no computation results in that NaN.
+__device__ __forceinline__ void prevent_hoist(float value) {
+  if (__any_sync(0xffffffffu, __float_as_uint(value) == 0x7fc0dead)) asm volatile("nanosleep.u32 0;");
+}
+
 // A step is a tile of queries for a tile of keys; steps run through all tiles of keys of all units. While P and dS of a
 // step are computed, wgmma of its neighbours are in flight: S of the next step is issued before dS is stored, and dP
 // after it, together with dK. The sign of a weight encodes whether it was dropped.
 template <class T, int HEAD_DIM, bool DROPOUT, Mask MASK, bool ON_CHIP>
-class KeyWarpgroup : KeyTiles<T, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
+class KeyWarpgroup {
   static constexpr int kStages = Memory<ON_CHIP, MASK>::kStages;
-  using Base = KeyTiles<T, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>>;
-  using Base::first_key, Base::give_turn, Base::has_keys, Base::load_values, Base::next_key_tile, Base::place,
-      Base::store_dscores, Base::store_gradient, Base::take_turn, Base::unit;
-  using Base::k, Base::key_tile, Base::memory, Base::number, Base::p, Base::stage, Base::step, Base::v;
-  using typename Base::Place;
 
  public:
+  // `number`: 0 or 1, the warpgroup's half of the 128 keys of a tile.
   __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory<ON_CHIP, MASK>& memory, int number)
-      : Base(p, memory, number) {}
+      : p(p), memory(memory), number(number) {}
 
   __device__ __forceinline__ void run() {
     if (number == 1) give_turn();
@@ -30,18 +151,44 @@ class KeyWarpgroup : KeyTiles<T, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
       if (has_keys()) {
         process_key_tiles();
       } else {
-        Base::skip_key_tile([&] {
-          if constexpr (DROPOUT) {
-            memory.kept_full[step.slot][number].wait(step.parity);
-            arrive_warp(memory.kept_empty[step.slot][number]);
-          }
-        });
+        skip_key_tile();
         next_key_tile();
       }
     }
   }
 
  private:
+  // The last tile of keys of a sequence may have keys only for the first warpgroup.
+  __device__ __forceinline__ bool has_keys() const { return first_key() < unit().k.length; }
+  __device__ __forceinline__ int first_key() const { return key_tile * kKeys + number * 64; }
+
+  // Takes part in the synchronization of a tile of keys that has none for this warpgroup; it adds nothing to dQ.
+  __device__ __forceinline__ void skip_key_tile() {
+    memory.stage_full[stage.slot].wait(stage.parity);
+    arrive_warp(memory.stage_empty[stage.slot]);
+    stage.next();
+    const int row = unit().k.first + first_key(), rows = min(unit().k.stored - first_key(), 64);
+    constexpr auto zeros = store_zeros<kWarpgroup, HEAD_DIM, T>;
+    zeros(row_of<T>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows);
+    zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) operand[i] = 0;
+    const int end = task_end(unit(), key_tile);  // after the last step is stored, the task may be overwritten
+    for (int tile = task_begin(unit(), key_tile); tile < end; ++tile) {
+      if constexpr (DROPOUT) {
+        memory.kept_full[step.slot][number].wait(step.parity);
+        arrive_warp(memory.kept_empty[step.slot][number]);
+      }
+      memory.stage_full[stage.slot].wait(stage.parity);
+      take_turn();
+      give_turn();
+      store_dscores();
+      arrive_warp(memory.stage_empty[stage.slot]);
+      stage.next();
+      step.next();
+    }
+  }
+
   // Processes tiles of keys until one has no keys for this warpgroup, or there are no more.
   __device__ __forceinline__ void process_key_tiles() {
     int tile = task_begin(unit(), key_tile);
@@ -66,11 +213,11 @@ class KeyWarpgroup : KeyTiles<T, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
       const RingPosition<kStages> values = stage;  // of v, if there is a next tile of keys
       if (last) {
         stage.next();
-        own = place();
+        own = {unit().sequence, unit().head, unit().k.first + key, unit().k.stored - key};
         next_key_tile();
         if (key_tile < 0 || !has_keys()) {
           stage = values;
-          store_dscores(operand);
+          store_dscores();
           wgmma_fence();
           start_dk(slot, first);
           store_dv(own);
@@ -87,7 +234,7 @@ class KeyWarpgroup : KeyTiles<T, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
         wgmma_fence();
         start_scores(next, keys);
       }
-      store_dscores(operand);
+      store_dscores();
       if (last) load_values(values);
       wgmma_fence();
       start_dk(slot, first);
@@ -108,6 +255,33 @@ class KeyWarpgroup : KeyTiles<T, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
       step.next();
     }
   }
+
+  // The address of a lane's row for ldmatrix and stmatrix of 16 rows and columns 0 to 15. Columns from 16 * c on are at
+  // the address ^ 32 * c.
+  __device__ __forceinline__ uint32_t matrix_address(const char* tile) const {
+    const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+    return shared_address(tile) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16;
+  }
+
+  // The two warpgroups take turns at computing weights, so that wgmma of one overlap with the other's weights.
+  __device__ __forceinline__ void take_turn() const { named_barrier_sync(kBackwardTurn + number, 2 * kWarpgroup); }
+  __device__ __forceinline__ void give_turn() const {
+    named_barrier_arrive(kBackwardTurn + 1 - number, 2 * kWarpgroup);
+  }
+
+  __device__ __forceinline__ void next_key_tile() {
+    memory.k_full[k_stage.slot].wait(k_stage.parity);
+    task = &memory.task[k_stage.slot];
+    key_tile = task->key_tile;
+    k = shared_address(memory.k[k_stage.slot]) + number * 64 * kTileRowBytes;
+    k_stage.next();
+  }
+  __device__ __forceinline__ void load_values(const RingPosition<kStages>& at) {
+    memory.stage_full[at.slot].wait(at.parity);
+#pragma unroll
+    for (int c = 0; c < HEAD_DIM / 16; ++c) ldmatrix_x4(v + 4 * c, matrix_address(memory.v(at.slot)) ^ 32 * c);
+  }
+  __device__ __forceinline__ const Unit<MASK>& unit() const { return task->unit; }
 
   __device__ __forceinline__ void start_scores(int slot, uint32_t keys) {
     const uint32_t q = shared_address(memory.q(slot));
@@ -203,6 +377,16 @@ class KeyWarpgroup : KeyTiles<T, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
     for (int i = 0; i < 16; ++i) operand[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
   }
 
+  // Stores dS in shared memory for warpgroup 3.
+  __device__ __forceinline__ void store_dscores() {
+    memory.dscores_empty[step.slot][number].wait(step.parity ^ 1);
+    const uint32_t to = matrix_address(memory.dscores[step.slot]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) stmatrix_x4(to ^ 32 * c, operand + 4 * c);
+    fence_proxy_async();
+    arrive_warp(memory.dscores_full[step.slot][number]);
+  }
+
   __device__ __forceinline__ void start_dk(int slot, bool first) {
     const uint32_t q = shared_address(memory.q(slot));
 #pragma unroll
@@ -211,19 +395,40 @@ class KeyWarpgroup : KeyTiles<T, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
     wgmma_commit();
   }
 
+  // The rows of dk and dv of a tile of keys.
+  struct Place {
+    int sequence, head, row, rows;
+  };
   // Called after the last step of a tile of keys, whose queries are in `slot`.
   __device__ __forceinline__ void store_dk(const Place& at, int slot) {
     fence_operand(dk);
     arrive_warp(memory.stage_empty[slot]);
-    store_gradient(dk, p.dq_scale, p.dk, at, 1);
+    store_product(dk, p.dq_scale, row_of<T>(p.dk, p, at.sequence, at.head, at.row), p.dk.token, at.rows);
+    store_columns(dk, p.dq_scale, at, 1);
   }
   // dV is complete before dK, so wgmma may be in flight.
   __device__ __forceinline__ void store_dv(const Place& at) {
     fence_operand(dv);
-    store_gradient(dv, p.dv_scale, p.dv, at, 2);
+    store_product(dv, p.dv_scale, row_of<T>(p.dv, p, at.sequence, at.head, at.row), p.dv.token, at.rows);
+    store_columns(dv, p.dv_scale, at, 2);
   }
+  __device__ __forceinline__ void store_columns(const float (&value)[HEAD_DIM / 2], float factor, const Place& at,
+                                                int which) {
+    if (HEAD_DIM != kHeadDim || p.column_parts == nullptr) return;
+    add_columns(value, factor, column_place(p, at.sequence, Share(p).rank, reload_tid() / 32 - 4, which, at.head));
+  }
+
+  const Parameters& p;
+  Memory<ON_CHIP, MASK>& memory;
+  const int number;
+  const Task<MASK>* task;
+  int key_tile;
+  RingPosition<kStages> stage;
+  RingPosition<2> k_stage;
+  RingPosition<Memory<ON_CHIP, MASK>::kBuffers> step;
   float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2], scores[32], dweights[32];
-  uint32_t operand[16];
+  uint32_t v[HEAD_DIM / 4], operand[16];
+  uint32_t k;  // shared address of the warpgroup's keys
 };
 
 }  // namespace hopper_backward

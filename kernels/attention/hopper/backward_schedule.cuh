@@ -34,8 +34,7 @@ struct Parameters {
   const int64_t* seed;
   const float* statistics;  // [heads, tiles, 2, kQueries]: lse in units of log2, and delta
   float* sums;              // [heads, tiles, kSumFloats]: partial sums of dQ, unless they are in shared memory
-  uint32_t* progress;       // [kMaxBlocks]: how many additions to them each block has completed (OrderedSums)
-  int* turns;               // [heads, tiles]: how many additions to a tile of them are complete (TurnUnit)
+  uint32_t* progress;       // [kMaxBlocks]: how many additions to them each block has completed
   int* order;  // [sequences]: the sequences in the order of their work, most first; null: in their own order
   int* taken;  // counter from which blocks fetch (sequence, head)s; null: the assignment is static
   int sequences, heads, queries, keys, max_seqlen, max_seqlen_k, tiles;

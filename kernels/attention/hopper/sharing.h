@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "attention/op.h"
-#include "common/philox.h"  // FASTTFM_HOST_DEVICE
 
 namespace fasttfm {
 namespace cuda {
@@ -17,47 +16,36 @@ constexpr int kOnChipQueries = 512;
 constexpr int kMaxBlocks = 256;  // of the grid
 
 // The largest number of blocks that may share one of `units` (sequence, head)s; attention_column_parts() has room for
-// that many. `in_turns`: whether the kernel is that of backward_long.cu, whose blocks add to dQ in turns.
-inline int64_t max_blocks(int64_t units, int64_t max_seqlen, bool in_turns) {
-  const int64_t blocks = in_turns ? 1024 : kMaxBlocks;
-  return max_seqlen > kOnChipQueries ? std::max<int64_t>(blocks / std::max<int64_t>(units, 1), 2) : 1;
-}
-
-// Blocks that add to dQ in turns (backward_turns.cuh) start kSpread tiles of queries apart if these suffice.
-constexpr int kSpread = 4;
-FASTTFM_HOST_DEVICE bool can_spread(int blocks, int query_tiles, int key_tiles) {
-  return blocks * kSpread <= query_tiles && key_tiles % blocks == 0;
+// that many.
+inline int64_t max_blocks(int64_t units, int64_t max_seqlen) {
+  return max_seqlen > kOnChipQueries ? std::max<int64_t>(kMaxBlocks / std::max<int64_t>(units, 1), 2) : 1;
 }
 
 // The number of blocks that share a (sequence, head) of more than kOnChipQueries queries: the number that minimizes the
 // steps of the block with the most work. Each additional block of a group costs part of a step per tile of keys,
-// because the blocks wait for one another, unless they take turns and start apart. A block that shares with no other
-// reads the queries, gradients and sums (512 bytes per token) once per tile of keys: from L2 if they fit for all
-// blocks, otherwise from global memory, which is slower.
+// because the blocks wait for one another. A block that shares with no other reads the queries, gradients and sums (512
+// bytes per token) once per tile of keys: from L2 if they fit for all blocks, otherwise from global memory, which is
+// slower.
 struct Sharing {
   int blocks;         // per sequence and head
   double efficiency;  // mean number of steps per SM, over the steps of the SM that has the most
 };
 
-inline Sharing sharing_of(const AttentionCall& call, bool causal, bool in_turns, int processors) {
+inline Sharing sharing_of(const AttentionCall& call, bool causal, int processors) {
   if (call.max_seqlen <= kOnChipQueries) return {1, 1.0};
   const int64_t units = call.sequences * call.heads, queries = std::min(call.max_seqlen, call.queries);
   const int64_t key_tiles = (std::min(call.max_seqlen_k, call.keys) + kKeys - 1) / kKeys;
   const double part = causal ? 0.5 : 1.0;  // fraction of all tiles that are computed
-  const int query_tiles = static_cast<int>((queries + kQueries - 1) / kQueries);
   int best = 1;
   double least = 0;
-  const int64_t tokens_in_l2 = (in_turns ? 64 : 90) * 1024;
-  const int64_t most = std::min({std::max<int64_t>(key_tiles, 1), max_blocks(units, call.max_seqlen, in_turns),
-                                 static_cast<int64_t>(processors)});
+  const int64_t most =
+      std::min({std::max<int64_t>(key_tiles, 1), max_blocks(units, call.max_seqlen), static_cast<int64_t>(processors)});
   for (int blocks = 1; blocks <= most; ++blocks) {
     const int64_t groups = processors / blocks;
     const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + blocks - 1) / blocks);
-    const bool fits = blocks > 1 || part * std::min(units, groups) * queries <= tokens_in_l2;
-    const bool spread = in_turns && !causal && can_spread(blocks, query_tiles, static_cast<int>(key_tiles));
-    const double wait = spread ? 0.0 : 0.65 * blocks;
-    const double time = rounds * (part * queries / kQueries + wait) * (fits ? 1.0 : 1.15);
-    if (blocks == 1 || time < least || (spread && time == least)) {  // more blocks that do not wait find more in L2
+    const bool fits = blocks > 1 || part * std::min(units, groups) * queries <= 90 * 1024;
+    const double time = rounds * (part * queries / kQueries + 0.65 * blocks) * (fits ? 1.0 : 1.15);
+    if (blocks == 1 || time < least) {
       best = blocks;
       least = time;
     }
