@@ -13,6 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fasttfm import _native, ops, use_backend
+from fasttfm.ops import attention_native
+from fasttfm.ops.attention import TABLE
+from fasttfm.ops.backends import Backend, always
 from fasttfm.ops.declare import KnownCalls
 
 X, W = torch.randn(3, 4, 16), torch.randn(16)
@@ -144,6 +147,23 @@ def test_calls_for_which_the_choice_may_differ_are_distinguished(change: str) ->
     }[change]()
     assert other is not None
     assert other != known
+
+
+def test_the_backend_of_a_call_without_dropout_is_not_reused_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, dropout_p: float = 0.0, **__: Any) -> str | None:
+        return "does not support dropout" if dropout_p > 0 else None
+
+    runs: list[str] = []
+
+    def forward(*arguments: Any) -> Any:
+        runs.append("first")
+        return attention_native.forward(*arguments)
+
+    first = Backend("first", always, refuse, forward)
+    monkeypatch.setitem(vars(TABLE), "backends", (first, *TABLE.backends))
+    for p in (0.0, 0.1, 0.0):
+        ops.attention(Q, Q, Q, dropout_p=p)
+    assert runs == ["first", "first"]
 
 
 def test_a_function_mode_is_supported() -> None:

@@ -16,7 +16,8 @@ from fasttfm.kernels.common.launch import on_device
 _TILE = {"BLOCK_T": 64, "BLOCK_C": 64, "num_warps": 8}
 
 
-@triton.jit(do_not_specialize=["T", "skipped"])
+# Without specialization, vector widths and with them the order of the additions do not depend on C and stride.
+@triton.jit(do_not_specialize=["T", "C", "stride", "skipped"])
 def _mean_kernel(
     x,  # [T, C], rows stride apart
     cu_seqlens,  # int32 [B + 1]

@@ -152,16 +152,16 @@ def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tupl
     TABLE.check_name(backend)
     asked = requested(backend)
     q, k, v = autocast(q, k, v)
-    key = None
-    if options.are_common() and (k is None) is (v is None):
-        kinds, given = ("fcns", (q,)) if k is None else ("qkvcns", (q, k, v))
-        key = CALLS.key(kinds, *given, options.cu_seqlens, options.lengths, options.seed)
-    selected = CALLS.find(key, asked)
-    if selected is None:
-        check_call(OP, q, k, v, options)
     p, seed = options.dropout_p, options.seed
     if type(p) is not float or not 0.0 <= p <= 1.0:
         checks.check_number(OP, "dropout_p", p, low=0.0, high=1.0)
+    key, calls = None, CALLS if p == 0 else DROPOUT_CALLS
+    if options.are_common() and (k is None) is (v is None):
+        kinds, given = ("fcns", (q,)) if k is None else ("qkvcns", (q, k, v))
+        key = calls.key(kinds, *given, options.cu_seqlens, options.lengths, seed)
+    selected = calls.find(key, asked)
+    if selected is None:
+        check_call(OP, q, k, v, options)
     if p != 0 and seed is None:
         options = options._replace(seed=philox.draw_seed(q.device))
     elif p == 0 and seed is not None:
@@ -174,7 +174,7 @@ def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tupl
         return outputs
     problem = _bounded(q, k, problem)
     if selected is None:
-        selected = CALLS.add(
+        selected = calls.add(
             key, asked, TABLE.select(asked, *_separate(q, k, v), **attention_choice.options_of(problem))
         )
     if torch.is_grad_enabled() and any_requires_grad(q, k, v):
@@ -480,4 +480,5 @@ TABLE = BackendTable(
         Backend("reference", always, attention_choice.refuse_nothing, _forward_reference, reference.attention_backward),
     ),
 )
-CALLS = KnownCalls(TABLE)
+# A backend may support a call without dropout, but not with dropout.
+CALLS, DROPOUT_CALLS = KnownCalls(TABLE), KnownCalls(TABLE)
