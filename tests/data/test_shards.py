@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,14 @@ def test_other_texts_and_tokenizers_replace(tmp_path: Path, tokenizer: Tokenizer
     assert len(list(tmp_path.glob("*.npy"))) == 3 * len(fewer.files) + 1
 
 
-def interrupted(count: int, texts: list[str] = TEXTS) -> Iterator[str]:
+def interrupted(
+    count: int, texts: list[str] = TEXTS, is_ready: Callable[[], bool] = lambda: True, seconds: float = 60.0
+) -> Iterator[str]:
+    """The first texts, and then an interruption as soon as the threads that write shards are ready for it."""
     yield from texts[:count]
+    end = time.monotonic() + seconds
+    while not is_ready() and time.monotonic() < end:
+        time.sleep(0.01)
     raise KeyboardInterrupt
 
 
@@ -179,9 +186,12 @@ def test_half_replaced_shards_do_not_open(tmp_path: Path, tokenizer: Tokenizer) 
 
 @pytest.mark.parametrize("count", [0, 1, 20, 39])
 def test_preparing_continues_after_an_interruption(tmp_path: Path, tokenizer: Tokenizer, count: int) -> None:
+    def is_ready() -> bool:
+        return count < 20 or len(list((tmp_path / "part").glob("*.npy"))) > 6
+
     make(tmp_path / "whole", tokenizer)
     with pytest.raises(KeyboardInterrupt):
-        make(tmp_path / "part", tokenizer, interrupted(count))
+        make(tmp_path / "part", tokenizer, interrupted(count, is_ready=is_ready))
     with pytest.raises(DataError, match=r"expected prepared shards \(shards\.json\), got a folder without"):
         TokenShards.open(tmp_path / "part")
     done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "part").glob("*.npy")}
