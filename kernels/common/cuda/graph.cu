@@ -16,8 +16,8 @@ Status graph_instantiate(const GraphInstantiate& p) {
 
 Status graph_destroy(const GraphDestroy& p) {
   const DeviceGuard guard(p.device);
-  if (guard.status().code == StatusCode::ok) status_of(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(p.exec)));
-  return {};
+  if (guard.status().code != StatusCode::ok) return guard.status();
+  return status_of(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(p.exec)));
 }
 
 Status graph_launch(const GraphLaunch& p) {

@@ -13,7 +13,6 @@ struct GraphInstantiate {
   int device;
 };
 
-// Errors are ignored: when a process ends, the driver may have freed the graph already.
 struct GraphDestroy {
   void* exec;  // may still run
   int device;

@@ -5,9 +5,9 @@ With the native core this is one call without any of torch's; its time on the ho
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,15 +31,14 @@ class LaunchableGraph:
         if _native.missing_cuda() is not None:
             graph.instantiate()
             return
-        handle = np.zeros(1, np.int64)
-        _native.core().graph_instantiate_cuda(
-            graph=graph.raw_cuda_graph(), exec=handle.ctypes.data, device=device.index
-        )
-        self._exec = int(handle[0])
+        handle = torch.zeros(1, dtype=torch.int64, device="cpu")
+        _native.core().graph_instantiate_cuda(graph=graph.raw_cuda_graph(), exec=handle.data_ptr(), device=device.index)
+        self._exec = int(handle)
 
     def __del__(self) -> None:
         if self._exec:
-            _native.core().graph_destroy_cuda(exec=self._exec, device=self._device.index)
+            with suppress(RuntimeError):  # when a process ends, the driver may have freed the graph already
+                _native.core().graph_destroy_cuda(exec=self._exec, device=self._device.index)
 
     def launch(self, inputs: Transfer, results: Transfer, done: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         """Launches copy, graph and copy on the stream, and records ``done``, an event that was recorded before. The
