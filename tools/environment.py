@@ -4,13 +4,14 @@ It uses only the standard library and the syntax of Python 3.7, so that an old i
 of a syntax error.
 
 If the interpreter's own torch sees a GPU, the environment uses system site packages and keeps that torch, Triton and
-numpy; otherwise the versions in constraints.txt are installed.
+numpy; otherwise the versions in constraints.txt are installed, and without an NVIDIA driver the CPU build of torch.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD_TOOLS = ("setuptools", "cmake", "ninja", "pybind11")  # as [build-system] in pyproject.toml has them
 BROUGHT_BY_TORCH = ("torch", "triton", "numpy")
+CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 
 
 def main(arguments: list[str]) -> int:
@@ -48,6 +50,14 @@ def sees_gpu(python: str) -> bool:
     return subprocess.run([python, "-c", question], stderr=subprocess.DEVNULL).returncode == 0
 
 
+def torch_index() -> list[str]:
+    """Options of pip. Without an NVIDIA driver they add PyTorch's index of CPU builds. pip prefers its 2.13.0+cpu to
+    PyPI's 2.13.0, which brings gigabytes of CUDA packages. If the index cannot be reached, pip continues without it."""
+    if os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None:
+        return []
+    return ["--extra-index-url", CPU_TORCH, "--retries", "1", "--timeout", "30"]
+
+
 def works(python: Path) -> bool:
     """Whether the environment's interpreter works. If the base Python was upgraded, it does not, and the environment is
     created again."""
@@ -66,6 +76,8 @@ def install(python: Path, lay_over: bool) -> None:
     tested = ROOT / "constraints.txt"
     constraints = without(tested, BROUGHT_BY_TORCH if lay_over else ("triton",), python.parent.parent)
     pip(python, constraints, *BUILD_TOOLS)
+    if not lay_over:
+        pip(python, constraints, *torch_index(), "torch")
     pip(python, constraints, "--no-build-isolation", "--editable", f"{ROOT}[train,test,bench,dev]")
     if subprocess.run([str(python), "-c", "import triton"], stderr=subprocess.DEVNULL).returncode != 0:
         pip(python, tested, "triton")

@@ -16,6 +16,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from environment import torch_index
+
 ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = ROOT / "build" / "release"
 THIS = Path(sys.executable)
@@ -121,7 +123,7 @@ def install_and_check(wheel: Path, torch: str | None, folder: Path, base: Path) 
     constraints = ("-c", str(ROOT / "constraints.txt")) if torch is None else ()
     wanted = "torch" if torch is None else f"torch=={torch}"
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run(*pip, *constraints, wanted, "numpy", "safetensors")
+    run(*pip, *constraints, *torch_index(), wanted, "numpy", "safetensors")
     run(*pip, "--no-index", "--no-deps", wheel.resolve())
     elsewhere = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
     run(python, "-m", "fasttfm", "info", **elsewhere)

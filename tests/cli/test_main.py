@@ -13,7 +13,7 @@ import torch
 import fasttfm
 from fasttfm import _C, _native
 from fasttfm.cli import info
-from fasttfm.cli.main import main
+from fasttfm.cli.main import COMMANDS, main
 from fasttfm.ops.backends import Backend, BackendTable
 
 
@@ -160,3 +160,10 @@ def test_help_and_version(arguments: list[str], capsys: pytest.CaptureFixture[st
         main(arguments)
     assert stopped.value.code == 0
     assert "fasttfm" in capsys.readouterr().out
+
+
+def test_no_description_has_a_broken_line() -> None:
+    """A line of one or two letters is left over where a longer line was broken."""
+    descriptions = [importlib.import_module(module).__doc__ or "" for module in COMMANDS.values()]
+    lines = [line.strip() for text in descriptions for line in text.splitlines()]
+    assert not [line for line in lines if 0 < len(line) < 3]

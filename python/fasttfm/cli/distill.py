@@ -6,9 +6,8 @@
 
 distilbert  The student starts from every second layer of its teacher. Its loss adds up the teacher's soft targets, the
             masked LM loss (the causal one for GPTs), and the cosine between both models' last hidden states.
-tinybert    A student of the teacher's family and of any size learns its embeddings, attention maps and hidden states on
-a
-            corpus. A second stage (--task) repeats this with a fine-tuned teacher, and then learns its predictions.
+tinybert    A student of the teacher's family and of any size learns its embeddings, attention maps and hidden states
+            on a corpus. A second stage (--task) repeats this with a fine-tuned teacher, then learns its predictions.
 
 Without --data, the shipped corpus or the shipped sample of the task is used. The output directory contains the student
 as a transformers checkpoint, metrics.json, log.csv, curves.png and, for a task, the student's predictions.

@@ -68,8 +68,8 @@ def add_parser(subparsers: Any) -> None:
         "--normalization",
         choices=("none", "tokens", "bytes", "unconditional"),
         default="tokens",
-        help="how the log-likelihoods of choices are compared: their sums, means over tokens or bytes, or minus that "
-        "after the end of the template only (GPT-3)",
+        help="how the log-likelihoods of choices are compared: as sums, means over tokens or bytes, or, as in GPT-3, "
+        "minus the choice's log-likelihood without the question",
     )
     group.add_argument("--max-new-tokens", type=int, default=50, metavar="N", help="max tokens of a generated answer")
     group.add_argument("--stop", metavar="TEXT", help="text that ends a generated answer (default: the separator)")

@@ -9,7 +9,7 @@ A line of --data has head, relation and tail, separated by tabs. A line of --gra
 reads it: relation, head, tail and, if there is one, a weight, which TransE ignores. The output directory contains
 entity2id.txt, entity2vec.vec, relation2id.txt and relation2vec.vec in the format of OpenKE and of ERNIE's released
 knowledge embeddings, and metrics.json. Hits@10 and mean rank are filtered: a test fact's head or tail is ranked among
-all entities that do not make another known fact.
+all entities except those that complete another known fact.
 """
 
 from __future__ import annotations
