@@ -77,7 +77,8 @@ def install(python: Path, lay_over: bool) -> None:
     constraints = without(tested, BROUGHT_BY_TORCH if lay_over else ("triton",), python.parent.parent)
     pip(python, constraints, *BUILD_TOOLS)
     if not lay_over:
-        pip(python, constraints, *torch_index(), "torch")
+        # What torch needs comes with the package, from the usual index only.
+        pip(python, constraints, *torch_index(), "--no-deps", "torch")
     pip(python, constraints, "--no-build-isolation", "--editable", f"{ROOT}[train,test,bench,dev]")
     if subprocess.run([str(python), "-c", "import triton"], stderr=subprocess.DEVNULL).returncode != 0:
         pip(python, tested, "triton")
