@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kDeep = 2;      // vectors that a thread has in flight
-constexpr int kNormDeep = 4;  // the same where only gradients are read
+constexpr int kNormDeep = 4;  // the same in norm_kernel, which reads only gradients
 constexpr int kPrepareThreads = 1024;
 constexpr int kWords = 480;  // 8-byte words in a kernel's arguments, which are at most 4 KB
 
@@ -204,7 +204,7 @@ __device__ __forceinline__ float gradient_factor(const AdamW& p, float norm) {
   return (clipping > 1.0f ? 1.0f : clipping) / scale;  // a NaN norm makes all gradients NaN
 }
 
-// Runs in one block. If `whole_step` is not set, it only writes the norm.
+// Grid (1). If `whole_step` is not set, it only writes the norm.
 __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(AdamW p, Table table, bool whole_step) {
   float norm = 0.0f;
   if (p.norm != nullptr) {
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(AdamW p, Table
 
 // ---- the step -------------------------------------------------------------------------------------------------------
 
-// Relative error 2^-23, without the branch that scales subnormal numbers.
+// Square root with a relative error of 2^-23, without the branch that scales subnormal numbers.
 __device__ __forceinline__ float square_root(float x) {
   float root;
   asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));

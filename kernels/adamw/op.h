@@ -4,11 +4,12 @@
 //   m <- b1 m + (1 - b1) g'           v <- b2 v + (1 - b2) g'^2           t <- t + 1
 //   p <- p - lr (decay p + (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps))           copy <- p in 16 bits
 //
-// If *found_inf is 1, or it is given and the norm is not finite, nothing changes. Bytes per parameter: 28 (g, p, m, v
-// read; p, m, v written), 2 less with 16-bit gradients, 2 more with a copy; the norm reads the gradients again, 4 or 2.
+// If *found_inf is 1, or if found_inf is given and the norm is not finite, nothing is updated. Bytes per parameter: 28
+// (g, p, m, v read; p, m, v written), 2 less with 16-bit gradients, 2 more with a copy. For the norm, the gradients are
+// read a second time: 4 or 2 bytes.
 //
 // Gradients have new addresses in every step, so each call passes a table of addresses. It is passed in kernel
-// arguments: nothing has to be synchronized, and a CUDA graph that captures the call captures the table too.
+// arguments, so nothing has to be synchronized, and a CUDA graph that captures the call also captures the table.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +46,7 @@ struct AdamW {
   const void* table;     // on the host: int32 [tensors], each tensor's first chunk, padded to a multiple of 8 bytes;
                          // AdamWTensor [tensors]; AdamWGroup [groups]
   void* workspace;       // adamw_workspace(tensors, groups) times 8 bytes on the device
-  float* partial_norms;  // [chunks], or null where norm is
+  float* partial_norms;  // [chunks]; null if norm is null
   float* norm;           // [1], output; null if it is not needed and nothing is clipped
   float max_norm;
   const float* grad_scale;  // [1] or null

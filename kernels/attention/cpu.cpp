@@ -1,8 +1,9 @@
-// attention on the CPU, in tiles of queries and keys; the products are common/cpu/simd_gemm.h's.
+// attention on the CPU, in tiles of queries and keys. The matrix products are in common/cpu/simd_gemm.h.
 //
-// Tiles start at multiples of their size from a sequence's first token, sums run over tiles in order, and results do
-// not depend on where rows are in memory: any number of threads gives the same bits, packed or padded. All arithmetic
-// is fp32; q is multiplied by the scale as it is read, so that scores and dk need no factor of their own.
+// Results are bitwise identical for any number of threads, and for packed and padded tensors: tiles start at multiples
+// of their size from a sequence's first token, sums are accumulated over tiles in order, and nothing depends on where
+// rows are in memory. All arithmetic is fp32. q is multiplied by the scale when it is read, so scores and dk need no
+// further scaling.
 #include "attention/op.h"
 
 #include <cmath>
@@ -15,11 +16,11 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace {
 
-constexpr int64_t kQueryChunk = 4 * kQueryTile;  // queries that share one conversion of their keys and values
+constexpr int64_t kQueryChunk = 4 * kQueryTile;  // keys and values are converted to fp32 once per chunk
 
 constexpr int64_t chunks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// Calls body(item, workspace) for every item; each thread has its own `floats` floats of the workspace.
+// Calls body(item, workspace) for every item. Each thread has its own workspace of `floats` floats.
 template <class Body>
 void for_items(const AttentionCall& p, int64_t items, int64_t floats, Body body) {
   const int64_t workers = items < p.threads ? items : p.threads;
@@ -92,14 +93,14 @@ struct ForwardArrays {
         rows(reinterpret_cast<SoftmaxRow*>(scores + kQueryTile * kKeyTile)) {}
 
   float* q;             // [kQueryChunk, D]
-  float* out;           // [kQueryChunk, D], not yet divided by the sums
+  float* out;           // [kQueryChunk, D], before the division by the sums
   float* k_transposed;  // [D, kKeyTile] in panels
   float* v;             // [kKeyTile, D]
   float* scores;        // [kQueryTile, kKeyTile]
   SoftmaxRow* rows;     // [kQueryChunk]
 };
 
-// out[queries of the tile] += weights * v; `row` is the tile's first row of the chunk.
+// out[queries of the tile] += weights * v; `row` is the index of the tile's first row in the chunk.
 FASTTFM_KERNEL void forward_tile(const AttentionCall& p, const Sequence& s, WeightDropout& dropout,
                                  const TilePosition& tile, int64_t row, const ForwardArrays& a) {
   const int64_t d = round_up(p.head_dim, kLanes), first = tile.panels.first * kLanes;
@@ -151,7 +152,7 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
   float* lse = lse_row(p.lse, p, s, head);
   for (int64_t row = 0; row < count; ++row) {
     const SoftmaxRow& state = a.rows[row];
-    const bool empty = state.largest == -kInfinity && state.sum == state.sum;  // a NaN is passed on
+    const bool empty = state.largest == -kInfinity && state.sum == state.sum;  // NaN propagates
     store_row(a.out + row * d, p.head_dim, empty ? 0.0f : 1.0f / state.sum, out[queries.first + row]);
     lse[queries.first + row] = empty ? -kInfinity : state.largest + std::log(state.sum);
   }
@@ -159,7 +160,7 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// One thread's arrays: what one tile needs, then sums of gradients for all queries and keys of a sequence.
+// One thread's arrays: those for one tile, then the sums of the gradients of all queries and keys of a sequence.
 struct BackwardArrays {
   static Count floats(int64_t queries, int64_t keys, int64_t d) {
     const int64_t rows = 2 * kQueryTile + 3 * kKeyTile + round_up(queries, kQueryTile) + 2 * round_up(keys, kKeyTile);
@@ -193,7 +194,8 @@ struct BackwardArrays {
   float* dq;            // [queries, D], without the scale
 };
 
-// Adds a tile's contribution to the gradients, from its first query (dq) and first key (dk, dv) on; null if not needed.
+// Adds a tile's contribution to the gradients. dq points to the row of the tile's first query, dk and dv to that of its
+// first key; null if not needed.
 FASTTFM_KERNEL void backward_tile(const AttentionCall& p, const Sequence& s, WeightDropout& dropout,
                                   const TilePosition& tile, const BackwardArrays& a, float* dq, float* dk, float* dv) {
   const int64_t d = round_up(p.head_dim, kLanes), panels = d / kLanes;
@@ -215,8 +217,8 @@ FASTTFM_KERNEL void backward_tile(const AttentionCall& p, const Sequence& s, Wei
     mask_row(p, s, tile, i, 0.0f, scores);
     mask_row(p, s, tile, i, 0.0f, dscores);
   }
-  for (int64_t i = tile.queries; i < round_up(tile.queries, kRowStep);
-       ++i) {  // the depth of dk and dv is a multiple of kRowStep
+  // The products for dk and dv sum over a multiple of kRowStep rows.
+  for (int64_t i = tile.queries; i < round_up(tile.queries, kRowStep); ++i) {
     std::memset(a.scores + i * kKeyTile + first, 0, static_cast<size_t>(width) * sizeof(float));
     std::memset(a.dscores + i * kKeyTile + first, 0, static_cast<size_t>(width) * sizeof(float));
   }
@@ -242,15 +244,16 @@ FASTTFM_KERNEL void load_queries(const AttentionBackward& p, const Sequence& s, 
   load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale, a.q);
   const Rows<const T> dout_tile = {dout[queries.first], dout.stride}, out_tile = {out[queries.first], out.stride};
   load_rows(dout_tile, count, p.head_dim, 1.0f, a.dout);
-  row_products(dout_tile, out_tile, count, p.head_dim, a.scores, a.delta);  // a.scores is still free as scratch memory
+  row_products(dout_tile, out_tile, count, p.head_dim, a.scores, a.delta);  // a.scores serves as scratch memory
   for (int64_t i = 0; i < count; ++i) {
     const float found = lse[queries.first + i];
-    a.lse[i] = found == -kInfinity ? 0.0f : found;  // no keys to attend to: all are masked
+    a.lse[i] = found == -kInfinity ? 0.0f : found;  // all keys are masked
   }
 }
 
-// Adds the contribution of queries x keys of one head to dq (from the first query on), dk and dv (from the first key
-// on); null if not needed. Keys start at a multiple of kKeyTile, queries at one of kQueryTile.
+// Adds the contribution of the given queries and keys of one head to the gradients. dq points to the row of the first
+// query, dk and dv to that of the first key; null if not needed. keys.first is a multiple of kKeyTile, queries.first
+// one of kQueryTile.
 template <class T>
 void backward_block(const AttentionBackward& p, const Sequence& s, int64_t head, Range queries, Range keys,
                     const BackwardArrays& a, float* dq, float* dk, float* dv) {
@@ -279,7 +282,7 @@ inline void clear(float* array, int64_t rows, int64_t d) {
   std::memset(array, 0, static_cast<size_t>(rows * d) * sizeof(float));
 }
 
-// Gradients of the queries of one head.
+// Writes the gradients of the queries of one head.
 template <class T>
 void write_dq(const AttentionBackward& p, const Sequence& s, int64_t head, Range queries, const float* sums) {
   const auto dq = FASTTFM_HEAD_ROWS(T, p, dq, s.index, s.first_query, head);
@@ -288,7 +291,7 @@ void write_dq(const AttentionBackward& p, const Sequence& s, int64_t head, Range
     store_row(sums + (query - queries.first) * d, p.head_dim, p.scale, dq[query]);
 }
 
-// Gradients of the keys and values of one kv head, summed over its query heads; with WITH_DQ also all of dq.
+// Computes the gradients of the keys and values of one kv head, summed over its query heads; with WITH_DQ also dq.
 template <class T, bool WITH_DQ>
 void backward_keys(const AttentionBackward& p, const Sequence& s, int64_t kv_head, Range keys,
                    const BackwardArrays& a) {
@@ -361,7 +364,7 @@ Status check(const AttentionCall& p) {
   return {};
 }
 
-// The most queries and keys that a sequence really has: max_seqlen may be far above it.
+// The largest numbers of queries and keys of a sequence; max_seqlen is only an upper bound.
 struct Longest {
   explicit Longest(const AttentionCall& p) {
     for (int64_t i = 0; i < p.sequences; ++i) {
@@ -399,9 +402,9 @@ Status attention_forward(const AttentionForward& p) {
   });
 }
 
-// dq needs all keys of a sequence, dk and dv need all queries. A thread that processes a whole (sequence, kv head)
-// computes scores once. If there are too few of those for the threads, dk and dv of tiles of keys and dq of chunks of
-// queries are separate items of work, each of which computes the scores that it needs. The sums are the same.
+// dq needs all keys of a sequence, dk and dv need all queries. A thread that processes a whole (sequence, kv head) pair
+// computes scores once. If there are too few pairs for the threads, dk and dv of key tiles and dq of query chunks are
+// separate items of work, each of which computes the scores that it needs. The sums are the same.
 Status attention_backward(const AttentionBackward& p) {
   const Status status = check(p);
   if (status.code != StatusCode::ok) return status;

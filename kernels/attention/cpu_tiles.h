@@ -1,7 +1,7 @@
-// Attention on one tile of queries and keys on the CPU: loading and storing rows, masks, dropout, softmax.
+// CPU attention for one tile of queries and keys: loading and storing rows, masks, dropout, softmax.
 //
-// Scores are [queries, keys] matrices of fp32 with rows kKeyTile apart. q is multiplied by the scale as it is read, so
-// that scores need no factor of their own.
+// Scores are [queries, keys] matrices of fp32 with a row stride of kKeyTile. q is multiplied by the scale when it is
+// read, so the scores need no further scaling.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 
 constexpr int64_t kQueryTile = 64;
-constexpr int64_t kKeyTile = 128;  // a multiple of the 64 keys that dropout decides together
+constexpr int64_t kKeyTile = 128;  // a multiple of the 64 keys of a dropout draw
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // ---- rows and sequences ---------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ struct Range {
 
 struct Sequence {
   int64_t index;
-  int64_t first_query, first_key;  // packed: its first rows among all tokens; dense: 0
+  int64_t first_query, first_key;  // packed: its first tokens; dense: 0
   int64_t queries, keys;           // Lq and Lk
 };
 
@@ -53,7 +53,7 @@ inline Sequence find_sequence(const AttentionCall& p, int64_t index) {
 
 // The keys that at least one of the queries [first, last) attends to.
 inline Range attended_keys(const AttentionCall& p, const Sequence& s, Range queries) {
-  const int64_t offset = s.keys - s.queries;  // both ends are aligned
+  const int64_t offset = s.keys - s.queries;  // the last query is aligned with the last key
   Range keys = {0, s.keys};
   if (p.window_left >= 0 && p.window_left < queries.first + offset) keys.first = queries.first + offset - p.window_left;
   if (p.window_right >= 0 && p.window_right < s.keys - (queries.last + offset))
@@ -67,10 +67,11 @@ inline Range intersection(Range a, Range b) {
 
 // ---- rows in and out ------------------------------------------------------------------------------------------------
 
-// Rows of one head are far apart in memory, so they are prefetched this many rows ahead.
+// Rows of one head are far apart in memory, so they are prefetched. The distance is this many rows.
 constexpr int64_t kRowsAhead = 8;
 
-// to[row] = from[row] * scale in fp32, `columns` padded with zeros to a multiple of 16, rows to one of kRowStep.
+// to[row] = from[row] * scale in fp32. Columns are padded with zeros to a multiple of 16, rows to a multiple of
+// kRowStep.
 template <class T>
 FASTTFM_KERNEL void load_rows(Rows<const T> from, int64_t rows, int64_t columns, float scale, float* to) {
   const int64_t stride = round_up(columns, kLanes);
@@ -96,7 +97,7 @@ inline Quad load_quad(const float* from) {
   return quad;
 }
 
-// to[c][r] = from[r][c] for 16 x 16 floats that lie close together.
+// to[c][r] = from[r][c] for contiguous blocks of 16 x 16 floats.
 inline void transpose_block(const float* from, float* to) {
   for (int r = 0; r < kLanes; r += 4) {
     for (int c = 0; c < kLanes; c += 4) {
@@ -114,9 +115,9 @@ inline void transpose_block(const float* from, float* to) {
   }
 }
 
-// Transposes rows into panels [rows / 16][columns][16]; rows past the last are zeros. Columns are processed in blocks
-// of 16: the last block of a panel may write past its end, which the next panel overwrites, and `to` has room for it
-// after the last panel.
+// Transposes rows into panels [rows / 16][columns][16], padded with rows of zeros. Columns are processed in blocks of
+// 16. The last block of a panel may write past its end; the next panel overwrites that, and `to` has room for it after
+// the last panel.
 template <class T>
 FASTTFM_KERNEL void load_transposed(Rows<const T> from, int64_t rows, int64_t columns, float* to) {
   float block[kLanes * kLanes];
@@ -130,9 +131,9 @@ FASTTFM_KERNEL void load_transposed(Rows<const T> from, int64_t rows, int64_t co
   }
 }
 
-// to[row] = sum of a[row] * b[row], each row's in the order of multiply(): what is equal in exact arithmetic (a query
-// that attends to a single key has dout * out = dout * v) is equal here. `scratch` holds 32 rows; `to` is written 16
-// elements at a time.
+// to[row] = sum of a[row] * b[row], accumulated in the same order as in multiply(). Sums that are equal in exact
+// arithmetic (dout * out = dout * v for a query that attends to a single key) are therefore equal here, too. `scratch`
+// holds 32 rows; `to` is written 16 elements at a time.
 template <class T>
 FASTTFM_KERNEL void row_products(Rows<const T> a, Rows<const T> b, int64_t rows, int64_t columns, float* scratch,
                                  float* to) {
@@ -150,15 +151,15 @@ FASTTFM_KERNEL void row_products(Rows<const T> a, Rows<const T> b, int64_t rows,
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
-// A tile of scores: queries from `query` on, keys from `key` on (a multiple of kKeyTile); the columns that any of its
-// queries attends to lie in 16-key panels [panels.first, panels.last).
+// A tile of scores: queries from `query` on, keys from `key` on (a multiple of kKeyTile). The columns to which any of
+// its queries attends are in the 16-key panels [panels.first, panels.last).
 struct TilePosition {
   int64_t query, queries;
   int64_t key, keys;
   Range panels;
 };
 
-// panels.last <= panels.first: no query of the tile attends to any of its keys.
+// If no query of the tile attends to any of its keys, the result has panels.last <= panels.first.
 inline TilePosition find_tile(const AttentionCall& p, const Sequence& s, Range queries, Range keys) {
   const Range columns = intersection(attended_keys(p, s, queries), keys);
   TilePosition tile = {queries.first, queries.last - queries.first, keys.first, keys.last - keys.first, {0, 0}};
@@ -167,7 +168,7 @@ inline TilePosition find_tile(const AttentionCall& p, const Sequence& s, Range q
   return tile;
 }
 
-// Writes `value` to the columns of a row whose keys its query does not attend to.
+// Writes `value` to the columns of a row to whose keys its query does not attend.
 inline void mask_row(const AttentionCall& p, const Sequence& s, const TilePosition& tile, int64_t row, float value,
                      float* columns) {
   const int64_t query = tile.query + row;
@@ -179,7 +180,7 @@ inline void mask_row(const AttentionCall& p, const Sequence& s, const TilePositi
   for (int64_t c = last; c < end; ++c) columns[c] = value;
 }
 
-// Which of a row's weights dropout keeps.
+// Dropout of the weights of a row.
 class WeightDropout {
  public:
   WeightDropout(const AttentionCall& p, const Sequence& s, int64_t head)
@@ -197,7 +198,7 @@ class WeightDropout {
     const auto query = static_cast<uint32_t>(tile.query + row), first = static_cast<uint32_t>(tile.key / kBlock);
     constexpr uint32_t draws = kKeyTile / 16;
     uint16_t pairs[draws][8];
-    for (uint32_t i = 0; i < draws; ++i) {  // independent of each other: the compiler computes four at once
+    for (uint32_t i = 0; i < draws; ++i) {  // the draws are independent, so the compiler vectorizes four of them
       const Draw drawn = draw_weights(seed_, sequence_, head_, query, first + i / 4, i % 4);
       std::memcpy(pairs[i], drawn.word, sizeof(drawn.word));
     }
@@ -228,22 +229,21 @@ struct SoftmaxRow {
   float largest, sum;
 };
 
-// exp(score - shift). Below fp32's normal range, and for -infinity, it stays at 2^-126: masks write their zeros
-// afterwards.
+// exp(score - shift), but at least 2^-126, also for -infinity; mask_row() writes zeros afterwards.
 inline Lanes weights(const Lanes& scores, float shift) {
   constexpr float log2_e = 0x1.715476p0f;
   return exp2_in_range(at_least((scores - broadcast(shift)) * broadcast(log2_e), -126.0f));
 }
 
-// Turns scores into weights relative to the row's largest score, which may rise. Returns the factor by which earlier
-// weights of the row must be multiplied. Masked scores are -infinity.
+// Replaces scores by weights relative to the row's largest score so far, which it updates. Returns the factor by which
+// earlier weights of the row must be multiplied. Masked scores are -infinity.
 inline float softmax_row(const TilePosition& tile, float* scores, SoftmaxRow& state) {
   const int64_t begin = tile.panels.first * kLanes, end = tile.panels.last * kLanes;
   Lanes most = load(scores + begin);
   for (int64_t c = begin + kLanes; c < end; c += kLanes) most = larger(load(scores + c), most);
   const float here = largest(most), before = state.largest;
   if (here > before) state.largest = here;
-  const float shift = state.largest == -kInfinity ? 0.0f : state.largest;  // no keys to attend to: all are masked
+  const float shift = state.largest == -kInfinity ? 0.0f : state.largest;  // all keys are masked
   Lanes total = broadcast(0.0f);
   for (int64_t c = begin; c < end; c += kLanes) {
     const Lanes weight = weights(load(scores + c), shift);
@@ -256,7 +256,8 @@ inline float softmax_row(const TilePosition& tile, float* scores, SoftmaxRow& st
   return factor;
 }
 
-// With dweights = dout * V^T: scores -> weights P, dweights -> dscores = P * (dweights - delta). Masks come after it.
+// Given dweights = dout * V^T, replaces scores by weights P, and dweights by dscores = P * (dweights - delta). The
+// caller masks the results.
 inline void softmax_backward_row(const TilePosition& tile, float lse, float delta, float* scores, float* dweights) {
   for (int64_t c = tile.panels.first * kLanes; c < tile.panels.last * kLanes; c += kLanes) {
     const Lanes weight = weights(load(scores + c), lse);

@@ -1,8 +1,10 @@
-// The parameters of attention's launchers. reference.py has the formulas, problem.py the letters.
+// The parameters of attention's launchers. The formulas are in reference.py, the meaning of the dimensions in
+// problem.py.
 //
-// Dense tensors are [B, S, heads, D], packed ones [T, heads, D]: element (sequence b, token t, head h, d) of q is q[b *
-// q_sequence_stride + t * q_token_stride + h * q_head_stride + d]; packed, t counts all tokens and there is no b. The
-// same goes for k, v and their gradients, so slices of one qkv tensor are read and written in place.
+// Dense tensors are [B, S, heads, D], packed tensors [T, heads, D]. Element (sequence b, token t, head h, d) of q is
+// q[b * q_sequence_stride + t * q_token_stride + h * q_head_stride + d]. In packed tensors t is the index among all
+// tokens, and b is not used. The same applies to k, v and their gradients, so slices of one qkv tensor are read and
+// written in place.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +14,7 @@
 
 namespace fasttfm {
 
-// The parameters of both directions.
+// The parameters that forward and backward have in common.
 struct AttentionCall {
   const void* q;  // [B, queries, heads, D] or [queries, heads, D], dtype, strided
   const void* k;  // [B, keys, kv_heads, D] or [keys, kv_heads, D], dtype, strided
@@ -22,8 +24,8 @@ struct AttentionCall {
   int64_t v_sequence_stride, v_token_stride, v_head_stride;
   const int32_t* cu_seqlens;    // [sequences + 1], or null when dense
   const int32_t* cu_seqlens_k;  // packed: always given, may be cu_seqlens
-  const int32_t* lengths;       // [sequences] when dense: queries that count, or null for all
-  const int32_t* lengths_k;     // [sequences] when dense: keys that count, or null for all
+  const int32_t* lengths;       // [sequences] when dense: number of valid queries; null: all are valid
+  const int32_t* lengths_k;     // [sequences] when dense: number of valid keys; null: all are valid
   const int64_t* seed;          // [1], or null for no dropout
   int64_t sequences;
   int64_t heads;         // of q
@@ -35,10 +37,10 @@ struct AttentionCall {
   int64_t max_seqlen_k;  // no sequence has more keys
   int64_t window_left;   // keys before a query's own position that it attends to; -1: all
   int64_t window_right;  // keys after it; -1: all, 0: causal
-  float scale;           // of the scores
-  int threshold;         // of 256: see common/philox.h
-  float dropout_scale;   // of the weights that are kept
-  DType dtype;           // of every tensor but lse
+  float scale;           // multiplies the scores
+  int threshold;         // out of 256: see common/philox.h
+  float dropout_scale;   // multiplies the weights that are kept
+  DType dtype;           // of every tensor except lse
   float* workspace;      // attention_forward_workspace() or attention_backward_workspace() floats
   int threads;           // CPU
   int device;            // CUDA
@@ -55,17 +57,17 @@ struct AttentionForward : AttentionCall {
 struct AttentionBackward : AttentionCall {
   const void* dout;  // shape of q, contiguous
   const void* out;   // shape of q, contiguous
-  const float* lse;  // the forward's
+  const float* lse;  // from the forward
   void* dq;          // shapes of q, k and v, strided
   void* dk;
   void* dv;
   int64_t dq_sequence_stride, dq_token_stride, dq_head_stride;
   int64_t dk_sequence_stride, dk_token_stride, dk_head_stride;
   int64_t dv_sequence_stride, dv_token_stride, dv_head_stride;
-  // CUDA, head dim 64, no window: the sums of dq, dk and dv over all tokens, computed before they are rounded, or null.
+  // CUDA, head dim 64, no window: the sums of dq, dk and dv over all tokens, computed before rounding, or null.
   void* column_sums;  // [3, heads, D]
   DType column_sums_dtype;
-  float* column_parts;  // attention_column_parts() floats, at a multiple of 16 bytes
+  float* column_parts;  // attention_column_parts() floats, aligned to 16 bytes
 };
 
 namespace cpu {
@@ -76,12 +78,13 @@ int64_t attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, i
 }  // namespace cpu
 
 namespace cuda {
-// Hopper kernels (compute capability 9.0): bf16 and fp16, head dims 64 and 128, windows without dropout; without a
-// window also 32, and in the forward without dropout 80 and 96. q, k and v are aligned to 16 bytes; their strides are
-// multiples of 8 elements and not 0. The forward's workspace is one int32. The backward requires kv_heads == heads, the
-// same alignment of dout, out and the gradients and, with head dim 32, up to 512 queries. With head dim 64 and more
-// than 512 queries, it requires that a window's left and right add up to at most 321 keys. Its workspace, in floats,
-// depends on the queries of all sequences (tokens) and on the longest sequence of queries or keys.
+// Hopper kernels (compute capability 9.0) for bf16 and fp16. Head dims are 64 and 128, with windows only without
+// dropout; without a window also 32; in the forward, without window and dropout, also 80 and 96. q, k and v are aligned
+// to 16 bytes; their strides are multiples of 8 elements and not 0. The forward's workspace is one int32. The backward
+// requires kv_heads == heads, the same alignment of dout, out and the gradients and, with head dim 32, at most 512
+// queries. With head dim 64 and more than 512 queries, it requires that a window's left and right add up to at most 321
+// keys. Its workspace, in floats, depends on the number of queries of all sequences (tokens) and on the longest
+// sequence of queries or keys.
 Status attention_forward(const AttentionForward&);
 Status attention_backward(const AttentionBackward&);
 int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,

@@ -16,13 +16,13 @@ constexpr int kBackwardBlocks = 4;  // per SM: 32 warps with up to 64 registers 
 
 template <class T>
 constexpr bool kExact = sizeof(T) == 4;
-// Rows that a lane loads at once: the same number of bytes of each tensor for all types.
+// Rows that a lane loads before it computes: the same number of bytes per tensor for all types.
 template <class T>
 constexpr int kForwardRows = 16 / sizeof(T) / 2;
 template <class T>
 constexpr int kBackwardRows = 4 / sizeof(T);
 
-// Grid (tiles * stripes); a tile is kStripeWarps * kForwardRows rows, which the warps take in turn.
+// Grid (tiles * stripes). A tile has kStripeWarps * kForwardRows rows, which are interleaved over the warps.
 template <class T, Activation A>
 __global__ void __launch_bounds__(kStripeBlock) forward_kernel(BiasGeluForward p, unsigned stripes) {
   constexpr int kRows = kForwardRows<T>;
@@ -61,7 +61,7 @@ struct BackwardLane {
   float bias[kVector];
   float dbias[kVector];
 
-  // The next COUNT rows.
+  // Processes the next COUNT rows.
   template <Activation A, bool WITH_Y, int COUNT>
   __device__ __forceinline__ void take() {
     Packed<T> value[COUNT], gradient[COUNT];
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kStripeBlock, kBackwardBlocks) backward_kernel
   constexpr int kRows = kBackwardRows<T>;
   const int column = column_of_lane();
   const int64_t first = static_cast<int64_t>(blockIdx.y) * kStripeWarps + threadIdx.x / 32;
-  const int64_t stride = static_cast<int64_t>(gridDim.y) * kStripeWarps;  // warps take rows in turn
+  const int64_t stride = static_cast<int64_t>(gridDim.y) * kStripeWarps;  // rows are interleaved over the warps
   BackwardLane<T> at{static_cast<const T*>(p.x) + first * p.x_stride + column,
                      static_cast<const T*>(p.dy) + first * p.columns + column,
                      static_cast<T*>(p.dx) + first * p.columns + column,

@@ -32,10 +32,10 @@ struct BiasGeluBackward {
   const void* x;     // [N, C], dtype; rows x_stride elements apart
   const void* bias;  // [C], bias_dtype, or null for 0
   void* dx;          // [N, C], dtype, contiguous
-  void* y;           // [N, C], dtype, contiguous: the activation, computed again, or null if not needed
+  void* y;           // [N, C], dtype, contiguous: the recomputed activation, or null if not needed
   void* dbias;       // [C], bias_dtype, or null if not needed
-  float*
-      workspace;  // CPU: bias_gelu_workspace(rows, columns) floats; CUDA: parts * columns floats; unused without dbias
+  // CPU: bias_gelu_workspace(rows, columns) floats; CUDA: parts * columns floats; unused without dbias.
+  float* workspace;
   int64_t rows;
   int64_t columns;
   int64_t x_stride;

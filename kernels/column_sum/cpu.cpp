@@ -1,5 +1,5 @@
-// The sum over rows on the CPU: chunks of rows in parallel, eight rows at a time, so that a block of the sum is read
-// and written once for eight rows.
+// The sum over rows on the CPU. Chunks of rows are processed in parallel, eight rows at a time, so that a block of the
+// sum is read and written once for eight rows.
 #include "column_sum/op.h"
 
 #include "common/cpu/parallel.h"

@@ -1,6 +1,6 @@
-// The sum over rows on NVIDIA GPUs. A block processes a strip of 256 columns and one part of the rows. A warp reads 16
-// bytes per lane of a row's strip (fp32: 32), has several rows in flight and advances by the number of warps of the
-// block; the warps' sums are combined in shared memory at the end. A second, small kernel adds the parts in a fixed
+// The sum over rows on NVIDIA GPUs. A block processes a strip of 256 columns and one part of the rows. Rows are
+// interleaved over the warps of a block; each lane reads 16 bytes of a row (fp32: 32) and has loads of several rows in
+// flight. At the end the warps' sums are combined in shared memory. A second, small kernel adds the parts in a fixed
 // order.
 #include <cstdint>
 
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kBlock, 4) column_sum_kernel(ColumnSum p) {
   if (column < columns) {
     const T* from = static_cast<const T*>(p.x) + (begin + warp) * p.x_stride + column;
     const int64_t step = kWarps * p.x_stride;
-    int left = static_cast<int>((end - begin - warp + kWarps - 1) / kWarps);  // this warp's rows; none if negative
+    int left = static_cast<int>((end - begin - warp + kWarps - 1) / kWarps);  // rows of this warp; none if negative
     for (; left >= kRows; left -= kRows) {
       Packed<T> row[kRows];
 #pragma unroll

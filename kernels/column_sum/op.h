@@ -1,5 +1,5 @@
-// The sum over rows: the gradient of a linear layer's bias. N rows of C columns, each element read once: C*e bytes for
-// a row, with e bytes for an element.
+// The sum over rows, e.g. the gradient of a linear layer's bias. N rows of C columns. Each element is read once: C*e
+// bytes per row, where e is the bytes of an element.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ int64_t column_sum_workspace(int64_t rows, int64_t columns);  // in floats
 namespace cuda {
 constexpr int kColumnSumStrip = 256;  // columns per block; Python computes the number of blocks from it
 
-// Columns are a multiple of 8; x starts at a multiple of 16 bytes and so does each row.
+// Columns are a multiple of 8; x and each of its rows start at multiples of 16 bytes.
 Status column_sum(const ColumnSum&);
 }  // namespace cuda
 

@@ -1,5 +1,5 @@
-// Element counts with overflow checks. Workspace sizes, which are products of several arguments, are computed with
-// them, because a caller may pass any numbers.
+// Element counts with overflow checks. They are used for workspace sizes, which are products of several arguments that
+// a caller may choose freely.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace fasttfm {
 
-// Represents a count that does not fit int64. The binding raises an error for it.
+// Represents a count that does not fit into int64. The binding raises an error for it.
 constexpr int64_t kTooMany = INT64_MAX;
 
 namespace FASTTFM_ISA {

@@ -1,9 +1,9 @@
 // Counter-based random numbers (Philox 4x32, 7 rounds) and their use in dropout. The specification is philox.py; every
 // backend draws the same bits.
 //
-// One 128-bit draw decides 16 neighbouring features, a byte each: feature f of a token is byte f % 16 of the draw with
-// counter (f / 16, token, sequence, 0) and the seed as key, and is dropped when that byte is below the threshold, p *
-// 256 rounded. Attention weights: see draw_weights().
+// One 128-bit draw has a byte for each of 16 neighbouring features. Feature f of a token corresponds to byte f % 16 of
+// the draw with counter (f / 16, token, sequence, 0) and the seed as key. It is dropped if that byte is below the
+// threshold, which is p * 256, rounded. Attention weights: see draw_weights().
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,16 @@
 namespace fasttfm {
 
 #ifdef FASTTFM_ISA
-inline namespace FASTTFM_ISA {  // as in isa.h: no inline function is shared between instruction sets
+inline namespace FASTTFM_ISA {  // as in isa.h: every instruction set has its own copies of inline functions
 #endif
 
-// 16 random bytes; byte i is bits 8 * (i % 4) and up of word[i / 4].
+// 16 random bytes; byte i is bits 8 * (i % 4) to 8 * (i % 4) + 7 of word[i / 4].
 struct Draw {
   uint32_t word[4];
 };
 
-// nvcc would use two instructions, one for each half: lower latency, but more instructions to issue.
+// In assembly, because nvcc would use one instruction for each half: that has a lower latency, but takes two issue
+// slots.
 FASTTFM_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
   uint64_t product;
@@ -39,7 +40,7 @@ FASTTFM_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 constexpr uint32_t kPhiloxFactor0 = 0xD2511F53u, kPhiloxFactor1 = 0xCD9E8D57u;
 constexpr int kPhiloxRounds = 7;
 
-// Of each round.
+// The keys of all rounds.
 struct PhiloxKeys {
   uint32_t first[kPhiloxRounds], second[kPhiloxRounds];
 
@@ -73,17 +74,18 @@ FASTTFM_HOST_DEVICE Draw philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_
   return philox_rounds(PhiloxKeys(seed), 0, {{c0, c1, c2, c3}});
 }
 
-// The draw for 16 of an attention row's weights. Of the 64 keys of a block, draw d (0 to 3) decides the pairs d, d + 4,
-// d + 8, ...: key k by byte 2 * (k / 8 % 8) + k % 2 of draw k / 2 % 4. That is how a row of an mma accumulator is
-// distributed over threads.
+// The draw for 16 of the weights of an attention row. Of the 64 keys of a block, draw d (0 to 3) covers the pairs d, d
+// + 4, d + 8, ...: key k corresponds to byte 2 * (k / 8 % 8) + k % 2 of draw k / 2 % 4. A row of an mma accumulator is
+// distributed over threads in the same way.
 FASTTFM_HOST_DEVICE Draw draw_weights(uint64_t seed, uint32_t sequence, uint32_t head, uint32_t query, uint32_t block,
                                       uint32_t d) {
   return philox(seed, 4 * block + d, query, sequence, 1 + head);
 }
 
-// The top bit of each of four bytes says whether the byte is at least dropout's threshold: its seven low bits reach the
-// threshold's, or its top bit is set; "and" instead of "or" if the threshold's top bit is set. low: the threshold's
-// seven low bits in all four bytes; either: all ones if its top bit is not set, otherwise 0.
+// In the result, the top bit of each of the four bytes is set if that byte is at least dropout's threshold. With a
+// threshold below 128 this is the case if the byte's seven low bits are at least the threshold's or its top bit is set;
+// otherwise, if both hold. low: the threshold's seven low bits in all four bytes; either: all ones if the threshold is
+// below 128, otherwise 0.
 FASTTFM_HOST_DEVICE uint32_t reaching_bytes(uint32_t bytes, uint32_t low, uint32_t either) {
   const uint32_t rest = (bytes | 0x80808080u) - low;
   return (bytes & rest) | ((bytes | rest) & either);
@@ -94,8 +96,8 @@ struct RowPosition {
   uint32_t sequence, token;
 };
 
-// Dense batches ([B, S, C]): sequence and token follow from the row number. Packed ones: cu_seqlens[i] is the first row
-// of sequence i.
+// In a dense batch ([B, S, C]), sequence and token follow from the row index. In a packed batch, cu_seqlens[i] is the
+// first row of sequence i.
 struct RowPositions {
   const int32_t* cu_seqlens;  // [sequences + 1], or null when dense
   int64_t sequences;
@@ -104,8 +106,8 @@ struct RowPositions {
   FASTTFM_HOST_DEVICE RowPosition operator()(int64_t row) const {
     if (cu_seqlens == nullptr)
       return {static_cast<uint32_t>(row / tokens_per_sequence), static_cast<uint32_t>(row % tokens_per_sequence)};
-    int64_t low = 0,
-            high = sequences;  // the last sequence that starts at or before the row; empty ones are skipped
+    // Finds the last sequence that starts at or before the row, which is not empty.
+    int64_t low = 0, high = sequences;
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;
       if (cu_seqlens[middle] <= row)

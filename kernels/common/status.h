@@ -1,17 +1,17 @@
-// What a launcher returns. Launchers never throw and never print; csrc/ turns a status into an exception.
+// The result of a launcher. Launchers never throw and never print; csrc/ converts a status to an exception.
 #pragma once
 
 #include <cstdint>
 
 namespace fasttfm {
 
-// does_not_fit: the blocks of a cooperative launch do not all fit on the part of the GPU that the stream has. Nothing
+// does_not_fit: the blocks of a cooperative launch do not all fit on the SMs that are available to the stream. Nothing
 // was launched, and the caller may use another backend.
 enum class StatusCode : int32_t { ok, unknown_dtype, bad_size, bad_value, bad_alignment, cuda_error, does_not_fit };
 
 struct Status {
   StatusCode code = StatusCode::ok;
-  const char* detail = "";  // a string with static lifetime: which size, or CUDA's error string
+  const char* detail = "";  // a string with static lifetime: the cause, or CUDA's error string
 };
 
 inline Status bad_size(const char* detail) { return {StatusCode::bad_size, detail}; }

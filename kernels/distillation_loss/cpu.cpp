@@ -1,4 +1,4 @@
-// Divergence of a block of student logits from the teacher's on the CPU: three sweeps over each pair of rows.
+// Divergence of a block of student logits from the teacher's on the CPU, with three passes over each pair of rows.
 #include "distillation_loss/op.h"
 
 #include <cmath>
@@ -10,7 +10,7 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace {
 
-// Returns the sum of q * (log q - log p), and writes T * factor * (p - q) over the student's logits if `gradient`.
+// Returns the sum of q * (log q - log p). If `gradient` is not null, writes T * factor * (p - q) to it.
 FASTTFM_KERNEL float divergence(const DistillationLoss& p, int64_t n, float* gradient, float factor) {
   const float inverse = 1.0f / p.temperature;
   const LogitRow student{p.student + n * p.stride, p.student_bias, p.vocabulary, inverse};
@@ -28,7 +28,7 @@ FASTTFM_KERNEL float divergence(const DistillationLoss& p, int64_t n, float* gra
     total = total + map(q, q * ((t - s) + offset), [](RegF share, RegF term) {  // 0 * infinity is not 0
               return select(reinterpret_cast<RegU>(share == 0.0f), RegF{}, term);
             });
-    // p rounded as q is: their difference is exact where it should be zero.
+    // p is rounded in the same way as q, so that their difference is exactly zero where it should be.
     if (gradient != nullptr) store(gradient + v, slope * (product(exp(s), p_scale) - q), count);
   });
   return sum(total);

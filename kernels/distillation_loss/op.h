@@ -1,7 +1,7 @@
-// Divergence of a block of student logits from the teacher's, its gradient written over the student's. n rows of V
+// Divergence of a block of student logits from the teacher's. The gradient overwrites the student's logits. n rows of V
 // logits; the formulas are in reference.py.
 //
-// Bytes per row: 8 V read and, with the gradient, 4 V written; both rows stay in L2 between the sweeps over them.
+// Bytes per row: 8 V read and, with the gradient, 4 V written; both rows stay in L2 between the passes over them.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// dropout_add_layer_norm on the CPU. Rows stay in L1 between their passes, so each is read from memory once. Dropout is
-// drawn for a span of columns right before it is used.
+// dropout_add_layer_norm on the CPU. A row stays in L1 between the passes over it, so it is read from memory once. The
+// random numbers of dropout are drawn for a span of columns right before they are used.
 #include "dropout_add_layer_norm/op.h"
 
 #include <cmath>
@@ -82,7 +82,7 @@ FASTTFM_KERNEL BackwardRow<T, R> backward_row(const DropoutAddLayerNormBackward&
   const float inverse_c = 1.0f / static_cast<float>(p.columns);
   const float mean = p.mean[row], rstd = p.rstd[row];
 
-  // dy is zero past the end of the row, so only the sum without it needs keep().
+  // dy is zero past the end of the row, so only the sum without a factor dy needs keep().
   Lanes deviations = broadcast(0.0f), sum_g = broadcast(0.0f), sum_g_deviation = broadcast(0.0f);
   for_columns(p.columns, [&](int64_t c, auto n) {
     Lanes g = load(dy + c, n);
@@ -117,8 +117,8 @@ struct Shares {
   float* dlinear_bias;
 };
 
-// Writes dresidual and dx of COUNT rows and adds to the sums. Several rows at a time: a block of the sums is read and
-// written once for all of them.
+// Writes dresidual and dx of COUNT rows and adds to the sums. A block of the sums is read and written once for all
+// COUNT rows.
 template <int COUNT, class T, class R, class D>
 FASTTFM_KERNEL void backward_rows(const DropoutAddLayerNormBackward& p, const D& dropout, int64_t first_row,
                                   const Shares& shares) {
@@ -126,7 +126,7 @@ FASTTFM_KERNEL void backward_rows(const DropoutAddLayerNormBackward& p, const D&
   BackwardRow<T, R> rows[COUNT];
   for (int r = 0; r < COUNT; ++r) rows[r] = backward_row<T, R>(p, dropout, first_row + r);
 
-  const int64_t ahead = first_row + 2 * COUNT <= p.rows ? COUNT * p.columns : 0;  // the next group, to be prefetched
+  const int64_t ahead = first_row + 2 * COUNT <= p.rows ? COUNT * p.columns : 0;  // prefetch distance: the next group
   for_spans(p.columns, [&](int64_t first, int64_t width) {
     typename D::Span spans[COUNT];
     for (int r = 0; r < COUNT; ++r) spans[r].draw(dropout, rows[r].position, first);
@@ -136,7 +136,7 @@ FASTTFM_KERNEL void backward_rows(const DropoutAddLayerNormBackward& p, const D&
       Lanes dw = shares.dweight != nullptr ? load(shares.dweight + c, n) : broadcast(0.0f);
       Lanes db = shares.dbias != nullptr ? load(shares.dbias + c, n) : broadcast(0.0f);
       Lanes dl = shares.dlinear_bias != nullptr ? load(shares.dlinear_bias + c, n) : broadcast(0.0f);
-      // If unrolled, the rows' constants would take the registers of the sums.
+      // If unrolled, the rows' constants would occupy the registers of the sums.
 #pragma GCC unroll 1
       for (int r = 0; r < COUNT; ++r) {
         const BackwardRow<T, R>& row = rows[r];
@@ -144,7 +144,7 @@ FASTTFM_KERNEL void backward_rows(const DropoutAddLayerNormBackward& p, const D&
         prefetch(row.dy + ahead + c);
         const Lanes dy = load(row.dy + c, n);
         const Lanes d = load(row.z + c, n) - broadcast(row.mean) - broadcast(row.correction);
-        const Lanes g = product(dy, w);  // rounded as in mean_g: their difference is exact where it should be zero
+        const Lanes g = product(dy, w);  // rounded as in mean_g, so that g - mean_g is exactly 0 where it should be
         Lanes dresidual = broadcast(row.rstd) * (g - broadcast(row.mean_g)) - broadcast(row.slope) * d;
         if (row.dz != nullptr) dresidual = dresidual + load(row.dz + c, n);
         store(row.dresidual + c, dresidual, n);

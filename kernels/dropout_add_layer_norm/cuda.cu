@@ -1,10 +1,10 @@
 // dropout_add_layer_norm on NVIDIA GPUs, built on rows.cuh. The formulas are in reference.py.
 //
-// The forward processes one row per group of threads. The backward is persistent: dy and z are loaded through rings in
-// shared memory, and both passes over a row read them there, so that registers hold little except the sums over rows.
-// dz, which only the second pass needs, is loaded at the start of the first.
+// The forward processes one row per group of threads. The backward is persistent: dy and z are copied to ring buffers
+// in shared memory, from which both passes over a row read them, so that registers hold little except the sums over
+// rows. dz, which only the second pass needs, is loaded at the start of the first.
 //
-// Dropout is switched at run time, because it only adds one Philox draw per 16 elements.
+// Whether there is dropout is decided at run time, because it only adds one Philox draw per 16 elements.
 #include <cstdint>
 
 #include "common/cuda/dropout.cuh"
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
   float dlinear_bias[LINEAR_BIAS ? S::kVectors : 1][kVector] = {};
   const GroupRows<S> rows(p.rows);
   const Dropout dropout(p);
-  int row = static_cast<int>(rows.first);  // 32 bits: the sums over rows need the registers
+  int row = static_cast<int>(rows.first);  // 32 bits, because the sums over rows need the registers
   const int stride = static_cast<int>(rows.stride);
   const auto start_copies = [&](int next, bool wanted, int slot) {
     RowStart<const T> dy{static_cast<const T*>(p.dy) + static_cast<int64_t>(next) * columns + column_of<S>(0)};
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
   start_copies(row, rows.rounds > 0, 0);
   stage_parameter<S>(p.weight, p.weight_dtype, 1.0f, columns, memory.weight);
   __syncthreads();
-  for (int round = 0; round < rows.rounds; ++round) {  // all threads of a group take part in its barriers
+  for (int round = 0; round < rows.rounds; ++round) {  // uniform within a group, whose threads meet at barriers
     const int slot = round % kRowStages;
     start_copies(row + stride, round + 1 < rows.rounds, slot ^ 1);
     const int64_t row_start = static_cast<int64_t>(row) * columns;
@@ -90,9 +90,9 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
     }
     RowDraws<S> draws;
     dropout.draw(row, draws);
-    cp_async_wait<2 * (kRowStages - 1)>();  // two rings, two groups of copies for each row
+    cp_async_wait<2 * (kRowStages - 1)>();  // two ring buffers, so two cp.async groups per row
 
-    float sums[3] = {0.0f, 0.0f, 0.0f};  // of xhat (zero but for rounding), of g and of g * xhat
+    float sums[3] = {0.0f, 0.0f, 0.0f};  // of xhat (zero except for rounding), of g and of g * xhat
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
       const bool inside = in_row<S>(v, columns);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
       for (int i = 0; i < kVector; ++i) {
         const float xhat = fmaf(value[i], rstd, shift);
         const float g = gradient[i] * weight[i];
-        if (inside) sums[0] += xhat;  // the others are sums of products with dy, zero past the end
+        if (inside) sums[0] += xhat;  // the other sums have dy as a factor, which is zero past the end
         sums[1] += g;
         sums[2] = fmaf(g, xhat, sums[2]);
       }
@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
   if constexpr (LINEAR_BIAS) store_part<S>(dlinear_bias, memory.shares, part + 2 * parts, columns);
 }
 
-// With twelve warps each thread has 168 registers. A third sum over rows needs more registers, and fp32 rows need more
-// shared memory; then there are eight warps.
+// Threads per block: twelve warps, so that each thread has 168 registers. A third sum over rows needs more registers,
+// and fp32 rows need more shared memory; in these cases there are eight warps.
 template <class T, class R, bool LINEAR_BIAS>
 struct BackwardPlan {
   static constexpr int kBlock = sizeof(R) == 4 || LINEAR_BIAS ? 256 : 384;
@@ -193,7 +193,7 @@ Status launch_backward(const WithBlockMemory<DropoutAddLayerNormBackward>& p) {
   });
 }
 
-constexpr int64_t kMaxRows = int64_t{1} << 30;  // the backward counts them in 32 bits
+constexpr int64_t kMaxRows = int64_t{1} << 30;  // row indices in the backward have 32 bits
 Status too_many_rows() { return bad_size("dropout_add_layer_norm: the CUDA kernels take at most 2^30 rows"); }
 
 }  // namespace

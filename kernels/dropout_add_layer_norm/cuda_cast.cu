@@ -1,8 +1,8 @@
 // The forward of dropout_add_layer_norm that also writes y in e4m3, on Hopper.
 //
-// A warp processes a row. Without columns it takes one row; with columns a block takes a tile of 32 rows, each of its
-// eight warps four of them, one after the other. The FP8 rows of the tile go through shared memory, where threads
-// transpose 16 rows of 4 columns each, so that 32 bytes of a column are written together.
+// A warp processes a row at a time. If as_columns is not needed, it processes only one. Otherwise a block processes a
+// tile of 32 rows, four rows per warp. The FP8 rows of the tile are stored in shared memory, from which each thread
+// transposes 16 rows of 4 columns, so that 32 bytes of a column are written together.
 #include <cstdint>
 
 #include "common/cuda/fp8.cuh"
@@ -20,8 +20,8 @@ namespace {
 constexpr int kTileRows = 32;
 constexpr int kBlock = 256;
 
-// The FP8 rows of a tile. The second half begins 16 words later than it would have to, so that the 32 lanes of a warp,
-// which read 16 neighbouring words in each half, read from 32 banks.
+// The FP8 rows of a tile. The second half is padded by 16 words, so that the 32 lanes of a warp, which read 16
+// neighbouring words in each half, read from 32 different banks.
 template <class S>
 struct alignas(16) TileRows {
   static constexpr int kRowWords = S::kColumns / 4;
@@ -29,7 +29,7 @@ struct alignas(16) TileRows {
 
   __device__ __forceinline__ uint32_t* row(int number) { return word + number * kRowWords + number / 16 * 16; }
 
-  // The columns of 4 columns and 16 rows, which begin at row 16 * half.
+  // The transpose of 16 rows, from row 16 * half on, by 4 columns.
   __device__ __forceinline__ void columns(int group, int half, uint4 (&found)[4]) {
     const uint32_t* from = row(16 * half) + group;
     uint32_t part[4][4];
@@ -42,7 +42,7 @@ struct alignas(16) TileRows {
   }
 };
 
-// y of a row in FP8 at `to`, and in the tile's row unless that is null.
+// Writes y of a row in FP8 to `to`, and to the tile's row unless that is null.
 template <class R, class P, class S>
 __device__ __forceinline__ void normalize_row(const DropoutAddLayerNormFp8& p, int64_t row, float scale, uint32_t* tile,
                                               float& most) {

@@ -1,4 +1,4 @@
-// The parameters of dropout_add_layer_norm. N rows of C columns, row-major; reference.py has the formulas.
+// The parameters of dropout_add_layer_norm. N rows of C columns, row-major; the formulas are in reference.py.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,8 @@ struct DropoutAddLayerNormForward {
   const int32_t* cu_seqlens;    // [sequences + 1], or null for a dense batch
   int64_t sequences;            // when packed
   int64_t tokens_per_sequence;  // when dense
-  int threshold;                // of 256: see common/philox.h
-  float scale;                  // of the elements that are kept
+  int threshold;                // out of 256: see common/philox.h
+  float scale;                  // multiplies the elements that are kept
   DType dtype;
   DType residual_dtype;   // dtype or f32
   DType parameter_dtype;  // CPU: f32; CUDA: f32, or dtype if the residual has it too
@@ -41,7 +41,7 @@ struct DropoutAddLayerNormForward {
 // The forward that also writes y in e4m3 (kernels/fp8/reference.py). P is N rounded up to a multiple of 16.
 struct DropoutAddLayerNormFp8 : DropoutAddLayerNormForward {
   const float* y_scale;  // [1]
-  float* y_amax;         // [1]: raised to the largest magnitude of y; null if not needed
+  float* y_amax;         // [1]: updated to at least the largest magnitude of y; null if not needed
   void* as_rows;         // [N, C], e4m3
   void* as_columns;      // [C, P], e4m3, or null if not needed
 };
@@ -61,7 +61,7 @@ struct DropoutAddLayerNormBackward {
   float* workspace;    // CPU: dropout_add_layer_norm_workspace(rows, columns) floats; CUDA: 3 * blocks * columns floats
   int64_t rows;
   int64_t columns;
-  const int64_t* seed;  // from here to scale as in the forward
+  const int64_t* seed;  // this and the following fields up to scale are as in the forward
   const int32_t* cu_seqlens;
   int64_t sequences;
   int64_t tokens_per_sequence;
@@ -90,7 +90,7 @@ Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward&);
 Status dropout_add_layer_norm_backward(const WithBlockMemory<DropoutAddLayerNormBackward>&);
 // Requires compute capability 9.0, bf16 x, and columns that are a multiple of 16, up to 1024.
 Status dropout_add_layer_norm_fp8(const DropoutAddLayerNormFp8&);
-// Bytes of shared memory of a block of the backward on a GPU with a limit of `limit` bytes per block; more than `limit`
+// Bytes of shared memory per block of the backward, on a GPU with a limit of `limit` bytes per block; more than `limit`
 // if the kernels cannot run there. `linear_bias` is not 0 if its gradient is needed.
 int64_t dropout_add_layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t residual_dtype,
                                                int64_t linear_bias, int64_t limit);

@@ -1,4 +1,4 @@
-// Embedding on the CPU. A token's rows stay in L1 between the passes over them.
+// Embedding on the CPU. A token's row stays in L1 between the passes over it.
 #include "embedding/op.h"
 
 #include <cmath>
@@ -15,7 +15,7 @@ namespace {
 
 RowPositions positions_of(const EmbeddingRows& p) { return {p.cu_seqlens, p.sequences, p.tokens_per_sequence}; }
 
-// One token's rows of the three tables; a null table adds nothing.
+// One token's rows of the three tables. A null table contributes nothing.
 template <class Table>
 struct TokenRows {
   const Table *word, *position, *segment;
@@ -46,7 +46,7 @@ Dropout dropout_of(const EmbeddingRows& p) {
   return {static_cast<uint64_t>(*p.seed), positions_of(p), p.threshold, p.scale};
 }
 
-// Calls body(column, lanes, value) for every block of `value(column, lanes)` after dropout.
+// Calls body(column, lanes, result) for every block of columns, with the result of dropout on `value(column, lanes)`.
 template <class Value, class Body>
 inline void for_dropped_columns(const EmbeddingRows& p, RowPosition at, Value value, Body body) {
   if (p.seed == nullptr) {
@@ -84,7 +84,7 @@ FASTTFM_KERNEL void forward_row(const EmbeddingForward& p, int64_t row) {
   p.rstd[row] = rstd;
 }
 
-// Writes h = dropout(dy), which is dx where there is no LayerNorm.
+// Writes h, the gradient of dropout's input. Without LayerNorm it is dx.
 template <class Out>
 FASTTFM_KERNEL void undropped_row(const EmbeddingBackward& p, int64_t row, RowPosition at) {
   const Out* dy = static_cast<const Out*>(p.dy) + row * p.columns;
@@ -99,13 +99,13 @@ FASTTFM_KERNEL void undropped_row(const EmbeddingBackward& p, int64_t row, RowPo
 template <class Table>
 struct BackwardRow {
   TokenRows<Table> x;
-  float* h;  // turned into dx in place
+  float* h;  // overwritten by dx
   float mean, correction, rstd, mean_g, slope;
 
   FASTTFM_KERNEL BackwardRow(const EmbeddingBackward& p, int64_t row, const TokenRows<Table>& rows)
       : x(rows), h(p.dx + row * p.columns), mean(p.mean[row]), rstd(p.rstd[row]) {
     const float inverse_c = 1.0f / static_cast<float>(p.columns);
-    // h is zero past the end of the row, so only the sum without it needs keep().
+    // h is zero past the end of the row, so only the sum without a factor h needs keep().
     Lanes deviations = broadcast(0.0f), sum_g = broadcast(0.0f), sum_g_deviation = broadcast(0.0f);
     for_columns(p.columns, [&](int64_t c, auto n) {
       Lanes g = load(h + c, n);
@@ -122,14 +122,14 @@ struct BackwardRow {
   }
 };
 
-// Turns h into dx and adds the row's contribution to dweight and dbias (fp32 [C] each, null if not needed).
+// Overwrites h with dx and adds the row's contribution to dweight and dbias (fp32 [C] each, null if not needed).
 template <class Table>
 FASTTFM_KERNEL void backward_row(const EmbeddingBackward& p, const BackwardRow<Table>& row, float* dweight,
                                  float* dbias) {
   for_columns(p.columns, [&](int64_t c, auto n) {
     const Lanes h = load(row.h + c, n);
     const Lanes d = row.x(c, n) - broadcast(row.mean) - broadcast(row.correction);
-    // Rounded as in mean_g: their difference is exact where it should be zero.
+    // Rounded as in mean_g, so that the difference is exactly zero where it should be.
     const Lanes g = p.weight != nullptr ? product(h, load(p.weight + c, n)) : h;
     store(row.h + c, broadcast(row.rstd) * (g - broadcast(row.mean_g)) - broadcast(row.slope) * d, n);
     if (dweight != nullptr) store(dweight + c, load(dweight + c, n) + h * broadcast(row.rstd) * d, n);
@@ -153,7 +153,7 @@ constexpr int64_t kRowsPerItem = 16;
 constexpr int64_t kColumnsPerItem = 128;  // for tables with few rows, whose lists are long
 constexpr int64_t kFewRows = 1024;
 
-// The tokens of each table row as a list in ascending order: first[row], then next[token], until -1.
+// Builds a linked list of the tokens of each table row, in ascending order: first[row], then next[token], until -1.
 void link_tokens(const EmbeddingTableBackward& p) {
   std::memset(p.first, -1, static_cast<size_t>(p.table_rows) * sizeof(int32_t));
   for (int64_t n = p.rows - 1; n >= 0; --n) {
@@ -164,8 +164,8 @@ void link_tokens(const EmbeddingTableBackward& p) {
   }
 }
 
-// Columns [begin, end) of one row of the table's gradient: the sums of four blocks at a time stay in registers while
-// the list is traversed.
+// Computes columns [begin, end) of one row of the table's gradient. The sums of four blocks of columns stay in
+// registers while the list is traversed.
 template <class T>
 FASTTFM_KERNEL void sum_tokens(const EmbeddingTableBackward& p, int64_t row, int64_t begin, int64_t end) {
   T* out = static_cast<T*>(p.dtable) + row * p.columns;

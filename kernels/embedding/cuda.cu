@@ -1,10 +1,10 @@
-// Embedding on NVIDIA GPUs for batches of few tokens, whose time is that of the launches; the formulas are in
+// Embedding on NVIDIA GPUs for batches of few tokens, which are bound by launch latency; the formulas are in
 // reference.py.
 //
-// A block processes a token's row. The backward writes dx, the gradient of every token's sum of rows, to the workspace.
-// A table's gradient is summed without sorting: the block of a token returns if an earlier token has the same row of
-// the table, and otherwise adds dx of all tokens that have it, in order. Every token is compared with all others, so
-// the number of tokens is limited.
+// A block processes a token's row. The backward writes dx, the gradient of every token's sum of table rows, to the
+// workspace. A table's gradient is computed without sorting: the block of a token returns if an earlier token has the
+// same row of the table; otherwise it adds dx of all tokens that have this row, in order. Every token is compared with
+// all others, so the number of tokens is limited.
 #include <cstdint>
 
 #include "common/count.h"
@@ -48,7 +48,7 @@ struct TokenIndices {
   }
 };
 
-// Records the first bad row of an argument, as common/index_errors.py reads it.
+// Records the first row of an argument with an invalid index, in the format of common/index_errors.py.
 __device__ __forceinline__ void note(bool bad, int64_t* errors, int argument, int64_t row, int64_t given,
                                      int64_t limit) {
   if (!bad) return;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void note(bool bad, int64_t* errors, int argument, in
   errors[kEmbeddingTables + argument] = limit;
 }
 
-// The sum of a token's rows, zero past their end.
+// Computes the sum of a token's table rows, with zeros past their end.
 template <class Table, class S>
 __device__ __forceinline__ void look_up(const EmbeddingGpuRows& p, const TokenIndices& at,
                                         float (&x)[S::kVectors][kVector]) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void look_up(const EmbeddingGpuRows& p, const TokenIn
   }
 }
 
-// The mean and the inverse deviation of a row, which becomes its normalized values.
+// Replaces a row by its normalized values and writes its mean and rstd.
 template <class S>
 __device__ __forceinline__ void normalize(const EmbeddingGpuForward& p, int64_t row, float (&x)[S::kVectors][kVector]) {
   __shared__ float scratch[2][2 * S::kBlock / 32];
@@ -100,7 +100,7 @@ __device__ __forceinline__ void normalize(const EmbeddingGpuForward& p, int64_t 
     for (int i = 0; i < kVector; ++i) mean[0] += x[v][i];
   group_sum<S::kGroup, S::kBlock>(mean, scratch[0]);
   mean[0] *= inverse_c;
-  float sums[2] = {};  // of the squares of the deviations, and of the deviations: zero but for the mean's rounding
+  float sums[2] = {};  // of the squared deviations, and of the deviations (zero except for the mean's rounding)
 #pragma unroll
   for (int v = 0; v < S::kVectors; ++v) {
     const float center = in_row<S>(v, columns) ? mean[0] : 0.0f;
@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(S::kBlock) forward_kernel(EmbeddingGpuForward 
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// A block takes every gridDim.x-th row. It writes dx and the keys, the row of each table that a token's dx goes to or
-// -1, and its part of the sums over rows.
+// A block processes every gridDim.x-th row. It writes dx, the keys (the row of each table to which a token's dx is
+// added, or -1), and its partial sums over rows.
 template <class Table, class Out, class S>
 __global__ void __launch_bounds__(S::kBlock) rows_kernel(EmbeddingGpuBackward p, EmbeddingGpuWorkspace workspace) {
   __shared__ float scratch[2][3 * S::kBlock / 32];
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(S::kBlock) rows_kernel(EmbeddingGpuBackward p,
       float x[S::kVectors][kVector];
       look_up<Table, S>(p, at, x);
       const float mean = p.statistics[row], rstd = p.statistics[p.rows + row];
-      float sums[3] = {};  // of the deviations (zero but for rounding), of g = h * weight and of their product
+      float sums[3] = {};  // of the deviations (zero except for rounding), of g = h * weight and of their product
 #pragma unroll
       for (int v = 0; v < S::kVectors; ++v) {
         const float center = in_row<S>(v, columns) ? mean : 0.0f;
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(S::kBlock) rows_kernel(EmbeddingGpuBackward p,
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           const float deviation = x[v][i] - correction;
-          // Rounded as in the sum: the difference is exact where it should be zero.
+          // Rounded as in the sum, so that the difference is exactly zero where it should be.
           out[i] = rstd * (__fmul_rn(h[v][i], weight[v][i]) - mean_g) - slope * deviation;
           dweight[v][i] = fmaf(h[v][i] * rstd, deviation, dweight[v][i]);
           dbias[v][i] += h[v][i];
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(S::kBlock) rows_kernel(EmbeddingGpuBackward p,
   }
 }
 
-constexpr int kSumVector = 4;  // columns of a thread in the kernels that add up dx
+constexpr int kSumVector = 4;  // columns per thread in the kernels that add dx
 constexpr int kSliceColumns = kBlock * kSumVector;
 
 __device__ __forceinline__ void add_row(const float* dx, bool inside, float (&total)[kSumVector]) {
@@ -263,7 +263,8 @@ __device__ __forceinline__ void add_row(const float* dx, bool inside, float (&to
   total[3] += value.w;
 }
 
-// Block (n, slice of columns, table): the gradient of the row of the table that token n has, if n is its first token.
+// Grid (tokens, slices of columns, tables). The block of token n computes the gradient of the token's row of the table,
+// if n is the first token with this row.
 __global__ void __launch_bounds__(kBlock) tables_kernel(EmbeddingGpuBackward p, EmbeddingGpuWorkspace workspace) {
   __shared__ unsigned matches[kBlock / 32];
   void* dtable = blockIdx.z == 0 ? p.dword : p.dposition;
@@ -297,7 +298,7 @@ __global__ void __launch_bounds__(kBlock) tables_kernel(EmbeddingGpuBackward p, 
   for (int i = 0; i < kSumVector; ++i) store_as(p.table_dtype, dtable, key * p.columns + column + i, total[i]);
 }
 
-// Block (part, slice of columns): the part's sums of dx over the tokens of segments 0 and 1.
+// Grid (parts, slices of columns). Computes the part's sums of dx over the tokens of segments 0 and 1.
 __global__ void __launch_bounds__(kBlock) segments_kernel(EmbeddingGpuBackward p, EmbeddingGpuWorkspace workspace) {
   const int64_t column = static_cast<int64_t>(blockIdx.y) * kSliceColumns + threadIdx.x * kSumVector;
   if (column >= p.columns) return;

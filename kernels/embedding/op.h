@@ -1,8 +1,8 @@
-// Token + position + segment embedding, LayerNorm, dropout. N tokens, C columns; reference.py has the formula.
+// Token + position + segment embedding, LayerNorm, dropout. N tokens, C columns; the formula is in reference.py.
 //
-// Bytes per token (t, e = bytes of an element of the tables and of y): forward reads a row of the token table and
-// writes y, C*(t + e); backward reads both again and writes the whole gradients of the tables once. The caller has
-// validated the indices.
+// Bytes per token (t, e = bytes of an element of the tables and of y): the forward reads a row of the token table and
+// writes y, C*(t + e); the backward reads a row of the table and dy, and writes the complete gradients of the tables
+// once. The caller has validated the indices.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace fasttfm {
 
-// The parameters of both directions.
+// The parameters that forward and backward have in common.
 struct EmbeddingRows {
   const void* word_table;       // [V, C], table_dtype
   const void* position_table;   // [positions, C], table_dtype, or null
@@ -43,7 +43,8 @@ struct EmbeddingForward : EmbeddingRows {
   float eps;
 };
 
-// The gradient of every token's sum of rows; embedding_table_backward() sums it into the tables.
+// Computes dx, the gradient of every token's sum of table rows; embedding_table_backward() adds it to the gradients of
+// the tables.
 struct EmbeddingBackward : EmbeddingRows {
   const void* dy;      // [N, C], dtype
   const float* mean;   // [N]; unused without LayerNorm
@@ -65,7 +66,7 @@ struct EmbeddingTableBackward {
   int64_t rows;            // N
   int64_t columns;         // C
   int64_t table_rows;
-  int64_t excluded;  // an index that gets no gradient, or -1
+  int64_t excluded;  // a row without gradient (padding_idx), or -1
   DType dtype;
   int threads;
 };
@@ -73,15 +74,15 @@ struct EmbeddingTableBackward {
 // ---- CUDA, for batches of few tokens --------------------------------------------------------------------------------
 
 constexpr int kEmbeddingTables = 3;
-constexpr int64_t kEmbeddingSegments = 2;       // rows of a segment table, at most
-constexpr int64_t kEmbeddingGpuRows = 8192;     // tokens, at most: the backward compares each with all others
-constexpr int64_t kEmbeddingGpuColumns = 2048;  // at most
+constexpr int64_t kEmbeddingSegments = 2;       // maximum number of rows of a segment table
+constexpr int64_t kEmbeddingGpuRows = 8192;     // maximum number of tokens: the backward compares each with all others
+constexpr int64_t kEmbeddingGpuColumns = 2048;  // maximum number of columns
 
 struct EmbeddingGpuRows {
   const void* word_table;       // [word_rows, C], table_dtype
   const void* position_table;   // [position_rows, C], table_dtype, or null
   const void* segment_table;    // [segment_rows, C], table_dtype, or null
-  const int64_t* ids;           // [N]; an index outside of its table gives NaN, and no gradient
+  const int64_t* ids;           // [N]; an index outside of its table results in NaN and gets no gradient
   const int64_t* position_ids;  // [N], or null for a token's index in its sequence
   const int64_t* segment_ids;   // [N], or null for 0
   const int32_t* cu_seqlens;    // [sequences + 1], or null when all sequences have tokens_per_sequence
@@ -121,7 +122,7 @@ struct EmbeddingGpuBackward : EmbeddingGpuRows {
   void* dweight;          // [C], weight_dtype
   void* dbias;            // [C], bias_dtype
   float* workspace;       // embedding_gpu_workspace(rows, columns) floats
-  int64_t padding_index;  // a row of the word table that gets no gradient, or -1
+  int64_t padding_index;  // a row of the word table without gradient, or -1
 };
 
 // The parts of the backward's workspace.
@@ -129,7 +130,7 @@ struct EmbeddingGpuWorkspace {
   float* dx;             // [N, C]
   float* parts;          // [2, parts, C]: each block's sums for dweight and dbias
   float* segment_parts;  // [2, segment parts, C]
-  int32_t* keys;         // [3, N]: the row of each table that a token's dx goes to, or -1
+  int32_t* keys;         // [3, N]: the row of each table to which a token's dx is added, or -1
 
   EmbeddingGpuWorkspace(float* start, int64_t rows, int64_t columns, int64_t parts, int64_t segment_parts)
       : dx(start),

@@ -1,5 +1,5 @@
-// z = residual + sum of a GEMM's parts + bias, y = LayerNorm(z), for few rows: one block per row, 8 columns per thread.
-// Parameters are loaded before the GEMM has ended.
+// z = residual + sum of a split-K GEMM's parts + bias, y = LayerNorm(z), for few rows: one block per row, 8 columns per
+// thread. Parameters are loaded before the GEMM has ended.
 #include <cstdint>
 
 #include "common/cuda/hopper.cuh"
@@ -14,8 +14,8 @@ namespace {
 constexpr int kMostThreads = static_cast<int>(kMaxRowColumns) / kVector;
 constexpr int kAtOnce = 4;  // parts whose loads are in flight at the same time
 
-// The sum over the block's threads, in a fixed order; every thread gets it. `scratch` has room for 32 sums and differs
-// from that of the previous call, which other threads may still read.
+// Computes the sum over the block's threads in a fixed order; every thread gets it. `scratch` has room for 32 sums and
+// must not be that of the previous call, which other threads may still be reading.
 template <int COUNT>
 __device__ __forceinline__ void block_sum(float (&value)[COUNT], float (*scratch)[32]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;

@@ -1,11 +1,10 @@
-// Attention forward of short packed sequences on Hopper, without dropout and without lse, for inference over few
-// tokens.
+// Attention forward of short packed sequences on Hopper, without dropout and without lse, for inference on few tokens.
 //
-// A block computes 64 queries of one head over steps of 64 keys, 16 queries per warp. With SPLIT it computes 16 queries
-// over steps of 128 keys, a quarter of the keys per warp, and merges the warps' softmaxes at the end: that gives four
-// times as many blocks, for calls whose queries would leave most SMs idle. The softmax is online. cp.async loads the
-// keys and values of the next step during the current one. The blocks with z = sequences write zeros for the tokens
-// after the last sequence.
+// A block computes 64 queries of one head in steps of 64 keys, with 16 queries per warp. With SPLIT it computes 16
+// queries in steps of 128 keys, with a quarter of the keys per warp, and combines the warps' softmax results at the
+// end. This results in four times as many blocks, for calls whose queries would otherwise leave most SMs idle. The
+// softmax is online. cp.async loads the keys and values of the next step during the current one. The blocks with
+// blockIdx.z = sequences write zeros for the tokens after the last sequence.
 #include <cstdint>
 
 #include "common/activation.h"
@@ -35,7 +34,7 @@ struct AttentionShape {
   static_assert(kThreads * (D / 2 + 4) * 4 <= kMemory, "room for the warps' sums");
 };
 
-// Copies ROWS rows of one head, zeros from `rows` on.
+// Copies ROWS rows of one head, of which those from `rows` on are zeros.
 template <class T, int D, int ROWS>
 __device__ __forceinline__ void copy_rows(uint32_t shared, const T* from, int64_t stride, int rows) {
   constexpr int kChunks = D / kChunk, kCopies = (ROWS * kChunks + kThreads - 1) / kThreads;
@@ -84,12 +83,12 @@ __device__ __forceinline__ void add_values(const float (&weights)[N][4], uint32_
   }
 }
 
-// The largest score and the sum of weights of the two rows that a thread shares with the other three of its quad.
+// The largest score and the sum of weights of a thread's two rows. The four threads of a quad have the same rows.
 struct Softmax {
   float largest[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
 
-  // Turns scores into weights, and rescales `out` to the new largest scores. `scale` includes log2(e). Each row sees
-  // the keys from `first` to `last` (exclusive), relative to the first of these scores.
+  // Replaces scores by weights, and rescales `out` to the new largest scores. `scale` includes log2(e). Each row
+  // attends to the keys [first, last), relative to the first of these scores.
   template <int N, int COLUMNS>
   __device__ __forceinline__ void step(float (&scores)[N][4], const int (&first)[2], const int (&last)[2], float scale,
                                        float (&out)[COLUMNS][4]) {
@@ -129,7 +128,7 @@ struct Softmax {
     }
   }
 
-  // Sums up the quad's totals.
+  // Adds the totals of the quad's threads.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
@@ -138,18 +137,19 @@ struct Softmax {
     }
   }
 
-  // The factor of `out` at the end: 0 for a row that sees no key.
+  // The final factor of `out`: 0 for a row that attends to no keys.
   __device__ __forceinline__ float inverse(int row) const { return total[row] > 0.0f ? 1.0f / total[row] : 0.0f; }
 };
 
-// Merges the results of all warps for the same queries into the first warp's, in order. Returns true for its threads.
+// Combines the results of all warps for the same queries in the first warp, in the order of the warps. Returns true for
+// the first warp's threads.
 template <int COLUMNS>
 __device__ __forceinline__ bool merge_warps(float* exchange, float scale, Softmax& softmax, float (&out)[COLUMNS][4]) {
   constexpr int kValues = 4 * COLUMNS + 4;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const auto at = [&](int of, int value) -> float& { return exchange[(of * kValues + value) * 32 + lane]; };
   cp_async_wait<0>();
-  __syncthreads();  // keys and values are read
+  __syncthreads();  // all warps have read their keys and values
   if (warp > 0) {
 #pragma unroll
     for (int i = 0; i < 4 * COLUMNS; ++i) at(warp, i) = out[i / 4][i % 4];
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
   const T *k = q + p.heads * D, *v = k + p.heads * D;
   const uint32_t q_tile = shared_address(memory), stages = q_tile + S::kQueryBytes;
 
-  // The keys that the block's queries see; first_key is rounded down to a multiple of a step.
+  // The keys to which the block's queries attend; first_key is rounded down to a multiple of a step.
   const int left = static_cast<int>(p.window_left), right = static_cast<int>(p.window_right);
   const int last_query = min(first_query + S::kQueries, length) - 1;
   const int first_key = left < 0 ? 0 : max(first_query - left, 0) / S::kKeys * S::kKeys;

@@ -1,8 +1,8 @@
 // GEMMs for few rows on Hopper: x [M, K] times weight [N, K]^T, both K-major.
 //
 // A block computes one tile (tiles.h) over one part of K. TMA loads stages of 64 elements of K; a block starts to load
-// its weights before the kernel that writes x has ended. Tensor cores are used by mma.sync, whose 16 rows fit few rows
-// best, or by wgmma, which reads shared memory less often. Both have the same accumulator layout.
+// its weights before the kernel that writes x has ended. Tiles use either mma.sync, whose 16 rows suit few rows best,
+// or wgmma, which reads shared memory less often. Both have the same accumulator layout.
 #include <cstdint>
 
 #include "common/cuda/activation.cuh"
@@ -36,14 +36,14 @@ struct Shape {
                 "room for the groups' sums");
 };
 
-// Starts the TMA loads of a block's stages; used by one thread.
+// Issues the TMA loads of a block's stages. Used by one thread.
 template <class S>
 struct StageCopies {
   const CUtensorMap *a_map, *b_map;
-  Mbarrier* full;   // one for each slot
-  uint32_t tiles;   // the address of the slots
+  Mbarrier* full;   // one per stage of the ring buffer
+  uint32_t tiles;   // the ring buffer's address
   int row, column;  // the first row and column of the tile
-  int start;        // the first stage of the part of K
+  int start;        // index of the first stage of the part of K
 
   // `stage` is relative to the first stage of the part.
   __device__ __forceinline__ void start_weights(int stage, int slot) const {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void prefetch_weights(const FewRowsProduct& p, int fi
   }
 }
 
-// Adds the products of the warp's steps of one stage to its sums, by mma.sync.
+// Accumulates the warp's steps of one stage by mma.sync.
 template <class T, class S>
 __device__ __forceinline__ void multiply_stage(uint32_t a_tile, uint32_t b_tile, int group,
                                                float (&sums)[S::kM][S::kN][4]) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void multiply_stage(uint32_t a_tile, uint32_t b_tile,
   }
 }
 
-// The same by wgmma. On return the wgmmas of the previous stage are complete, those of this stage are in flight.
+// The same by wgmma. On return the wgmma of the previous stage are complete and those of this stage are in flight.
 // `a_tile` has the warpgroup's 64 rows, `b_tile` all columns.
 template <class T, class S>
 __device__ __forceinline__ void start_stage(uint32_t a_tile, uint32_t b_tile, int group, float (&sums)[S::kN * 4]) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ bool add_groups(float* exchange, int group, float (&s
   if constexpr (S::kGroups == 1) return true;
   const int thread = static_cast<int>(threadIdx.x) % S::kGroupThreads;
   constexpr int kSums = S::kM * S::kN * 4;
-  __syncthreads();  // the stages are read
+  __syncthreads();  // all warps have read the stages
   if (group > 0)
 #pragma unroll
     for (int i = 0; i < kSums; ++i)
@@ -190,7 +190,8 @@ __device__ __forceinline__ void load_bias(const FewRowsProduct& p, int column, f
   }
 }
 
-// What a warp computes: the tile's first row and column, the warp's own within the tile, its group, and its stages.
+// The work of a warp: the tile's first row and column, the warp's first row and column within the tile, its group, and
+// its stages.
 struct Place {
   int row, column, warp_row, warp_column, group;
   int start, stages;
@@ -229,7 +230,7 @@ __device__ __forceinline__ void multiply_part(char* memory, const CUtensorMap* a
     fence_mbarrier_init();
     for (int stage = 0; stage < ahead; ++stage) copies.start_weights(stage, stage);
   }
-  __syncthreads();  // the barriers are initialized
+  __syncthreads();  // the mbarriers are initialized
   griddepcontrol_wait();
   if (copies_stages)
     for (int stage = 0; stage < ahead; ++stage) copies.start_rows(stage, stage);
@@ -237,7 +238,7 @@ __device__ __forceinline__ void multiply_part(char* memory, const CUtensorMap* a
   int free_slot = S::kAhead;
   for (int stage = 0; stage < at.stages; ++stage) {
     full[ring.slot].wait(ring.parity);
-    __syncthreads();  // the free slot is read
+    __syncthreads();  // all warps have read the stage that is loaded next
     if (copies_stages && stage + S::kAhead < at.stages) {
       copies.start_weights(stage + S::kAhead, free_slot);
       copies.start_rows(stage + S::kAhead, free_slot);
@@ -284,7 +285,7 @@ __global__ void __launch_bounds__(S::kThreads)
   }
 }
 
-// A matrix [rows, K] as boxes of `box` rows and 64 elements of K.
+// Makes the tensor map of a matrix [rows, K] with boxes of `box` rows and 64 elements of K.
 Status map_rows(CUtensorMap* map, const FewRowsProduct& call, const void* matrix, int64_t rows, int box) {
   return make_tensor_map(map,
                          {matrix, call.dtype, {call.inner, rows, 1, 1}, {call.inner, 0, 0}, {kTileColumns, box, 1, 1}});

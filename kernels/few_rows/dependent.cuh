@@ -10,12 +10,13 @@
 namespace fasttfm {
 namespace cuda {
 
-// Lets the stream's next kernel, if it is a dependent launch, start when all blocks of this one have executed this.
+// Lets the stream's next kernel, if it is a dependent launch, start when all blocks of this kernel have executed this.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-// Waits until the previous kernel has ended and its writes are visible; returns at once if this is not a dependent
-// launch. Every block calls it before it reads or writes a tensor of the chain, so all earlier kernels have ended, too.
+// Waits until the previous kernel has ended and its writes are visible; returns immediately if this is not a dependent
+// launch. Every block of every kernel calls it before it reads or writes activations, so all earlier kernels have
+// ended, too.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Launches a kernel; if `dependent`, it may start before the previous kernel in the stream has ended.
@@ -31,7 +32,7 @@ Status launch_after(bool dependent, void (*kernel)(Parameters...), dim3 grid, di
   return launch_as(config, kernel, arguments...);
 }
 
-// cp.async of 16 bytes, or of zeros if not `wanted`. The address is read only if wanted, but must be valid.
+// cp.async of 16 bytes, or of zeros if not `wanted`. The address must be valid, even if it is not read.
 __device__ __forceinline__ void cp_async_zfill(bool wanted, uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0)
                : "memory");

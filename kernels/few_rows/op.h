@@ -1,6 +1,6 @@
-// Inference over few tokens: GEMMs of 1 to some hundred rows, the LayerNorm that adds up their partial sums, and
-// attention of short sequences. Consecutive kernels overlap by programmatic dependent launch: each starts while the
-// previous one still runs, fetches what does not depend on it (weights), and then waits for it.
+// Inference on few tokens: GEMMs of 1 to a few hundred rows, the LayerNorm that adds their partial sums, and attention
+// of short sequences. Consecutive kernels overlap by programmatic dependent launch: each starts while the previous one
+// still runs, loads data that does not depend on it (weights), and then waits for it.
 //
 //   product      y = activation(x weight^T + bias)       x [M, K], weight [N, K]; or fp32 partial sums (split-K)
 //   add_norm     z = residual + sum of parts + bias,  y = LayerNorm(z)
@@ -15,9 +15,9 @@
 
 namespace fasttfm {
 
-// `dependent`, in every struct: not 0 if the previous kernel in the stream is one of these three kernels. Then weights,
-// biases and cu_seqlens may be read before that kernel has ended. The first kernel of a chain is launched with 0, so
-// that it waits for the kernels that write them.
+// `dependent`, in every struct: not 0 if the previous kernel in the stream is one of these three kernels. In that case
+// weights, biases and cu_seqlens may be read before the previous kernel has ended. The first kernel of a chain is
+// launched with 0, so that it waits for the kernels that write them.
 struct FewRowsProduct {
   const void* x;       // [M, K], dtype, contiguous
   const void* weight;  // [N, K], dtype, contiguous
@@ -28,7 +28,7 @@ struct FewRowsProduct {
   int64_t columns;     // N
   int64_t inner;       // K
   int tile;            // index into few_rows::kTiles
-  int part_count;      // into how many parts K is split; 1 without parts
+  int part_count;      // number of parts into which K is split; 1 if `parts` is null
   int activates;       // not 0 to apply the activation
   Activation activation;
   DType dtype;  // bf16 or f16
@@ -69,8 +69,8 @@ struct FewRowsAttention {
   int64_t max_seqlen;    // an upper bound of the sequences' lengths
   int64_t window_left;   // as in attention/op.h
   int64_t window_right;  //
-  float scale;           // of the scores
-  int split_keys;        // not 0 for blocks of 16 queries whose warps share the keys
+  float scale;           // multiplies the scores
+  int split_keys;        // not 0 for blocks of 16 queries whose keys are divided among the warps
   DType dtype;           // bf16 or f16
   int dependent;
   int device;

@@ -1,5 +1,6 @@
-// The tile of a GEMM for few rows and the number of parts into which K is split, chosen by an estimate of the time from
-// the sizes and the number of SMs. It depends on nothing else, so the same call always gives the same bits.
+// The tile of a GEMM for few rows, and the number of parts into which K is split. They minimize an estimate of the
+// time, which depends only on the sizes and the number of SMs, so results of the same call are always bitwise
+// identical.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +18,9 @@ struct Plan {
   int parts;  // of K
 };
 
-// An estimate in picoseconds, fitted to measurements on an H200. A block spends kStage on each stage and kStageRow on
-// each of the stage's rows, 1.75 times as much with mma.sync, which reads shared memory more often. All SMs together
-// need at least kAllStageRow per row. Writing and reading a part's sums costs 1 per element.
+// The estimated time in picoseconds, fitted to measurements on an H200. A block takes kStage for each stage and
+// kStageRow for each of the stage's rows, 1.75 times as long with mma.sync, which reads shared memory more often. All
+// SMs together need at least kAllStageRow per row. Writing and reading the sums of a part takes 1 per element.
 inline int64_t time_of(const Tile& tile, int parts, int64_t rows, int64_t columns, int64_t inner, int64_t processors) {
   constexpr int64_t kStage = 50'000, kStageRow = 1000, kAllStageRow = 12;
   const auto steps = [](int64_t count, int64_t step) { return (count + step - 1) / step; };
@@ -30,7 +31,7 @@ inline int64_t time_of(const Tile& tile, int parts, int64_t rows, int64_t column
   return product + parts * rows * columns;
 }
 
-// `partial`: whether K may be split; the next kernel then adds up the parts.
+// `partial`: whether K may be split. If it is, the next kernel adds the parts.
 inline Plan plan_product(int64_t rows, int64_t columns, int64_t inner, int64_t processors, bool partial) {
   const int64_t stages = (inner + kInner - 1) / kInner;
   const int most = partial ? static_cast<int>(std::min<int64_t>(kMaxParts, stages)) : 1;
@@ -47,7 +48,8 @@ inline Plan plan_product(int64_t rows, int64_t columns, int64_t inner, int64_t p
   return best;
 }
 
-// Whether attention uses blocks of 16 queries whose warps share the keys: if there are at most two such blocks per SM.
+// Whether attention uses blocks of 16 queries whose keys are divided among the warps: if there are at most two such
+// blocks per SM.
 inline bool splits_keys(int64_t sequences, int64_t heads, int64_t max_seqlen, int64_t processors) {
   return sequences * heads * ((max_seqlen + 15) / 16) <= 2 * processors;
 }

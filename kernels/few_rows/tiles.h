@@ -1,5 +1,5 @@
-// The tiles of the GEMMs for few rows, and which element of a tile each thread moves or holds: index arithmetic that
-// kernels and, in tests, the host compile.
+// The tiles of the GEMMs for few rows, and which element of a tile each thread loads or holds. The index arithmetic
+// also compiles for the host, where tests cover it.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ constexpr int kInner = 64;      // elements of K in one stage: rows of 128 bytes
 constexpr int kChunk = 8;       // elements in 16 bytes
 constexpr int kTileChunks = 8;  // chunks in a row of a stage
 
-// A block computes rows x columns of the result. Its warps form inner_groups grids of warp_rows x warp_columns. Each
-// grid computes the whole tile over its part of every stage, and the first one adds up their sums. With wgmma a warp
+// A block computes rows x columns of the result. Its warps form inner_groups groups of warp_rows x warp_columns warps.
+// Each group computes the whole tile over its part of every stage, and the first group adds the sums. With wgmma a warp
 // has 16 rows, and four warps are a warpgroup; otherwise warps use mma.sync. TMA loads the stages.
 struct Tile {
   int rows, columns;
@@ -28,7 +28,7 @@ struct Tile {
   bool wgmma;
 };
 
-// Only one block fits into an SM's shared memory, so blocks of a kernel that starts early run on other SMs.
+// The shared memory of an SM fits only one block, so blocks of a kernel that starts early run on other SMs.
 constexpr Tile kTiles[] = {
     {16, 32, 1, 2, 4, 19, false}, {32, 32, 1, 2, 4, 14, false},  {32, 48, 1, 2, 4, 12, false},
     {64, 32, 2, 2, 2, 10, false}, {64, 48, 2, 2, 2, 9, false},   {64, 64, 2, 2, 2, 8, false},
@@ -40,29 +40,30 @@ constexpr int kTileCount = static_cast<int>(sizeof(kTiles) / sizeof(kTiles[0]));
 
 constexpr int threads_of(const Tile& tile) { return 32 * tile.warp_rows * tile.warp_columns * tile.inner_groups; }
 constexpr int stage_bytes(const Tile& tile) { return (tile.rows + tile.columns) * kInner * 2; }
-// How many stages are loaded ahead: one is in use, and with wgmma also the previous one.
+// The number of stages that are loaded ahead: all but the one in use and, with wgmma, the previous one.
 constexpr int stages_ahead(const Tile& tile) { return tile.stages - (tile.wgmma ? 2 : 1); }
-// Bytes of shared memory: the stages, and a barrier for each.
+// Bytes of shared memory: the stages, and an mbarrier for each.
 constexpr int memory_of(const Tile& tile) { return tile.stages * (stage_bytes(tile) + 8); }
 
-// The byte offset of a 16-byte chunk in a tile whose rows have `chunks` chunks (4, 8 or 16). Chunks are permuted within
-// 128 bytes such that the same chunk of eight consecutive rows is in different banks.
+// The byte offset of a 16-byte chunk in a tile whose rows have `chunks` chunks (4, 8 or 16). Chunks are swizzled within
+// 128 bytes, so that the same chunk of eight consecutive rows is in different banks.
 FASTTFM_HOST_DEVICE constexpr int chunk_offset(int row, int chunk, int chunks) {
   return (row * chunks + (chunk ^ (chunks >= 8 ? row & 7 : (row >> 1) & 3))) * 16;
 }
 
-// The row and the chunk whose address a lane gives to ldmatrix.x4.
+// The row and the chunk whose address a lane passes to ldmatrix.x4.
 struct MatrixRow {
   int row, chunk;
 };
 // 16 rows x 16 columns: an operand A of mma.m16n8k16, or, transposed, operands B of two tiles of 8 columns.
 FASTTFM_HOST_DEVICE constexpr MatrixRow matrix_row_a(int lane) { return {lane & 15, lane >> 4}; }
-// 16 rows of a matrix whose transpose is the operand B: two tiles of 8 columns. Lanes 0 to 15 give the first one.
+// 16 rows of a matrix whose transpose is the operand B: two tiles of 8 columns. Lanes 0 to 15 address the first one.
 FASTTFM_HOST_DEVICE constexpr MatrixRow matrix_row_b(int lane) {
   return {(lane >> 4) * 8 + (lane & 7), (lane >> 3) & 1};
 }
 
-// The first of two neighbouring elements that a lane holds of an accumulator of 16 x 8; the other two are 8 rows below.
+// The position of the first of two neighbouring elements that a lane holds of a 16 x 8 accumulator; the other two are 8
+// rows below.
 FASTTFM_HOST_DEVICE constexpr int accumulator_row(int lane) { return lane >> 2; }
 FASTTFM_HOST_DEVICE constexpr int accumulator_column(int lane) { return 2 * (lane & 3); }
 

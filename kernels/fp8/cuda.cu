@@ -1,8 +1,8 @@
-// Casts to FP8 on Hopper. The rules are in reference.py.
+// Casts to FP8 on Hopper. The specification is reference.py.
 //
-// A block computes a tile of 128 rows and 128 columns, a thread 8 x 8 elements of it. A thread reads 16 bytes of each
-// of its rows, writes 8 FP8 numbers of each, and transposes its elements in registers. The columns of the tile go
-// through shared memory, so that 8 lanes write 128 bytes of a column, 16 bytes each.
+// A block computes a tile of 128 rows and 128 columns, of which a thread computes 8 x 8 elements. A thread reads 16
+// bytes and writes 8 FP8 numbers of each of its rows, and transposes its elements in registers. The columns of the tile
+// are staged in shared memory, so that 8 lanes write 128 bytes of a column, 16 bytes each.
 #include <cstdint>
 #include <type_traits>
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ void store_rows(void* to, const Place& at, int r, int
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-// Dropout of a thread's 8 columns, row by row.
+// Dropout of a thread's 8 columns, one row after another.
 struct DroppedRows {
   const Fp8Cast& p;
   PhiloxKeys keys;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 4 || DROPS ? 2 : 3) cast_
 template <bool E5M2>
 __global__ void __launch_bounds__(kBlock, 2) cast_many_kernel(Fp8CastMany many) {
   const auto* rows = reinterpret_cast<const Fp8CastRow*>(many.table);
-  int64_t low = 0, high = many.count;  // the last matrix whose first tile is not after this block's
+  int64_t low = 0, high = many.count;  // finds the last matrix whose first tile is not after this block's
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
     (rows[middle].first_tile <= blockIdx.x ? low : high) = middle;

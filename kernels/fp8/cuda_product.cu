@@ -1,8 +1,8 @@
 // The Hopper GEMM of FP8 operands (common/cuda/hopper_product.cuh) whose epilogue computes the activation in FP8.
 //
-// Per tile of 128 x 192 at K = 1024 the tensor cores need 6,144 cycles. The epilogue, about 22 instructions and two
-// special functions per element, takes 4,200 issue slots of each warp scheduler. Memory traffic in addition to the
-// operands: 1 byte per element of the result, and 2 for h.
+// For a tile of 128 x 192 with K = 1024 the tensor cores need 6,144 cycles. The epilogue has about 22 instructions and
+// two special functions per element, which take 4,200 issue slots of each warp scheduler. Memory traffic in addition to
+// the operands: 1 byte per element of the result, and 2 for h.
 #include <cstdint>
 
 #include "common/cuda/activation.cuh"
@@ -49,7 +49,7 @@ struct Fp8GeluEpilogue {
         for (int i = 0; i < kVector; ++i) product[i] = value[i] * inverse;
         store_vector_if(at.there(), p.h + at.offset, narrow_vector<T>(product));
       }
-      // The scales are powers of two, so that the product is exact.
+      // The scales are powers of two, so the multiplication is exact.
 #pragma unroll
       for (int i = 0; i < kVector; ++i) value[i] = activated<A, false>(fmaf(value[i], inverse, bias[i])).value;
       if (at.there()) {

@@ -1,5 +1,5 @@
-// Casts to FP8 with one scale per tensor, without and with an activation; the rules are in reference.py. Tensors have N
-// rows and C columns; P is N rounded up to a multiple of 16.
+// Casts to FP8 with one scale per tensor, with and without an activation; the specification is reference.py. Tensors
+// have N rows and C columns; P is N rounded up to a multiple of 16.
 //
 // Bytes per element of 16-bit tensors: cast reads 2 and writes 2; the activation's forward reads 2 and writes 1, its
 // backward reads 4 and writes 3.
@@ -16,7 +16,7 @@ namespace fasttfm {
 struct Fp8Cast {
   const void* x;       // [N, C], dtype; rows x_stride elements apart
   const float* scale;  // [1]
-  float* amax;         // [1]: raised to the largest magnitude of x
+  float* amax;         // [1]: updated to at least the largest magnitude of x
   void* as_rows;       // [N, C], FP8, or null if not needed
   void* as_columns;    // [C, P], FP8, or null if not needed
   int64_t rows;        // N
@@ -32,10 +32,10 @@ struct Fp8Cast {
   const int32_t* cu_seqlens;
   int64_t sequences;
   int threshold;
-  float kept_scale;  // the factor of the elements that are kept
+  float kept_scale;  // multiplies the elements that are kept
 };
 
-// Casts several fp32 matrices by one launch.
+// Casts several fp32 matrices with one launch.
 struct Fp8CastMany {
   const int64_t* table;  // [count, 8] on the device; see Fp8CastRow
   int64_t count;
@@ -118,7 +118,7 @@ struct Fp8GeluProduct {
 };
 
 namespace cuda {
-// Tensors start at multiples of 16 bytes, and so do rows.
+// Tensors and their rows start at multiples of 16 bytes.
 Status fp8_cast(const Fp8Cast&);
 Status fp8_cast_many(const Fp8CastMany&);
 int64_t fp8_cast_tiles(int64_t rows, int64_t columns);

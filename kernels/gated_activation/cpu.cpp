@@ -10,7 +10,7 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace {
 
-// The two halves of a row of 2 C columns, or of the bias; null where that is null.
+// The two halves of a row of 2 C columns, or of the bias; both null if that is null.
 template <class T>
 struct Halves {
   T* gate;

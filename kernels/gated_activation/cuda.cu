@@ -1,7 +1,7 @@
 // Gated activations on NVIDIA GPUs, built on common/cuda/stripes.cuh. The formulas are in reference.py.
 //
-// A lane holds 8 columns of the gate and the same 8 of up. Most models have no bias here: kernels without one keep no
-// parameters and no sums in registers, and more of their warps fit on an SM.
+// A lane holds 8 columns of the gate and the same 8 columns of up. Most models have no bias here; kernels without a
+// bias have no parameters or sums in registers and therefore a higher occupancy.
 #include <algorithm>
 #include <cstdint>
 
@@ -18,13 +18,13 @@ namespace {
 
 template <class T>
 constexpr bool kExact = sizeof(T) == 4;
-// Rows that a lane loads at once: the same number of bytes of each tensor for all types.
+// Rows that a lane loads before it computes: the same number of bytes per tensor for all types.
 template <class T>
 constexpr int kRows = 4 / sizeof(T);
 // Blocks of the backward per SM: up to 64 registers per thread, and up to 128 with a bias.
 constexpr int backward_blocks(bool biased) { return biased ? 2 : 4; }
 
-constexpr int64_t kMaxParts = 65535;  // a grid's largest y
+constexpr int64_t kMaxParts = 65535;  // the largest gridDim.y
 
 // The offset of the gate in a row of x, and that of up relative to it.
 struct Halves {
@@ -35,7 +35,7 @@ struct Halves {
       : gate(p.gate_first ? 0 : p.columns), up_from_gate(p.gate_first ? p.columns : -p.columns) {}
 };
 
-// Grid (tiles * stripes); a tile is kStripeWarps * kRows rows, which the warps take in turn.
+// Grid (tiles * stripes). A tile has kStripeWarps * kRows rows, which are interleaved over the warps.
 template <class T, Activation A>
 __global__ void __launch_bounds__(kStripeBlock) forward_kernel(GatedActivationForward p, unsigned stripes) {
   const int column = static_cast<int>(blockIdx.x % stripes * kStripe + threadIdx.x % 32 * kVector);
@@ -81,7 +81,7 @@ struct BackwardLane {
   float gate_bias[kVector], up_bias[kVector];
   float gate_sum[kVector], up_sum[kVector];
 
-  // The next COUNT rows.
+  // Processes the next COUNT rows.
   template <Activation A, int COUNT>
   __device__ __forceinline__ void take() {
     Packed<T> gate[COUNT], up[COUNT], gradient[COUNT];
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kStripeBlock, backward_blocks(BIASED)) backwar
   const Halves halves(p);
   const int column = column_of_lane();
   const int64_t first = static_cast<int64_t>(blockIdx.y) * kStripeWarps + threadIdx.x / 32;
-  const int64_t stride = static_cast<int64_t>(gridDim.y) * kStripeWarps;  // warps take rows in turn
+  const int64_t stride = static_cast<int64_t>(gridDim.y) * kStripeWarps;  // rows are interleaved over the warps
   BackwardLane<T, BIASED> at{static_cast<const T*>(p.x) + first * p.x_stride + halves.gate + column,
                              static_cast<const T*>(p.dy) + first * p.columns + column,
                              static_cast<T*>(p.dx) + first * 2 * p.columns + halves.gate + column,

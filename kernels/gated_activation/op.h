@@ -1,5 +1,5 @@
-// A gated activation: act(gate) * up, of the two halves of x. N rows of C columns, which x has twice; see reference.py
-// for the formula.
+// A gated activation: act(gate) * up, where gate and up are the two halves of x. N rows of C columns, and 2 C columns
+// of x; see reference.py for the formula.
 //
 // Bytes per row (e = bytes of an element): forward reads x and writes y, 3*C*e; backward reads dy and x and writes dx,
 // 5*C*e.
@@ -60,7 +60,7 @@ namespace cuda {
 // Columns are a multiple of 8; x, dy and bias start at multiples of 16 bytes.
 Status gated_activation_forward(const GatedActivationForward&);
 Status gated_activation_backward(const GatedActivationBackward&);
-// The backward's `parts` for a GPU with this many SMs.
+// The value of `parts` in the backward for a GPU with this many SMs.
 int64_t gated_activation_parts(int64_t columns, int64_t multiprocessors);
 }  // namespace cuda
 

@@ -1,5 +1,5 @@
-// LayerNorm of GELU(x + linear_bias) on the CPU. A row's GELU (and in backward its derivative) is computed once, into
-// fp32 buffers that stay in L1 between the passes over the row.
+// LayerNorm of GELU(x + linear_bias) on the CPU. A row's GELU (and in the backward its derivative) is computed once and
+// stored in fp32 buffers, which stay in L1 between the passes over the row.
 #include "gelu_layer_norm/op.h"
 
 #include <cmath>
@@ -41,7 +41,7 @@ FASTTFM_KERNEL void forward_row(const GeluLayerNormForward& p, int64_t row, floa
   p.rstd[row] = rstd;
 }
 
-// A chunk's memory, fp32 [C] each: two buffers for the row at hand, three sums over the chunk's rows (null if not
+// A chunk's memory, fp32 [C] each: two buffers for the current row, and three sums over the chunk's rows (null if not
 // needed).
 struct ChunkMemory {
   float* deviation;
@@ -68,7 +68,7 @@ FASTTFM_KERNEL void backward_row(const GeluLayerNormBackward& p, int64_t row, co
   const float inverse_c = 1.0f / static_cast<float>(p.columns);
   const float mean = p.mean[row], rstd = p.rstd[row];
 
-  // dy is zero past the end of the row, so only the sum without it needs keep().
+  // dy is zero past the end of the row, so only the sum without a factor dy needs keep().
   Lanes deviations = broadcast(0.0f), sum_g = broadcast(0.0f), sum_g_deviation = broadcast(0.0f);
   for_columns(p.columns, [&](int64_t c, auto n) {
     Lanes u = load(x + c, n);
@@ -90,7 +90,7 @@ FASTTFM_KERNEL void backward_row(const GeluLayerNormBackward& p, int64_t row, co
 
   for_columns(p.columns, [&](int64_t c, auto n) {
     const Lanes gradient = load(dy + c, n), d = load(memory.deviation + c, n) - broadcast(correction);
-    // Rounded as in mean_g: their difference is exact where it should be zero.
+    // Rounded as in mean_g, so that the difference is exactly zero where it should be.
     const Lanes g = weight != nullptr ? product(gradient, load(weight + c, n)) : gradient;
     const Lanes dh = broadcast(rstd) * (g - broadcast(mean_g)) - broadcast(slope) * d;
     const Lanes out = dh * load(memory.derivative + c, n);

@@ -1,10 +1,11 @@
 // LayerNorm of GELU(x + linear_bias) on NVIDIA GPUs, built on rows.cuh. The formulas are in reference.py.
 //
-// Both directions are close to the issue limit as well as the bandwidth limit, so instructions per element matter. The
-// backward therefore reads everything once and keeps hhat, gelu' and g of a row, with three sums over rows, in
-// registers: eight warps with up to 255 registers per thread, where the eight independent elements of a vector hide
-// latency. hhat is one FMA, h * rstd - mean * rstd, with an error from rounding the constant, 2^-24 * |mean| * rstd.
-// That is visible only if a row's deviation is far below the rounding of 16-bit elements; fp32 rows are centered again.
+// Forward and backward are close to the issue limit as well as the bandwidth limit, so the number of instructions per
+// element matters. The backward therefore reads everything once and keeps hhat, gelu' and g of a row, and three sums
+// over rows, in registers. It has eight warps with up to 255 registers per thread; the eight independent elements of a
+// vector hide latency. hhat is computed with one FMA, h * rstd - mean * rstd. Rounding the constant mean * rstd causes
+// an error of 2^-24 * |mean| * rstd, which is visible only if the standard deviation of a row is far below the rounding
+// error of 16-bit elements; fp32 rows are therefore centered again.
 #include <cstdint>
 
 #include "common/cuda/activation.cuh"
@@ -19,7 +20,7 @@ namespace {
 
 template <class T>
 constexpr bool kExact = sizeof(T) == 4;
-// A group processes two rows of a 16-bit type, which share the loads and conversions of the parameters.
+// Rows per group: with a 16-bit type two, so that parameters are loaded and converted once for both.
 template <class T>
 constexpr int kForwardRows = kExact<T> ? 1 : 2;
 
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(S::kBlock) forward_kernel(GeluLayerNormForward
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     row[r] = first + r < p.rows ? first + r
-                                : first;  // past the last row the first one is computed again, with the same result
+                                : first;  // past the last row, the first row is computed again, with the same result
     const T* from = static_cast<const T*>(p.x) + row[r] * p.x_stride;
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) packed[r][v] = load_packed_if(in_row<S>(v, columns), from + column_of<S>(v));
@@ -106,7 +107,7 @@ template <class T, Activation A, class S>
 __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(GeluLayerNormBackward p) {
   extern __shared__ __align__(16) char dynamic_memory[];
   __shared__ BackwardScratch<S> scratch;
-  const int group = threadIdx.x / S::kGroup * (S::kGroup / 32);  // its first warp, where its scratch begins
+  const int group = threadIdx.x / S::kGroup * (S::kGroup / 32);  // the group's first warp; offset of its scratch
   auto& memory = *reinterpret_cast<BackwardMemory<T, S>*>(dynamic_memory);
   const int columns = static_cast<int>(p.columns);
   const float inverse_c = 1.0f / static_cast<float>(columns);
@@ -122,7 +123,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(GeluLayerNormBac
   stage_parameter<S>(p.linear_bias, p.linear_bias_dtype, 0.0f, columns, memory.linear_bias);
   stage_parameter<S>(p.weight, p.weight_dtype, 1.0f, columns, memory.weight);
   __syncthreads();
-  for (int round = 0; round < rows.rounds; ++round) {  // all threads of a group take part in its barriers
+  for (int round = 0; round < rows.rounds; ++round) {  // uniform within a group, whose threads meet at barriers
     const int slot = round % kRowStages;
     memory.ring.start(round + 1 < rows.rounds, columns, slot ^ 1, x_walk, dy_walk);
     const float rstd = p.rstd[row];

@@ -68,10 +68,10 @@ int64_t gelu_layer_norm_backward_workspace(int64_t rows, int64_t columns);  // i
 }  // namespace cpu
 
 namespace cuda {
-// Columns are a multiple of 8, up to 8192 (4096 of fp32); x, dy and the parameters start at multiples of 16 bytes.
+// Columns are a multiple of 8, up to 8192 (fp32: 4096); x, dy and the parameters start at multiples of 16 bytes.
 Status gelu_layer_norm_forward(const GeluLayerNormForward&);
 Status gelu_layer_norm_backward(const WithBlockMemory<GeluLayerNormBackward>&);
-// Bytes of shared memory of a block of the backward on a GPU with a limit of `limit` bytes per block; more than `limit`
+// Bytes of shared memory per block of the backward, on a GPU with a limit of `limit` bytes per block; more than `limit`
 // if the kernels cannot run there.
 int64_t gelu_layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t limit);
 }  // namespace cuda

@@ -1,9 +1,8 @@
-// The epilogues of the Hopper GEMM (common/cuda/hopper_product.cuh) with an activation; op.h describes the two
-// directions.
+// The epilogues of the Hopper GEMM (common/cuda/hopper_product.cuh) with an activation, forward and backward (op.h).
 //
-// Per tile of 128 x 192 at K = 1024 the tensor cores need 12,288 cycles. The epilogue, 18 to 28 instructions and two or
-// three special functions per element, takes 3,500 to 5,500 issue slots of each warp scheduler. A backward that loads
-// the derivative takes 8 instructions and no special function.
+// For a tile of 128 x 192 with K = 1024 the tensor cores need 12,288 cycles. The epilogue has 18 to 28 instructions and
+// two or three special functions per element, which take 3,500 to 5,500 issue slots of each warp scheduler. In a
+// backward that loads the derivative it has 8 instructions per element and no special functions.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +32,7 @@ struct GeluProductParams {
 
 constexpr int kEpilogueSums = 1;  // the named barrier of the epilogue warps
 
-// Elementwise product, rounded once.
+// The elementwise product of two words of two 16-bit elements, rounded once.
 __device__ __forceinline__ uint32_t multiply_words(uint32_t one, uint32_t other, bf16_t) {
   uint32_t product;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(one), "r"(other));
@@ -90,12 +89,13 @@ __device__ __forceinline__ void store_sums(const GeluProductParams& p, ProductMe
   }
 }
 
-// The kept tensor is loaded one part ahead: the registers of a vector receive the next part's as soon as they are free.
+// The kept tensor is loaded one part ahead: as soon as the registers of a vector are free, the vector of the next part
+// is loaded into them.
 template <class T, class S, Activation A, Kept KEPT>
 __device__ __forceinline__ void finish_backward(const GeluProductParams& p, ProductMemory<S>& memory, int warp) {
   const EpilogueThread<S> thread(memory, warp);
   uint32_t parity = 0;
-  int buffer = 0;  // of the sums
+  int buffer = 0;  // index of the buffer of the sums
   uint4 kept[S::kVectors];
   ProductTileScheduler<S> tile(p);
   if (!tile.valid(p)) return;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void finish_backward(const GeluProductParams& p, Prod
       for (int v = 0; v < S::kVectors; ++v, at.next(p), ahead.next(p)) {
         uint4 product = thread.vector(part, v);
         if (S::kVectors * S::kEpilogueWarps > S::kRowGroups && v == S::kVectors - 1 && !at.there())
-          product = make_uint4(0, 0, 0, 0);  // below the tile
+          product = make_uint4(0, 0, 0, 0);  // after the last row of the tile
         float value[kVector], gradient[kVector];
         if constexpr (KEPT == Kept::derivative) {
           product = multiply_vectors<T>(product, kept[v]);

@@ -1,11 +1,12 @@
-// A GEMM fused with an activation: the two GEMMs of a feed-forward block that are next to its activation. N rows.
+// A GEMM fused with an activation: the GEMMs before the activation of a feed-forward block, in the forward and in the
+// backward. N rows.
 //
 //   forward    h = x weight^T     a = activation(h + bias)            x [N, C], weight [I, C]
 //   backward   da = dy weight     dh = da * activation'(h + bias)     dy [N, O], weight [O, I]
-//              a again            dbias = sum over rows of dh
+//              a recomputed       dbias = sum over rows of dh
 //
-// The forward stores h for the backward or, if a is kept too, activation'(h + bias). Then the backward is one
-// multiplication and does not need the bias.
+// For the backward, the forward stores h or, if a is kept too, activation'(h + bias). In the latter case the backward's
+// epilogue is one multiplication and does not need the bias.
 //
 // h and da are rounded to the storage type before the activation, and so is a derivative that is kept. dbias is the sum
 // of dh before rounding, or after rounding if the derivative was kept. Memory traffic in addition to the operands, I

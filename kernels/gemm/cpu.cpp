@@ -8,8 +8,8 @@
 namespace fasttfm {
 namespace FASTTFM_ISA {
 
-// BLAS matrices are column-major: it computes d^T [N, M] = b^T a^T, so its first factor is b. d is initialized with
-// what is added.
+// BLAS matrices are column-major, so it computes d^T [N, M] = b^T a^T, and its first operand is b. d is initialized
+// with the bias or c.
 Status gemm(const Gemm& call) {
   if (call.dtype != DType::f32 || call.out_dtype != DType::f32) return unknown_dtype();
   for (int64_t size : {call.rows, call.columns, call.inner})

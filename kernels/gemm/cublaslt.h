@@ -1,4 +1,4 @@
-// The part of cuBLASLt's C interface that gemm uses: types and codes as in cublasLt.h, which is the same for versions
+// The part of cuBLASLt's C interface that gemm uses: types and codes as in cublasLt.h, which are the same in versions
 // 11 to 13, and the functions of the library that the process has loaded.
 #pragma once
 
@@ -11,7 +11,8 @@ namespace fasttfm {
 namespace cuda {
 namespace cublaslt {
 
-// Opaque descriptors are initialized in place. This is more memory than any version takes, which the library checks.
+// Opaque descriptors are initialized in place. This is larger than the descriptors of any version; the library checks
+// the size.
 struct Descriptor {
   uint64_t data[64];
 };

@@ -14,7 +14,7 @@ namespace {
 
 using cublaslt::Descriptor;
 
-// The problem: what the descriptors and the choice of an algorithm depend on.
+// The problem: all parameters on which the descriptors and the choice of an algorithm depend.
 struct Kind {
   int64_t rows, columns, inner;
   int32_t device;
@@ -61,7 +61,7 @@ int operand_code(DType dtype, int8_t fp8) {
   return fp8 == static_cast<int8_t>(Fp8Format::e4m3) ? cublaslt::kReal8FE4M3 : cublaslt::kReal8FE5M2;
 }
 
-// One for each device, which is current; they live as long as the process.
+// The handle of a device, which is current. There is one per device, and it is never destroyed.
 Status handle_of(const cublaslt::Library& library, int device, cublaslt::Handle* handle) {
   static std::mutex mutex;
   static cublaslt::Handle handles[kMaxDevices] = {};
@@ -73,7 +73,7 @@ Status handle_of(const cublaslt::Library& library, int device, cublaslt::Handle*
   return status;
 }
 
-// The library's matrices are column-major: it computes d^T [N, M] = b^T a^T, and its first factor is b.
+// The library's matrices are column-major, so it computes d^T [N, M] = b^T a^T, and its first operand is b.
 int describe(const cublaslt::Library& library, const Kind& kind, Prepared* prepared) {
   const int transposed = cublaslt::kTransposed;
   const int8_t fast = kind.fast_accumulation;
@@ -122,7 +122,7 @@ Status choose(const cublaslt::Library& library, cublaslt::Handle handle, Prepare
   return {};
 }
 
-// What differs between calls of one problem.
+// Sets the parameters that differ between calls of the same problem.
 int set_pointers(const cublaslt::Library& library, const Gemm& call, Prepared* prepared) {
   int status = 0;
   const auto set = [&](int attribute, const auto& pointer) {
@@ -130,7 +130,7 @@ int set_pointers(const cublaslt::Library& library, const Gemm& call, Prepared* p
       status = library.product_set(&prepared->product, attribute, &pointer, sizeof(pointer));
   };
   set(cublaslt::kBiasPointer, call.bias);
-  set(cublaslt::kScalePointerA, call.b_scale);  // the library's first factor is b
+  set(cublaslt::kScalePointerA, call.b_scale);  // the library's first operand is b
   set(cublaslt::kScalePointerB, call.a_scale);
   return status;
 }
@@ -208,7 +208,7 @@ Status gemm(const Gemm& call) {
   kind.a_fp8 = static_cast<int8_t>(call.a_fp8);
   kind.b_fp8 = static_cast<int8_t>(call.b_fp8);
   kind.fast_accumulation = call.fast_accumulation != 0;
-  Prepared prepared;  // this thread's own: pointers are written into it
+  Prepared prepared;  // a copy for this call, because pointers are written into it
   status = cache.get(*library, handle, kind, call, &prepared);
   if (status.code != StatusCode::ok) return status;
   if (const int code = set_pointers(*library, call, &prepared); code != 0) return of_library(*library, code);

@@ -17,7 +17,7 @@ constexpr int64_t kBlock = kInt8Block, kPanel = kInt8Panel;
 typedef uint8_t RegB __attribute__((vector_size(kRegisterLanes)));
 
 // Rounds to nearest, ties to even: for |x| up to 2^22 the low bits of the sum are the rounded integer in two's
-// complement. `flipped` is XORed to the bytes: 0x80 adds 128 to them.
+// complement. The bytes are XORed with `flipped`; 0x80 adds 128 to them.
 FASTTFM_KERNEL void store_rounded(int8_t* to, const Lanes& x, uint8_t flipped) {
   const Lanes shifted = x + broadcast(12582912.0f);  // 1.5 * 2^23
   for (int i = 0; i < kRegisters; ++i) {
@@ -26,7 +26,7 @@ FASTTFM_KERNEL void store_rounded(int8_t* to, const Lanes& x, uint8_t flipped) {
   }
 }
 
-// If a number of a row is not finite, the row's scale is NaN, and so is its row of y.
+// Rounds a row. If any element is not finite, the row's scale is NaN, and so is its row of y.
 FASTTFM_KERNEL void round_row(const Int8Linear& p, int64_t row) {
   int8_t* to = p.rounded + row * p.inner;
   if (row >= p.rows) {
@@ -56,7 +56,7 @@ FASTTFM_KERNEL void round_row(const Int8Linear& p, int64_t row) {
 
 // ---- products of 32 rows and 32 columns: c [32, 32] -----------------------------------------------------------------
 
-// `b` is two panels, each of inner * 16 bytes.
+// `b` has two panels of inner * 16 bytes each.
 void generic_products(const Int8Linear& p, const int8_t* a, const int8_t* b, int64_t, int rows, int32_t* c) {
   for (int row = 0; row < rows; ++row)
     for (int panel = 0; panel < 2; ++panel) {
@@ -71,8 +71,8 @@ void generic_products(const Int8Linear& p, const int8_t* a, const int8_t* b, int
 
 #if defined(__AVX512F__)
 
-// dpbusd multiplies unsigned by signed bytes: round_row adds 128 to the bytes of a, and the sums start at -128 times
-// the columns' sums of b.
+// dpbusd multiplies unsigned by signed bytes. Therefore round_row adds 128 to the bytes of a, and the sums start at
+// -128 times the column sums of b.
 template <int ROWS>
 __attribute__((target("avx512vnni"))) inline void vnni_rows(const Int8Linear& p, const int8_t* a, const int8_t* b,
                                                             int64_t first, int32_t* c) {
@@ -107,10 +107,10 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// In static memory, because GCC's _tile_loadconfig declares only the first bytes as read.
+// It is in static memory, because GCC's _tile_loadconfig declares only its first bytes as read.
 const TileConfig kTiles;
 
-// Tiles 0 to 3 hold c, 4 and 5 sixteen rows of a each, 6 and 7 sixteen columns of b each.
+// Tiles 0 to 3 hold c, tiles 4 and 5 sixteen rows of a each, and tiles 6 and 7 sixteen columns of b each.
 __attribute__((target("amx-tile,amx-int8"))) void amx_products(const Int8Linear& p, const int8_t* a, const int8_t* b,
                                                                int64_t, int, int32_t* c) {
   _tile_zero(0);

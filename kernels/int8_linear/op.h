@@ -13,7 +13,7 @@
 
 namespace fasttfm {
 
-// The instructions that multiply. All give the same bits.
+// The instructions that multiply. Their results are bitwise identical.
 enum class Int8Products : int32_t { generic = 0, vnni = 1, amx = 2 };
 
 constexpr int64_t kInt8Panel = 16;  // columns of a panel of w
@@ -30,8 +30,8 @@ struct Int8Linear {
   int8_t* rounded;      // workspace: [M rounded up to 32, K]
   float* row_scales;    // workspace: [M rounded up to 32]
   int64_t rows;         // M
-  int64_t x_columns;    // up to K; w is 0 from there on
-  int64_t y_columns;    // up to N
+  int64_t x_columns;    // at most K; w is 0 from there on
+  int64_t y_columns;    // at most N
   int64_t inner;        // K
   int64_t columns;      // N
   int32_t activation;   // a code of common/activation.h, or -1 for none

@@ -1,4 +1,4 @@
-// A layer over tokens and entities on the CPU, in fp32.
+// A layer of a token stream and an entity stream on the CPU, in fp32.
 #include <cstring>
 
 #include "common/cpu/parallel.h"

@@ -1,6 +1,6 @@
-// The entity stream's own kernels: copies of blocks with padding, rows of tokens next to those of their entities, and
-// dropout_add_layer_norm of rows whose columns are no multiple of 8. The stream is small next to the tokens': a warp
-// computes a row, a column per lane at a time.
+// Kernels of the entity stream: copies of blocks with padding, the concatenation of rows of tokens and of their
+// entities, and dropout_add_layer_norm of rows whose number of columns is not a multiple of 8. The entity stream is
+// small compared to the token stream, so the kernels are simple: a warp computes a row, one column per lane at a time.
 #include <cstdint>
 
 #include "common/cuda/convert.cuh"
@@ -52,7 +52,7 @@ __device__ __forceinline__ void copy_line(const BlockCopy& copy, int64_t row, in
   }
 }
 
-// Grid (lines, copies): a line is the columns of one row and group.
+// Grid (lines, copies). A line is the columns of one row and group.
 __global__ void __launch_bounds__(kBlock) copy_blocks_kernel(const __grid_constant__ BlockCopies call) {
   const BlockCopy& copy = call.copy[blockIdx.y];
   if (copy.from == nullptr || copy.to == nullptr) return;
@@ -70,12 +70,12 @@ __global__ void __launch_bounds__(kBlock) copy_blocks_kernel(const __grid_consta
 
 // ---- rows of tokens and entities -------------------------------------------------------------------------------------
 
-// A warp for a row. All sizes are multiples of 8.
+// One warp per row. All sizes are multiples of 8.
 __global__ void __launch_bounds__(kBlock) align_rows_kernel(AlignRows call) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (row >= call.count) return;
   const int lane = threadIdx.x % 32;
-  int64_t low = 0, high = call.entity_count;  // the first position that is at least the row
+  int64_t low = 0, high = call.entity_count;  // finds the first position that is at least the row
   while (low < high) {
     const int64_t middle = (low + high) / 2;
     if (call.positions[middle] < row)
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kBlock) align_rows_kernel(AlignRows call) {
 
 // ---- dropout_add_layer_norm ------------------------------------------------------------------------------------------
 
-// A row's dropout: of column c, byte c % 16 of draw c / 16 decides.
+// Dropout of a row. Column c corresponds to byte c % 16 of draw c / 16.
 struct ColumnDropout {
   uint64_t seed = 0;
   RowPosition position{};
@@ -129,7 +129,7 @@ __device__ __forceinline__ void warp_sum(float (&value)[COUNT]) {
   group_sum<32, kBlock>(value, nullptr);
 }
 
-// COLUMNS: of a lane.
+// COLUMNS: columns per lane.
 template <class T, int COLUMNS>
 __global__ void __launch_bounds__(kBlock) entity_norm_forward_kernel(EntityNormForward p) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kBlock) entity_norm_forward_kernel(EntityNormF
   }
   warp_sum(mean);
   mean[0] *= inverse_c;
-  float sums[2] = {};  // of the squares of the deviations, and of the deviations: the rounding of the mean
+  float sums[2] = {};  // of the squared deviations, and of the deviations (zero except for the mean's rounding)
 #pragma unroll
   for (int i = 0; i < COLUMNS; ++i) {
     if (lane + 32 * i >= columns) continue;
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kBlock) entity_norm_forward_kernel(EntityNormF
   for (int column = columns + lane; column < p.y_stride; column += 32) y[column] = T{};
 }
 
-// The gradient of a row: dz = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight.
+// Computes the gradient of a row: dz = rstd * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight.
 template <class T, int COLUMNS>
 __device__ __forceinline__ void entity_norm_backward_row(const EntityNormBackward& p, int64_t row,
                                                          float (&sums)[3][COLUMNS]) {

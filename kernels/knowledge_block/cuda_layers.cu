@@ -1,4 +1,4 @@
-// A layer over tokens and entities on Hopper, in 16 bits.
+// A layer of a token stream and an entity stream on Hopper, in 16 bits.
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/launch.cuh"
 #include "knowledge_block/layer_backward.h"

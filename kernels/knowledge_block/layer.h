@@ -1,6 +1,5 @@
-// The common part of both directions of a layer over tokens and entities.
-//
-// DEVICE has the steps of transformer_block/layer.h, and those of knowledge_block/op.h's parts.
+// The common part of forward and backward of a layer of a token stream and an entity stream.
+// DEVICE has the launchers of transformer_block/layer.h, and those of the parts in knowledge_block/op.h.
 #pragma once
 
 #include <cmath>
@@ -17,9 +16,9 @@ namespace knowledge {
 
 using transformer::at;
 
-constexpr int64_t kTokenRow = 0, kEntityRow = 1;  // of the tables of parameters and gradients
+constexpr int64_t kTokenRow = 0, kEntityRow = 1;  // in the tables of parameters and gradients
 
-// The calls of a layer's launchers on entities: `tokens` with the entities' sizes, boundaries and seeds.
+// The call for a layer's launchers on entities: a copy of `tokens` with the entities' sizes, boundaries and seeds.
 inline TransformerCall entity_call(const TransformerCall& tokens, const EntityCall& entities) {
   TransformerCall call = tokens;
   set_entity_shape(entities, &call);
@@ -40,7 +39,7 @@ Attention attention_of(const TransformerCall& call, const EntityShape& shape, co
   return attention;
 }
 
-// A list of copies, all in one launch.
+// A list of copies, which one launch performs.
 class Copies {
  public:
   explicit Copies(const TransformerCall& call) {
@@ -48,7 +47,7 @@ class Copies {
     transformer::set_device(call, &copies_);
   }
 
-  // A matrix to another, with zeros where `to` is larger.
+  // Adds a copy of a matrix to another, which is padded with zeros if it is larger.
   BlockCopy& add(DType dtype, const void* from, int64_t from_rows, int64_t from_columns, void* to, int64_t rows,
                  int64_t columns) {
     BlockCopy& copy = copies_.copy[copies_.count++];
@@ -72,8 +71,8 @@ class Copies {
   BlockCopies copies_{};
 };
 
-// The rows of a projection's weight [3 heads d, columns] or bias [3 heads d], or the columns of the other projection's
-// [rows, heads d], in groups of a head: of `from_dim` in `from` and of `to_dim` in `to`.
+// Groups the rows of a qkv projection's weight [3 heads d, columns] or bias [3 heads d], or the columns of an output
+// projection's weight [rows, heads d], by head: `from_dim` per head in `from` and `to_dim` in `to`.
 inline void group_rows(BlockCopy* copy, int64_t from_dim, int64_t to_dim) {
   copy->groups = to_dim;
   copy->from_groups = from_dim;

@@ -1,4 +1,4 @@
-// A layer over tokens and entities, backward.
+// A layer of a token stream and an entity stream, backward.
 #pragma once
 
 #include "column_sum/op.h"
@@ -49,7 +49,7 @@ class Backward : transformer::Backward<Device> {
   void* entity_workspace() const { return scratch_at(kBackwardWorkspace); }
   bool has_entity_dy() const { return !own_.last && own_.entity_dy != nullptr; }
 
-  // From the gradients of both outputs to that of w~, in kStreamB, and both parts of that of e~.
+  // Computes the gradient of w~ (in kStreamB) and both parts of that of e~ from the gradients of both outputs.
   void fusion() {
     using namespace transformer;
     const int64_t width = own_.width, inner = own_.intermediate, f = own_.entity_stride, both = width + f;
@@ -94,7 +94,7 @@ class Backward : transformer::Backward<Device> {
     this->meet(dh, this->parameter(kTokenRow, kUpWeight), inner, stream, nullptr);
   }
 
-  // The gradient of the entities that do not attend to each other.
+  // The gradient of the entities, if they do not attend to each other.
   void gathered() {
     const int64_t e = own_.entity_width, f = own_.entity_stride, rows = own_.entities;
     BlockCopy& copy = gradients_.add(own_.dtype, scratch_at(kFound), own_.tokens, e, own_.entity_dx, rows, e);
@@ -189,7 +189,8 @@ class Backward : transformer::Backward<Device> {
     this->steps_(Device::gemm, product);
   }
 
-  // The fields that both LayerNorms of the entities share; the gradient of the residual goes to `stream`.
+  // The fields that both LayerNorms of the entities have in common; the gradient of the residual is written to
+  // `stream`.
   EntityNormBackward entity_norm(int place, KeptRegion z, KeptRegion statistics,
                                  const transformer::NormParameters& parameters, BackwardRegion stream) const {
     auto norm = transformer::add_norm_of<EntityNormBackward>(entities_, 0, place);

@@ -1,4 +1,4 @@
-// A layer over tokens and entities, forward.
+// A layer of a token stream and an entity stream, forward.
 #pragma once
 
 #include "knowledge_block/layer.h"
@@ -46,7 +46,7 @@ class Forward : transformer::Forward<Device> {
   float* statistics_at(KeptRegion region) const { return static_cast<float*>(kept_at(region)); }
   const void* entity_parameter(TransformerParameter which) const { return this->parameter(kEntityRow, which); }
 
-  // The operands of GEMMs: the weights of both streams next to each other, with zeros as padding.
+  // Prepares the operands of GEMMs: the weights of both streams, concatenated and padded with zeros.
   void prepare() {
     const int64_t width = own_.width, inner = own_.intermediate, e = own_.entity_width, f = own_.entity_stride;
     const int64_t both = width + f, padded = attention_width(own_), size = transformer::size_of(own_.dtype);

@@ -1,10 +1,10 @@
-// A layer over tokens and entities in one call, forward and backward: python/fasttfm/nn/knowledge_layer.py has the
-// formulas, python/fasttfm/ops/knowledge_block.py the op-by-op path. It is a post-LN layer of transformer_block/op.h
-// whose feed-forward block also reads and writes the entities of aligned tokens. A entities with E columns, in rows of
-// F >= E; the other letters are those of transformer_block/op.h.
+// A layer of a token stream and an entity stream in one call, forward and backward. The formulas are in
+// python/fasttfm/nn/knowledge_layer.py, the op-by-op path in python/fasttfm/ops/knowledge_block.py. It is a post-LN
+// layer of transformer_block/op.h whose feed-forward block also reads and writes the entities of aligned tokens. There
+// are A entities with E columns and a row stride of F >= E; the other letters are those of transformer_block/op.h.
 //
-// The feed-forward block multiplies rows [T, C + F]: a token's row, then its entity's row or zeros. Columns from E to F
-// are zero: they make rows start at multiples of 16 bytes on a GPU.
+// The feed-forward block reads rows [T, C + F]: a token's row, followed by its entity's row or zeros. Columns from E to
+// F are zeros, which align rows to 16 bytes on a GPU.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ struct EntityShape {
   int last;                   // whether there is no output for entities, 1 or 0
 };
 
-// In both, layers is 1, pre_norm is 0 and recompute is 1: the LayerNorm between the blocks is part of the rows that the
-// feed-forward block reads.
+// In all calls, layers is 1, pre_norm is 0 and recompute is 1: the output of the LayerNorm between the blocks is part
+// of the rows that the feed-forward block reads.
 struct KnowledgeSizes : TransformerShape, EntityShape {
   int64_t* sizes;  // [3]: bytes of kept, scratch of the forward, scratch of the backward
 };
@@ -36,18 +36,18 @@ struct KnowledgeSizes : TransformerShape, EntityShape {
 struct EntityCall : EntityShape {
   const void* entity_x;              // [A, E], dtype
   const int32_t* entity_cu_seqlens;  // [sequences + 1]
-  const int64_t* positions;          // [A]: the tokens' numbers, ascending
+  const int64_t* positions;          // [A]: the indices of the aligned tokens, ascending
   float entity_eps_a;
   float entity_eps_b;
 };
 
-// The tables of parameters and gradients have two rows, of the tokens and of the entities; seeds are [2, 3]. Memory is
-// kept also without training.
+// The tables of parameters and gradients have two rows, for the tokens and for the entities; seeds are [2, 3]. `kept`
+// is also used without training.
 struct KnowledgeForward : TransformerForward, EntityCall {
   void* entity_y;  // [A, E], dtype; null in the last layer
 };
 
-// The gradient of the entities' up_bias is that of the tokens'.
+// The gradient of the entities' up_bias is the same as that of the tokens'.
 struct KnowledgeBackward : TransformerBackward, EntityCall {
   const void* entity_dy;  // [A, E], dtype, or null for 0
   void* entity_dx;        // [A, E], dtype
@@ -79,7 +79,7 @@ struct BlockCopies {
   void* stream;  // CUDA
 };
 
-// to[t] = a token's row, then its entity's row, or zeros.
+// to[t] = a token's row, followed by its entity's row or zeros.
 struct AlignRows {
   const void* tokens;        // [T, C], dtype, contiguous
   const void* entities;      // [A, F], dtype, contiguous, or null for 0
@@ -95,7 +95,7 @@ struct AlignRows {
   void* stream;  // CUDA
 };
 
-// dropout_add_layer_norm of the entity stream, whose residual_dtype is dtype. Columns after C of an output are set to
+// dropout_add_layer_norm of the entity stream, whose residual_dtype is dtype. Columns of an output from C on are set to
 // 0.
 struct EntityNormForward : DropoutAddLayerNormForward {
   const int64_t* x_rows;  // [N]: the rows of x, or null for 0, 1, ...
@@ -104,7 +104,7 @@ struct EntityNormForward : DropoutAddLayerNormForward {
 };
 
 struct EntityNormBackward : DropoutAddLayerNormBackward {
-  const void* more;          // [., C], dtype: its rows more_rows are added to dy, which may be null; or null for 0
+  const void* more;          // [., C], dtype: its rows more_rows are added to dy (which may be null); null for 0
   const int64_t* more_rows;  // [N]
   int64_t dy_stride;
   int64_t more_stride;
@@ -121,7 +121,7 @@ Status knowledge_block_backward(const KnowledgeBackward&);
 }  // namespace cpu
 
 namespace cuda {
-// As transformer_block, with E up to kMaxEntityWidth, F a multiple of 8, and entity_head_dim 64 or 128.
+// Requirements as in transformer_block; E is at most kMaxEntityWidth, F a multiple of 8, and entity_head_dim 64 or 128.
 Status knowledge_block_sizes(const KnowledgeSizes&);
 Status knowledge_block_forward(const KnowledgeForward&);
 Status knowledge_block_backward(const KnowledgeBackward&);

@@ -1,5 +1,5 @@
-// Where the tensors of the entity stream lie: after the regions of transformer_block/regions.h, in both pieces of
-// memory.
+// The memory layout of the entity stream: its tensors are after the regions of transformer_block/regions.h, in both
+// buffers.
 #pragma once
 
 #include <cstdint>
@@ -64,8 +64,8 @@ enum BackwardRegion {
 template <int COUNT>
 struct Plan {
   Region regions[COUNT];
-  int64_t start;  // the bytes of transformer_block's regions, which come first
-  int64_t bytes;  // of all
+  int64_t start;  // bytes of transformer_block's regions, which come first
+  int64_t bytes;  // of all regions
 
   void finish(int64_t first) {
     const int64_t own = transformer::place_regions(regions, COUNT);
@@ -74,15 +74,15 @@ struct Plan {
   }
 };
 
-// The width of attention over entities, with padded heads.
+// The width of attention over entities, with padded head dims.
 inline int64_t attention_width(const EntityShape& shape) { return shape.entity_heads * shape.entity_head_dim; }
 
-// The columns of the fusion's output.
+// The number of columns of the fusion's output.
 inline int64_t fused_width(const TransformerShape& tokens, const EntityShape& shape) {
   return tokens.width + (shape.last ? 0 : shape.entity_stride);
 }
 
-// The entities as the tokens of a transformer layer, for its launchers and their workspaces.
+// Sets the sizes of a call such that the entities are the tokens of a transformer layer.
 template <class Call>
 inline void set_entity_shape(const EntityShape& shape, Call* call) {
   call->tokens = shape.entities;

@@ -1,4 +1,4 @@
-// LayerNorm on the CPU. Rows stay in L1 between their passes, so each is read from memory once.
+// LayerNorm on the CPU. A row stays in L1 between the passes over it, so it is read from memory once.
 #include "layer_norm/op.h"
 
 #include <cmath>
@@ -53,7 +53,7 @@ FASTTFM_KERNEL BackwardRow<T> backward_row(const LayerNormBackward& p, int64_t r
   const float inverse_c = 1.0f / static_cast<float>(p.columns);
   const float mean = p.mean[row], rstd = p.rstd[row];
 
-  // dy is zero past the end of the row, so only the sum without it needs keep().
+  // dy is zero past the end of the row, so only the sum without a factor dy needs keep().
   Lanes deviations = broadcast(0.0f), sum_g = broadcast(0.0f), sum_g_deviation = broadcast(0.0f);
   for_columns(p.columns, [&](int64_t c, auto n) {
     Lanes g = load(dy + c, n);
@@ -77,19 +77,19 @@ FASTTFM_KERNEL void backward_rows(const LayerNormBackward& p, int64_t first, flo
   BackwardRow<T> rows[R];
   for (int r = 0; r < R; ++r) rows[r] = backward_row<T>(p, first + r);
 
-  const int64_t ahead = first + 2 * R <= p.rows ? R : 0;  // the next group's rows, to be prefetched
+  const int64_t ahead = first + 2 * R <= p.rows ? R : 0;  // prefetch distance: the next group
   for_columns(p.columns, [&](int64_t c, auto n) {
     const Lanes w = weight != nullptr ? load(weight + c, n) : broadcast(1.0f);
     Lanes dw = dweight != nullptr ? load(dweight + c, n) : broadcast(0.0f);
     Lanes db = dbias != nullptr ? load(dbias + c, n) : broadcast(0.0f);
-    // If unrolled, the rows' constants would take the registers of the sums.
+    // If unrolled, the rows' constants would occupy the registers of the sums.
 #pragma GCC unroll 1
     for (const BackwardRow<T>& row : rows) {
       prefetch(row.x + ahead * p.x_stride + c);
       prefetch(row.dy + ahead * p.columns + c);
       const Lanes dy = load(row.dy + c, n);
       const Lanes d = load(row.x + c, n) - broadcast(row.mean) - broadcast(row.correction);
-      const Lanes g = product(dy, w);  // rounded as in mean_g: their difference is exact where it should be zero
+      const Lanes g = product(dy, w);  // rounded as in mean_g, so that g - mean_g is exactly 0 where it should be
       store(row.dx + c, broadcast(row.rstd) * (g - broadcast(row.mean_g)) - broadcast(row.slope) * d, n);
       dw = dw + dy * broadcast(row.rstd) * d;
       db = db + dy;

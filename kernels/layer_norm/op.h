@@ -62,7 +62,7 @@ namespace cuda {
 // Columns are a multiple of 8, up to 8192; x, dy, weight and bias start at multiples of 16 bytes.
 Status layer_norm_forward(const LayerNormForward&);
 Status layer_norm_backward(const WithBlockMemory<LayerNormBackward>&);
-// Bytes of shared memory of a block of the backward on a GPU with a limit of `limit` bytes per block; more than `limit`
+// Bytes of shared memory per block of the backward, on a GPU with a limit of `limit` bytes per block; more than `limit`
 // if the kernels cannot run there.
 int64_t layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t limit);
 }  // namespace cuda

@@ -1,4 +1,4 @@
-// Cross entropy of a block of logits on the CPU: row by row, with three or four passes over each.
+// Cross entropy of a block of logits on the CPU, with three or four passes over each row.
 #include "linear_cross_entropy/op.h"
 
 #include <cmath>
@@ -57,8 +57,8 @@ inline float uniform(uint64_t seed, int64_t row) {
   return (static_cast<float>(philox(seed, low, high, 0, kSamplingCounter).word[0] >> 9) + 0.5f) * 0x1p-23f;
 }
 
-// g = factor * (exp(x - lse) * (1 + 2 z lse) - s / V - (1 - s) [v = label]), the exponential as exp(x - largest) /
-// total.
+// g = factor * (exp(x - lse) * (1 + 2 z lse) - s / V - (1 - s) [v = label]), where exp(x - lse) is computed as exp(x -
+// largest) / total.
 FASTTFM_KERNEL void write_gradient(const LinearCrossEntropy& p, int64_t n, float largest, float total) {
   float* g = p.logits + n * p.stride;
   const LogitRow row{g, p.bias, p.vocabulary};

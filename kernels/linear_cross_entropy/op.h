@@ -1,4 +1,4 @@
-// Cross entropy of a block of logits, its gradient written over them. n rows of V logits; the formulas are in
+// Cross entropy of a block of logits. The gradient overwrites the logits. n rows of V logits; the formulas are in
 // kernels/vocabulary/cross_entropy.py.
 //
 // Bytes per row: 4 V read and, with the gradient, 4 V written; a row stays in L2 between the passes over it. Labels are

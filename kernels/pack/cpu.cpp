@@ -17,8 +17,9 @@ const char* token(const void* base, int64_t index, int64_t token_bytes) {
   return static_cast<const char*>(base) + index * token_bytes;
 }
 
-// Splits the padded batch into ranges within one sequence and calls body(padded, packed, present, step) for each, in
-// parallel: the range has `step` tokens from `padded` on, the first `present` of which are stored from `packed` on.
+// Divides the padded batch into ranges that are within one sequence and calls body(padded, packed, present, step) for
+// each, in parallel. The range has `step` tokens from index `padded` on in the padded batch; the first `present` of
+// them are at index `packed` and after in the packed batch.
 template <class Body>
 void for_stretches(const PackCopy& p, Body body) {
   const int64_t tokens = p.sequences * p.max_seqlen;

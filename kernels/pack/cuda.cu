@@ -1,6 +1,6 @@
-// Removes and restores padding on NVIDIA GPUs, for small batches, whose time is that of the launch. A thread copies one
-// unit of 1 to 16 bytes. Boundaries are not validated here: whatever they are, every token of the target is written,
-// and nothing outside of the tensors is read.
+// Removes and restores padding on NVIDIA GPUs, for small batches, which are bound by launch latency. A thread copies
+// one unit of 1 to 16 bytes. Boundaries are not validated here: whatever they are, every token of the target is
+// written, and no memory outside of the tensors is read.
 #include <cstdint>
 
 #include "common/cuda/launch.cuh"
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// The token of the source for the target's, or -1 where there is none.
+// The index of the source's token for a token of the target, or -1 if there is none.
 __device__ __forceinline__ int64_t padded_of(const PackCopy& p, int64_t packed) {
   const RowPosition at = RowPositions{p.cu_seqlens, p.sequences, p.max_seqlen}(packed);
   const bool present = at.token < p.max_seqlen && packed < p.cu_seqlens[at.sequence + 1];

@@ -1,4 +1,4 @@
-// Copies tokens between a padded batch [B, S] and a packed one [T]; see reference.py. A token is token_bytes bytes.
+// Copies tokens between a padded batch [B, S] and a packed batch [T]; see reference.py. A token has token_bytes bytes.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// The projection as an instance of the Hopper GEMM (common/cuda/hopper_product.cuh): its epilogue adds the bias.
+// The projection as an instance of the Hopper GEMM (common/cuda/hopper_product.cuh), with an epilogue that adds the
+// bias.
 #include <cstdint>
 
 #include "common/cuda/hopper.cuh"

@@ -1,4 +1,4 @@
-// RMSNorm on the CPU. Rows stay in L1 between their passes, so each is read from memory once.
+// RMSNorm on the CPU. A row stays in L1 between the passes over it, so it is read from memory once.
 #include "rms_norm/op.h"
 
 #include <cmath>
@@ -67,11 +67,11 @@ FASTTFM_KERNEL void backward_rows(const RmsNormBackward& p, int64_t first, float
   BackwardRow<T> rows[R];
   for (int r = 0; r < R; ++r) rows[r] = backward_row<T>(p, first + r);
 
-  const int64_t ahead = first + 2 * R <= p.rows ? R : 0;  // the next group's rows, to be prefetched
+  const int64_t ahead = first + 2 * R <= p.rows ? R : 0;  // prefetch distance: the next group
   for_columns(p.columns, [&](int64_t c, auto n) {
     const Lanes w = weight != nullptr ? load(weight + c, n) : broadcast(1.0f);
     Lanes dw = dweight != nullptr ? load(dweight + c, n) : broadcast(0.0f);
-    // If unrolled, the rows' constants would take the registers of the sum.
+    // If unrolled, the rows' constants would occupy the registers of the sum.
 #pragma GCC unroll 1
     for (const BackwardRow<T>& row : rows) {
       prefetch(row.x + ahead * p.x_stride + c);

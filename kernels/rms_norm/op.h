@@ -57,7 +57,7 @@ namespace cuda {
 // Columns are a multiple of 8, up to 8192; x, dy and weight start at multiples of 16 bytes.
 Status rms_norm_forward(const RmsNormForward&);
 Status rms_norm_backward(const WithBlockMemory<RmsNormBackward>&);
-// Bytes of shared memory of a block of the backward on a GPU with a limit of `limit` bytes per block; more than `limit`
+// Bytes of shared memory per block of the backward, on a GPU with a limit of `limit` bytes per block; more than `limit`
 // if the kernels cannot run there.
 int64_t rms_norm_backward_memory(int64_t columns, int64_t dtype, int64_t limit);
 }  // namespace cuda

@@ -1,7 +1,7 @@
 // Rotary position embedding. T tokens, H heads of D columns; see reference.py for the formula.
 //
-// Bytes per head (e = bytes of an element): reads x and writes y, 2*D*e. The tables' rows are shared by a token's
-// heads.
+// Bytes per head (e = bytes of an element): reads x and writes y, 2*D*e. All heads of a token use the same rows of the
+// tables.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct Rotary {
   int64_t tokens;            // T
   int64_t sequence;          // tokens of a sequence
   int64_t heads;             // H
-  int64_t turned_heads;      // the heads from this one on are copied
+  int64_t turned_heads;      // number of heads that are rotated; the others are copied
   int64_t columns;           // D
   int64_t pairs;             // columns i and i + pairs are rotated; columns from 2 * pairs on are copied
   int64_t token_stride;

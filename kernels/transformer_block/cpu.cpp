@@ -1,4 +1,4 @@
-// A stack of transformer layers on the CPU, in fp32: cpu_device.h has the steps.
+// A stack of transformer layers on the CPU, in fp32. The steps are in cpu_device.h.
 #include "transformer_block/cpu_device.h"
 
 namespace fasttfm {

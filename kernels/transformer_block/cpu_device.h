@@ -1,4 +1,4 @@
-// The steps of a layer on the CPU, in fp32: GEMMs by the BLAS of the process.
+// The steps of a layer on the CPU, in fp32. GEMMs use the BLAS that the process has loaded.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// A stack of transformer layers on Hopper: hopper_device.h has the steps.
+// A stack of transformer layers on Hopper. The steps are in hopper_device.h.
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/launch.cuh"
 #include "transformer_block/fp8_forward.h"

@@ -1,5 +1,5 @@
-// The forward of a stack of transformer layers over few tokens, for inference: seven overlapping kernels per layer
-// (few_rows/op.h). regions.h lays out the memory.
+// The forward of a stack of transformer layers on few tokens, for inference: seven overlapping kernels per layer
+// (few_rows/op.h). The memory layout is in regions.h.
 #pragma once
 
 #include <algorithm>
@@ -62,7 +62,7 @@ class FewRowsForward {
 
   few_rows::Plan plan(int64_t columns, int64_t inner, bool partial) const {
     few_rows::Plan found = few_rows::plan_product(call_.tokens, columns, inner, call_.processors, partial);
-    const int64_t most = kGemmWorkspace / (4 * call_.tokens * columns);  // parts that the workspace holds
+    const int64_t most = kGemmWorkspace / (4 * call_.tokens * columns);  // number of parts that fit into the workspace
     if (partial) found.parts = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(found.parts, most)));
     return found;
   }

@@ -1,5 +1,5 @@
 // The forward of a stack of transformer layers with FP8 operands and static scales, for inference: the kernels of
-// python/fasttfm/ops/fp8_inference.py in the same order. regions.h lays out the memory.
+// python/fasttfm/ops/fp8_inference.py in the same order. The memory layout is in regions.h.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ class Fp8Forward : baseline::transformer::Forward<Hopper> {
     return reinterpret_cast<T*>(own_.fp8[(layer * kTransformerLinears + linear) * kTransformerFp8 + which]);
   }
 
-  // `operand` = x [T, C] for a linear layer.
+  // Casts x [T, C] to `operand`, the input of a linear layer.
   void cast(const void* x, int64_t layer, TransformerLinear linear) {
     Fp8Cast cast{};
     cast.x = x;
@@ -54,7 +54,7 @@ class Fp8Forward : baseline::transformer::Forward<Hopper> {
     steps_(fp8_cast, cast);
   }
 
-  // The LayerNorm, which also writes `operand` for a linear layer.
+  // The LayerNorm, which also writes `operand`, the input of a linear layer.
   void normalize(const DropoutAddLayerNormForward& norm, int64_t layer, TransformerLinear linear) {
     DropoutAddLayerNormFp8 fp8{};
     static_cast<DropoutAddLayerNormForward&>(fp8) = norm;

@@ -1,4 +1,4 @@
-// The steps of a layer on Hopper, in 16 bits: GEMMs by cuBLASLt or, with the activation, by gelu_product.
+// The steps of a layer on Hopper, in 16 bits. GEMMs use cuBLASLt; those with an activation use gelu_product.
 #pragma once
 
 #if __has_include(<nvtx3/nvToolsExt.h>)
@@ -99,7 +99,8 @@ struct Hopper {
     (*steps)(gelu_product_backward, product);
   }
 
-  // Sums of dqkv's columns come with it where sequences are long enough: as attention_native.sums_columns.
+  // Whether attention also computes the column sums of dqkv: if sequences are long enough, as in
+  // attention_native.sums_columns.
   static bool sums_columns(const TransformerShape& shape) {
     return baseline::transformer::head_dim_of(shape) == 64 && shape.tokens >= 64 * shape.sequences;
   }
@@ -119,7 +120,7 @@ struct Hopper {
                                         shape.tokens, shape.max_seqlen);
   }
 
-  // In bytes; the launchers use it one after the other.
+  // In bytes; the launchers use the same workspace one after the other.
   static int64_t forward_workspace(const TransformerShape&) { return kGemmWorkspace; }
   static int64_t backward_workspace(const TransformerShape& shape) {
     Count attention = attention_floats(shape);

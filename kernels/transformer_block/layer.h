@@ -1,5 +1,5 @@
-// The common part of both directions of a stack of layers, on every device: a sequence of steps that ends at the first
-// failure, and the addresses of a layer's tensors.
+// The common part of forward and backward of a stack of layers, on every device: a sequence of steps that ends at the
+// first failure, and the addresses of a layer's tensors.
 //
 // DEVICE, a struct of static functions, has the launchers: see cpu.cpp and cuda_layers.cu.
 #pragma once
@@ -51,7 +51,7 @@ inline float score_scale(const TransformerShape& shape) {
   return static_cast<float>(1 / std::sqrt(static_cast<double>(head_dim_of(shape))));
 }
 
-// A layer's seed for attention (0) or one of the two blocks (1, 2), or null without dropout.
+// A layer's seed for attention (place 0) or for the dropout after one of the two blocks (1, 2); null without dropout.
 inline const int64_t* seed_of(const TransformerCall& call, int64_t layer, int place, int threshold) {
   return threshold > 0 ? call.seeds + 3 * layer + place : nullptr;
 }
@@ -63,7 +63,7 @@ void set_device(const TransformerCall& call, Params* params) {
   params->stream = call.stream;
 }
 
-// d [T, columns] = a [T, inner] weight, with the weight [inner, columns] or [columns, inner] (transposed).
+// d [T, columns] = a [T, inner] weight, where the weight is [inner, columns] or, if transposed, [columns, inner].
 inline Gemm product_of(const TransformerCall& call, const void* a, const void* weight, bool transposed, void* d,
                        int64_t columns, int64_t inner, void* workspace) {
   Gemm gemm{};
@@ -109,8 +109,8 @@ Attention attention_of(const TransformerCall& call, int64_t layer, const void* q
   return attention;
 }
 
-// Sets the fields of one of a layer's two dropout_add_layer_norm calls in either direction; `place` is the index of its
-// seed.
+// Sets the common fields of a forward or backward call of one of a layer's two dropout_add_layer_norm; `place` is the
+// index of its seed.
 template <class Norm>
 Norm add_norm_of(const TransformerCall& call, int64_t layer, int place) {
   Norm norm{};
@@ -129,7 +129,7 @@ Norm add_norm_of(const TransformerCall& call, int64_t layer, int place) {
   return norm;
 }
 
-// Checks calls of either direction, on every device.
+// Checks forward and backward calls, on every device.
 inline Status check_shape(const TransformerShape& shape) {
   if (shape.layers < 1 || shape.tokens < 1 || shape.sequences < 1 || shape.heads < 1 || shape.processors < 1)
     return bad_size("transformer_block: layers, tokens, sequences, heads and processors are at least 1");

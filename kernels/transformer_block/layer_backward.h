@@ -1,4 +1,4 @@
-// A stack of transformer layers, backward: kernels of other ops in order, on memory that is laid out in regions.h.
+// A stack of transformer layers, backward: a sequence of other ops' kernels. The memory layout is in regions.h.
 #pragma once
 
 #include "attention/op.h"
@@ -11,22 +11,22 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace transformer {
 
-// The gradients that meet one of a layer's two LayerNorms.
+// The inputs and outputs of the backward of one of a layer's two LayerNorms.
 struct NormTensors {
   const void *dy, *dz, *z;
   const float* statistics;
-  void *dstream, *dbranch;  // dbranch is null where it equals dstream
+  void *dstream, *dbranch;  // dbranch is null if it equals dstream
 };
 
 // The indices of a LayerNorm's parameters, and of the bias that is added before it.
 struct NormParameters {
   TransformerParameter weight, bias, linear_bias;
-  int place;  // of its seed
+  int place;  // index of its seed
 };
 constexpr NormParameters kParametersA = {kNormAWeight, kNormABias, kOutBias, 1};
 constexpr NormParameters kParametersB = {kNormBWeight, kNormBBias, kDownBias, 2};
 
-// The inputs and outputs of the gradient before the activation.
+// The inputs and outputs of the backward from the feed-forward block's output to the activation's input.
 struct ActivationTensors {
   const void *dy, *weight, *bias, *left;
   void *da, *dh, *a, *dbias, *workspace;  // a and dbias are null if not needed
@@ -45,7 +45,7 @@ class Backward {
     const bool pre = call_.pre_norm != 0;
     for (int64_t layer = call_.layers - 1; layer >= 0 && !steps_.failed(); --layer) {
       const typename Device::Range range("backward", layer);
-      // In a post-LN model the gradients of x and of the stream are one sum.
+      // In a post-LN model x is the residual stream, and its gradient is one sum.
       void* stream = layer > 0 ? scratch(kStreamA) : pre ? call_.dresidual : call_.dx;
       void* dx = !pre ? stream : layer > 0 ? scratch(kDx) : call_.dx;
       if (call_.part != BackwardPart::after_attention) {
@@ -118,7 +118,8 @@ class Backward {
     meet(dqkv(), parameter(layer, kQkvWeight), 3 * call_.width, stream, dx);
   }
 
-  // The gradient dy weight of a block's input: added to that of the stream in a post-LN model, else dx.
+  // Computes dy weight, the gradient of a block's input. In a post-LN model it is added to the gradient of the stream,
+  // otherwise it is dx.
   void meet(const void* dy, const void* weight, int64_t inner, void* stream, void* dx) {
     Gemm product = product_of(call_, dy, weight, false, call_.pre_norm ? dx : stream, call_.width, inner, workspace());
     product.c = call_.pre_norm ? nullptr : stream;

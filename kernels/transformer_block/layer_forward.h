@@ -1,4 +1,4 @@
-// A stack of transformer layers, forward: kernels of other ops in order, on memory that is laid out in regions.h.
+// A stack of transformer layers, forward: a sequence of other ops' kernels. The memory layout is in regions.h.
 #pragma once
 
 #include "attention/op.h"
@@ -12,7 +12,7 @@ namespace transformer {
 // The addresses of one layer's tensors.
 struct ForwardTensors {
   const void* x;         // normalized, in a pre-LN model
-  const void* residual;  // what the attention block is added to
+  const void* residual;  // to which the attention block's output is added
   void *qkv, *out, *branch_a, *y1, *z1, *left, *a, *branch_b, *y, *z, *workspace;
   float *lse, *statistics_a, *statistics_b;
 };

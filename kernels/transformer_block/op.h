@@ -1,9 +1,10 @@
-// A stack of transformer layers in one call, forward and backward: the formulas are in
-// python/fasttfm/ops/transformer_block.py, whose op-by-op path launches the same kernels. T packed tokens, C columns,
-// I columns in the feed-forward block, H heads of D.
+// A stack of transformer layers in one call, forward and backward. The formulas are in
+// python/fasttfm/ops/transformer_block.py, whose op-by-op path launches the same kernels. T packed tokens, C columns, I
+// columns in the feed-forward block, H heads of dimension D.
 //
-// Nothing is allocated here, and nothing synchronizes with the GPU: the caller provides two buffers, `kept` for what
-// the backward reads and `scratch` for the duration of a call, of the sizes that transformer_block_sizes() returns.
+// The functions allocate no memory and do not synchronize with the GPU. The caller provides two buffers of the sizes
+// that transformer_block_sizes() returns: `kept` for the tensors that the backward reads, and `scratch` for the
+// duration of a call.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +15,10 @@
 
 namespace fasttfm {
 
-// A layer's row of the tables of parameters and gradients: addresses, null for a missing bias or a gradient that is not
-// needed. Weights are [outputs, inputs].
+// The columns of the tables of parameters and gradients, which have a row per layer. They hold addresses, null for a
+// missing bias or a gradient that is not needed. Weights are [outputs, inputs].
 enum TransformerParameter {
-  kQkvWeight,  // [3 C, C], dtype, as every weight and qkv_bias; the others are of parameter_dtype
+  kQkvWeight,  // [3 C, C]; weights and qkv_bias have dtype, the others parameter_dtype
   kQkvBias,
   kOutWeight,  // [C, C]
   kOutBias,
@@ -42,12 +43,12 @@ struct TransformerShape {
   int64_t sequences;
   int64_t max_seqlen;  // at most T
   int64_t processors;  // SMs of the GPU; threads on the CPU
-  int pre_norm;        // 1 or 0, as the flags below
+  int pre_norm;        // 1 or 0, like the flags below
   int training;        // whether there will be a backward
-  int recompute;       // the backward computes y1 again
+  int recompute;       // whether the backward recomputes y1
   int keep_activation;
   DType dtype;           // CUDA: bf16 or f16; CPU: f32
-  DType residual_dtype;  // of a pre-LN model's stream: dtype or f32; dtype in a post-LN model
+  DType residual_dtype;  // of the residual stream: dtype or f32 in a pre-LN model, dtype in a post-LN model
 };
 
 // Sizes in bytes.
@@ -65,7 +66,7 @@ struct TransformerCall : TransformerShape {
   int64_t window_left;  // as in attention/op.h
   int64_t window_right;
   Activation activation;
-  int attention_threshold;  // of 256, 0 for no dropout: see common/philox.h
+  int attention_threshold;  // out of 256, 0 for no dropout: see common/philox.h
   float attention_scale;
   int threshold_a;
   float scale_a;
@@ -73,7 +74,7 @@ struct TransformerCall : TransformerShape {
   float scale_b;
   float eps_a;
   float eps_b;
-  DType parameter_dtype;  // f32, or dtype if the stream is of it too; also that of all gradients of parameters
+  DType parameter_dtype;  // f32, or dtype if residual_dtype is dtype; also of all gradients of parameters
   int device;             // CUDA
   void* stream;           // CUDA
 };
@@ -86,8 +87,8 @@ struct TransformerForward : TransformerCall {
   int short_attention;   // CUDA, without training and dropout: not 0 for attention by few_rows/op.h
 };
 
-// The linear layers of a layer, and what a GEMM with FP8 operands and static scales reads of one: addresses. Scales are
-// as in fp8/reference.py; an inverse is 1 / scale.
+// The linear layers of a layer, and the addresses that a GEMM with FP8 operands and static scales needs for each of
+// them. Scales are as in fp8/reference.py; an inverse is 1 / scale.
 enum TransformerLinear { kQkvLinear, kOutLinear, kUpLinear, kDownLinear, kTransformerLinears };
 enum TransformerFp8 {
   kFp8Weight,  // [outputs, inputs], e4m3
@@ -109,7 +110,7 @@ struct TransformerFp8Forward : TransformerForward {
 enum class BackwardPart : int32_t { whole = 0, before_attention = 1, after_attention = 2 };
 
 struct TransformerBackward : TransformerCall {
-  const void* z;             // the forward's, in a pre-LN model; else null
+  const void* z;             // from the forward in a pre-LN model; else null
   const void* dy;            // [T, C], dtype
   const void* dz;            // [T, C], residual_dtype, or null for 0; null in a post-LN model
   void* dx;                  // [T, C], dtype
@@ -122,22 +123,22 @@ struct TransformerBackward : TransformerCall {
 };
 
 namespace cpu {
-// With a BLAS in the process: common/cpu/blas.h.
+// Requires that the process has loaded a BLAS: common/cpu/blas.h.
 Status transformer_block_sizes(const TransformerSizes&);
 Status transformer_block_forward(const TransformerForward&);
 Status transformer_block_backward(const TransformerBackward&);
 }  // namespace cpu
 
 namespace cuda {
-// With a cuBLASLt in the process: gemm/op.h. Compute capability 9.0; C and I are multiples of 8, D is 64 or 128,
-// full or causal attention; tensors are contiguous and aligned to 16 bytes. A forward with few_rows takes D of 32, 64
-// and 128, and every window.
+// Requires that the process has loaded cuBLASLt (gemm/op.h), compute capability 9.0, C and I that are multiples of 8, D
+// of 64 or 128, full or causal attention, and tensors that are contiguous and aligned to 16 bytes. A forward with
+// few_rows supports D of 32, 64 and 128, and every window.
 Status transformer_block_sizes(const TransformerSizes&);
 Status transformer_block_forward(const TransformerForward&);
 Status transformer_block_backward(const TransformerBackward&);
-// bf16, without training and few_rows; C is a multiple of 16, up to 1024, and I of 16.
+// Requires bf16, no training and no few_rows; C is a multiple of 16, up to 1024, and I a multiple of 16.
 Status transformer_block_fp8_forward(const TransformerFp8Forward&);
-// 1 if the build had NVTX's header, so that ranges name the layers in a profile.
+// 1 if NVTX's header was available in the build, so that ranges name the layers in a profile.
 int64_t transformer_block_names_layers();
 }  // namespace cuda
 

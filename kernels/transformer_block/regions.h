@@ -22,8 +22,8 @@ constexpr int64_t kRegionAlignment = 256;
 
 inline bool lifetimes_meet(const Region& a, const Region& b) { return a.first <= b.last && b.first <= a.last; }
 
-// Assigns to each region, the largest first, the lowest offset at which it overlaps none that is in use at the same
-// time. Returns the total bytes, or kTooMany if they do not fit 64 bits.
+// Assigns an offset to each region, the largest first: the lowest offset at which it overlaps no region that is in use
+// at the same time. Returns the total number of bytes, or kTooMany if it does not fit into 64 bits.
 inline int64_t place_regions(Region* regions, int count) {
   constexpr int kMax = 32;
   constexpr int64_t kBelow = kRegionAlignment - 1;
@@ -31,7 +31,7 @@ inline int64_t place_regions(Region* regions, int count) {
   Count total = 0;
   for (int i = 0; i < count; ++i) {
     order[i] = i;
-    // Rounded up; a sum that overflows int64 stays kTooMany.
+    // Rounds up; kTooMany stays kTooMany.
     const int64_t padded = (Count(regions[i].bytes) + kBelow).value;
     regions[i].bytes = padded == kTooMany ? kTooMany : padded / kRegionAlignment * kRegionAlignment;
     total = total + regions[i].bytes;
@@ -58,7 +58,7 @@ inline int64_t place_regions(Region* regions, int count) {
   return end;
 }
 
-// ---- what the backward reads ----------------------------------------------------------------------------------------
+// ---- tensors for the backward ---------------------------------------------------------------------------------------
 
 enum KeptRegion {
   kKeptQkv,
@@ -90,11 +90,12 @@ inline ByteCounts byte_counts(const TransformerShape& shape) {
           wide * size_of(shape.residual_dtype), tokens * shape.heads * 4, tokens * 8};
 }
 
-// What a layer passes to the next one: y and, in a pre-LN model, the residual stream z. The last layer's are the
-// caller's.
+// The tensors that a layer passes to the next one: y and, in a pre-LN model, the residual stream z. Those of the last
+// layer are the caller's outputs.
 enum BetweenRegion { kBetweenY, kBetweenZ, kBetweenRegions };
 
-// The layers' tensors come one layer after the other, followed by those that a layer passes to the next one.
+// The tensors of each layer are contiguous, in the order of the layers, and are followed by those that a layer passes
+// to the next one.
 struct KeptPlan {
   Region regions[kKeptRegions];
   Region between[kBetweenRegions];
@@ -129,11 +130,11 @@ inline KeptPlan kept_plan(const TransformerShape& shape) {
   return plan;
 }
 
-// ---- what a call needs while it runs --------------------------------------------------------------------------------
+// ---- scratch memory of a call ---------------------------------------------------------------------------------------
 
 enum ForwardStep { kProjectQkv, kAttend, kProjectOut, kAddNormA, kProjectUp, kProjectDown, kAddNormB, kForwardSteps };
 
-// In training, those that are kept for the backward are not among them.
+// In training, tensors that are kept for the backward are not among these.
 enum ForwardRegion {
   kQkv,
   kOut,
@@ -171,7 +172,7 @@ inline ScratchPlan<kForwardRegions> forward_plan(const TransformerShape& shape, 
     if (pre) use(kZ1, counts.stream, kAddNormA, kAddNormB);
     use(kStatisticsA, counts.statistics, kAddNormA, kAddNormA);
     use(kStatisticsB, counts.statistics, kAddNormB, kAddNormB);
-    // A layer's output is the next one's input and overwrites the previous input.
+    // A layer's output is the input of the next layer and overwrites its own input.
     if (more) use(kY, counts.columns, kProjectQkv, kAddNormB);
     if (more && pre) use(kZ, counts.stream, kProjectQkv, kAddNormB);
   }
@@ -239,8 +240,8 @@ inline ScratchPlan<kBackwardRegions> backward_plan(const TransformerShape& shape
   if (shape.recompute) use(kY1Again, counts.columns, kUpGradient, kUpGradient);
   if (shape.recompute) use(kStatisticsAgain, counts.statistics, kUpGradient, kUpGradient);
   if (pre) use(kDy1, counts.columns, kMeetUp, kNormA);
-  // The gradients of a layer's inputs are read by the first step of the previous layer. The first layer's are the
-  // caller's.
+  // The gradients of a layer's inputs are read by the first step of the previous layer. Those of the first layer are
+  // the caller's outputs.
   if (more) use(kStreamA, counts.stream, kNormB, kMeetQkv);
   if (more && pre) use(kDx, counts.columns, kNormB, kMeetQkv);
   use(kDBranchA, counts.columns, kNormA, kOutInput);
@@ -258,8 +259,8 @@ enum class RegionsOf : int32_t { kept = 0, between = 1, forward = 2, backward = 
 struct RegionsCall : TransformerShape {
   int64_t workspace_bytes;  // of the forward's or the backward's launchers
   int fused_activation;
-  int64_t* table;  // [33, 4]: in the first row the number of regions and the bytes of all, then of each region its
-                   // bytes, first and last step and offset
+  int64_t* table;  // [33, 4]: the first row has the number of regions and their total bytes, each following row a
+  // region's bytes, first and last step and offset
   RegionsOf kind;
 };
 

@@ -1,4 +1,4 @@
-// A row of logits [V] on the CPU, shared by the losses over a vocabulary.
+// A row of logits [V] on the CPU, for the losses over a vocabulary.
 #pragma once
 
 #include <limits>
@@ -10,7 +10,7 @@ namespace FASTTFM_ISA {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Loads logits, adds their bias and multiplies by a factor. Lanes past the end are -infinity, so that they change
+// Loads logits, adds their bias and multiplies by a factor. Lanes past the end are -infinity, so that they affect
 // neither a maximum nor a sum of exponentials.
 struct LogitRow {
   const float* logits;

@@ -1,21 +1,23 @@
 // attention backward for Hopper, head dim 128: one pass with the five products. Formulas: reference.py.
 //
-// A block processes tiles of 128 keys of a (sequence, head); for each it iterates over all queries, 64 at a time. Three
-// warpgroups share the work:
-//   0  warp 0 loads tiles by TMA, warp 1 sums dQ in the workspace, warps 2 and 3 draw the random bits of dropout
-//   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
-//         dV += P^T dO and dK += dS^T Q. Both store dS^T in shared memory, and each computes 64 columns of dQ = dS K
+// A block processes tiles of 128 keys of a (sequence, head) pair. For each tile it iterates over all queries, 64 at a
+// time. It has three warpgroups:
+//   0  warp 0 loads tiles by TMA, warp 1 accumulates dQ in the workspace, warps 2 and 3 generate dropout's keep bits
+//   1, 2  consumers of 64 keys each: they compute S^T = K Q^T and dP^T = V dO^T, from these P^T and dS^T in registers,
+//         and then dV += P^T dO and dK += dS^T Q. Both store dS^T in shared memory, and each computes 64 columns of
+//         dQ = dS K.
 //
-// Warpgroups 1 and 2 take turns: one issues wgmma while the other computes elementwise. For every tile of queries a
-// warpgroup first computes dS, and the weights of the next tile. Then, at its turn, it issues dK, dQ of the previous
-// tile, dP and dV of the next tile and, once dQ is handed over, S of the tile after that. So dS of both warpgroups is
-// in shared memory when dQ is computed from it. P is kept in 16 bits and dK reads dS from shared memory, because there
-// are no registers for more.
+// Warpgroups 1 and 2 alternate: one issues wgmma while the other does elementwise work. For every query tile a
+// warpgroup first computes dS, and then the weights of the next tile. When it may issue, it issues dK, dQ of the
+// previous tile, and dP and dV of the next tile; once that dQ has been stored, it issues S of the tile after the next.
+// dS of both warpgroups is therefore in shared memory when dQ is computed from it. P is kept in 16 bits and dK reads dS
+// from shared memory, because both save registers.
 //
-// With a window, a tile of keys is processed for the tiles of queries that attend to it, in the same order.
+// With a window, a key tile is processed only for the query tiles that attend to it, in the same order.
 //
-// Several blocks share a (sequence, head) if there are few of them, or if that keeps the data in L2. Counters order
-// their additions to dQ. Blocks wait for one another then, so the launch is cooperative. Every sum has a fixed order.
+// Several blocks process the key tiles of one (sequence, head) pair if there are few pairs, or if that improves L2
+// reuse. Counters in global memory order their additions to dQ. Because blocks then wait for one another, the launch is
+// cooperative. Every sum is accumulated in a fixed order.
 #include <algorithm>
 
 #include "attention/hopper/backward_d128_products.cuh"
@@ -96,11 +98,10 @@ __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-// The number of blocks that share a (sequence, head): the number that minimizes the time of the block with the most
-// work. A tile of keys is attended to by a fraction `met` of the queries on average. Blocks that share a (sequence,
-// head) follow one another over the same queries, about 2 steps apart. The queries, gradients and sums that they access
-// take 1 KB per token; if those of all (sequence, head)s in flight do not fit into L2, the first block to reach them
-// waits longer.
+// The number of blocks per (sequence, head) pair: the one that minimizes the time of the block with the most work. On
+// average, a fraction `met` of the queries attends to a key tile. The blocks of a pair iterate over the same queries,
+// about 2 steps apart. The queries, gradients and sums that they access take 1 KB per token. If those of all pairs in
+// flight do not fit into L2, the first block to access them waits longer.
 int parts_of(int64_t units, int64_t queries, int64_t keys, double met, int processors) {
   const int64_t key_tiles = std::max<int64_t>((keys + kKeys - 1) / kKeys, 1);
   const int64_t query_tiles = (queries + kQueries - 1) / kQueries;

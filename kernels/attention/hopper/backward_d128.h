@@ -1,4 +1,4 @@
-// attention backward for Hopper, head dim 128. attention_backward() and its workspace function forward to it.
+// attention backward for Hopper, head dim 128. attention_backward() and its workspace function call these functions.
 #pragma once
 
 #include <cstdint>

@@ -9,12 +9,12 @@ namespace fasttfm {
 namespace cuda {
 namespace hopper_backward {
 
-// 64 of an accumulator's 128 columns.
+// Half of an accumulator's 128 columns.
 __device__ __forceinline__ const float (&columns_of(const float (&value)[64], int part))[32] {
   return *reinterpret_cast<const float (*)[32]>(value + 32 * part);
 }
 
-// Writes 64 rows of 128 columns.
+// Writes up to 64 rows of 128 columns.
 template <class T>
 __device__ __forceinline__ void store_product_d128(const float (&value)[64], float factor, T* to, int64_t stride,
                                                    int rows) {
@@ -28,14 +28,15 @@ __device__ __forceinline__ void store_zeros_d128(T* to, int64_t stride, int rows
   store_zeros(to + kTileColumns, stride, rows);
 }
 
-// Hides a value's origin from the compiler, so that it does not keep what is computed from it in registers.
+// Makes a value opaque to the compiler, so that it recomputes expressions of the value instead of keeping them in
+// registers.
 __device__ __forceinline__ uint32_t opaque(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// Keeps ptxas from sinking the code that computes these words: the branch depends on all of them, and is taken only if
-// all are NaN.
+// Keeps ptxas from sinking the code that computes these words: the branch depends on all of them, and it is taken only
+// if all of them are NaN.
 __device__ __forceinline__ void prevent_sink(const uint32_t (&word)[16]) {
   uint32_t all = 0xffffffffu;
 #pragma unroll
@@ -47,8 +48,8 @@ template <class T, bool DROPOUT, Mask MASK>
 struct KeyWarpgroupD128 {
   const ParametersD128& p;
   MemoryD128<MASK>& memory;
-  const int number;       // 0 or 1: the warpgroup's half of a tile's keys and of dQ's columns
-  uint32_t step, k_step;  // tiles of queries and of keys so far, which give the positions in all rings
+  const int number;       // 0 or 1: which half of a tile's keys and of dQ's columns the warpgroup computes
+  uint32_t step, k_step;  // query tiles and key tiles processed so far; they determine stage and parity of all rings
   float dk[64], dv[64];
 
   __device__ __forceinline__ KeyWarpgroupD128(const ParametersD128& p, MemoryD128<MASK>& memory, int number)
@@ -59,7 +60,7 @@ struct KeyWarpgroupD128 {
   static __device__ __forceinline__ uint32_t parity(uint32_t step) { return step / kGradientStages % 2; }
   __device__ __forceinline__ uint32_t k_slot() const { return k_step % kKeyStages; }
 
-  // Zeros the dropped weights of P^T. The bits of a word of keep bits are numbered i2 i1 (1 - half) i0 c (see
+  // Zeros the dropped weights of P^T. Bit positions in a word of keep bits are numbered i2 i1 (1 - half) i0 c (see
   // draw_keep_bits()). First i1 and c are swapped, so that the bits of a pair, c = 0 and 1, have the same position in
   // neighbouring bytes; from there prmt replicates each over 16 bits.
   static __device__ __forceinline__ void drop(const uint32_t (&weights)[16], uint32_t kept, uint32_t (&left)[16]) {
@@ -215,7 +216,7 @@ struct KeyWarpgroupD128 {
     multiply_columns(dv, DROPOUT ? left : weights, shared_address(memory.dout[slot(step)]), add);
   }
 
-  // The warpgroups take turns at issuing wgmma, while the other one computes elementwise.
+  // The two warpgroups alternate: one issues wgmma while the other does elementwise work.
   __device__ __forceinline__ void take_turn() const { named_barrier_sync(kBackwardD128Turn + number, 2 * kWarpgroup); }
   __device__ __forceinline__ void give_turn() const {
     named_barrier_arrive(kBackwardD128Turn + 1 - number, 2 * kWarpgroup);
@@ -233,10 +234,10 @@ struct KeyWarpgroupD128 {
     arrive_warp(memory.dscores_full[step % kScoreStages]);
   }
 
-  // Processes a tile of queries. FIRST: it is the first one of the tile of keys. AFTER: the number of tiles of queries
-  // that follow (2: two or more). On entry its weights are complete; its dP^T (in `dweights`), dV, and S^T of the next
-  // tile (in `scores`) are in flight. Computes dS and the next weights; then, at its turn, issues dK, dQ of the
-  // previous tile, dP and dV of the next tile and S of the one after that.
+  // Processes a query tile. FIRST: it is the first one of the key tile. AFTER: the number of query tiles that follow
+  // (2: two or more). On entry its weights are complete; its dP^T (in `dweights`), dV, and S^T of the next tile (in
+  // `scores`) are in flight. Computes dS and the weights of the next tile. After take_turn() it issues dK, dQ of the
+  // previous tile, dP and dV of the next tile, and S of the tile after that.
   template <bool FIRST, int AFTER>
   __device__ __forceinline__ void process_query_tile(float (&dweights)[32], float (&scores)[32],
                                                      uint32_t (&weights)[16], uint32_t (&left)[16], int key, int tile) {
@@ -292,7 +293,7 @@ struct KeyWarpgroupD128 {
     const UnitD128<MASK>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
     int tile = unit.first(key_tile),
-        after = warp_uniform(unit.end(key_tile) - unit.begin(key_tile) - 1);  // number of tiles after it
+        after = warp_uniform(unit.end(key_tile) - unit.begin(key_tile) - 1);  // number of query tiles that follow
     float dweights[32], scores[32];
     uint32_t weights[16], left[16];
     memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
@@ -339,8 +340,8 @@ struct KeyWarpgroupD128 {
                        rows);
     store_product_d128(dv, p.dv_scale, row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token,
                        rows);
-    accumulate_dq(dweights, tile,
-                  step - 1);  // the staging tile is free once the other warpgroup has handed over its previous dQ
+    // Waits for the staging tile until the other warpgroup's previous dQ has been read from it.
+    accumulate_dq(dweights, tile, step - 1);
   }
 
   // Writes zeros to the gradients of `rows` keys from `key` on.

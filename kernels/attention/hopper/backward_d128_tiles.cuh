@@ -1,5 +1,5 @@
-// attention backward for Hopper, head dim 128: what its warpgroups share, and warpgroup 0, which loads tiles, sums dQ
-// and draws the random bits of dropout.
+// attention backward for Hopper, head dim 128: the schedule of tiles, the layout of shared memory, and warpgroup 0,
+// which loads tiles, accumulates dQ and generates dropout's keep bits.
 #pragma once
 
 #include "attention/hopper/backward_d128.h"
@@ -10,22 +10,22 @@ namespace cuda {
 namespace hopper_backward {
 
 constexpr int kThreadsD128 = 3 * kWarpgroup;
-constexpr int kSumFloatsD128 = kQueries * kHeadDim128;  // of dQ, per tile
+constexpr int kSumFloatsD128 = kQueries * kHeadDim128;  // dQ of a query tile
 constexpr int kSumBytesD128 = 4 * kSumFloatsD128;
 constexpr int kLseBytes = 4 * kQueries;
 constexpr int kKeyStages = 2, kQueryStages = 3, kGradientStages = 2, kScoreStages = 2;  // of k, q, dout and dS
 
 struct ParametersD128 : Parameters {
   int* turns;  // [heads, tiles]: the number of completed additions to a tile of dQ
-  int parts;   // blocks that share a (sequence, head)
+  int parts;   // blocks per (sequence, head) pair
 };
 
-// A (sequence, head) whose tiles of keys are shared by `parts` blocks. They take tiles in rounds of alternating
-// direction, which balances causal work. For a tile of keys a block iterates over the tiles of queries from the last
-// one to the first, so the blocks reach the same queries at about the same time and find them in L2. If all blocks have
-// the same tiles of queries, each starts kSpread tiles below the previous block and ends with the tiles that it
-// skipped. So the blocks add to a tile of dQ one after the other without waiting, and the last additions, after which
-// dQ is written, are spread over the blocks.
+// A (sequence, head) pair whose key tiles are distributed over `parts` blocks. In every round each block has one key
+// tile; the order of the blocks alternates between rounds, which balances causal work. For a key tile a block iterates
+// over the query tiles from the last to the first, so the blocks of a pair access the same queries at about the same
+// time, while these are in L2. If all key tiles have the same query tiles, each block starts kSpread query tiles below
+// the previous block and wraps around. The blocks then add to a tile of dQ one after the other without waiting, and the
+// last additions, after which dQ is written, are distributed over the blocks.
 constexpr int kSpread = 4;
 template <Mask MASK>
 struct UnitD128 : Unit<MASK> {
@@ -38,7 +38,7 @@ struct UnitD128 : Unit<MASK> {
     spread = MASK == Mask::full && parts * kSpread <= this->query_tiles && this->key_tiles % parts == 0;
   }
 
-  // The tiles of queries of a tile of keys in the block's order.
+  // The first query tile of a key tile, and the query tiles after and before a tile, in the block's order.
   __device__ __forceinline__ int first(int key_tile) const {
     if constexpr (kWindow) return this->end(key_tile) - 1;
     return this->query_tiles - 1 - (spread ? part * kSpread : 0);
@@ -51,18 +51,19 @@ struct UnitD128 : Unit<MASK> {
   }
 
   __device__ __forceinline__ int rounds() const { return divide_up(this->key_tiles, parts); }
-  // Whether the block has a tile of keys with queries in a round.
+  // Whether the block has a key tile in a round, to which queries attend.
   __device__ __forceinline__ bool has_tile(int round) const {
     const int tile = key_tile(round);
     return tile < this->key_tiles && (!kWindow || tile >= this->first_key_tile());
   }
-  // The block's tile of keys in a round; the last round may have none.
+  // The block's key tile in a round. In the last round it may be past the last tile.
   __device__ __forceinline__ int key_tile(int round) const {
     return round * parts + (round % 2 ? parts - 1 - part : part);
   }
-  // The index of this block's addition to a tile of dQ: round by round, from the last block to the first. If the blocks
-  // are spread, those that reach the tile before they wrap around to the last tile come first. With a window the order
-  // is that of the keys: the block with the next tile of keys has two tiles of queries before those that they share.
+  // The index of this block's addition to a tile of dQ. The order is by round, and within a round from the last block
+  // to the first. If the blocks are spread, those that reach the tile before they wrap around come first. With a window
+  // the order is that of the keys, because the block with the next key tile has two query tiles to process before the
+  // ones that both have.
   __device__ __forceinline__ int turn(int round, int tile) const {
     if constexpr (kWindow) return key_tile(round) - this->first_key_tile(tile);
     const int before = round * parts;
@@ -77,11 +78,8 @@ struct UnitD128 : Unit<MASK> {
   }
 };
 
-enum StagingUse {
-  kAdded,
-  kLast,
-  kAlone
-};  // the addition to dQ is one of several, the last of several, or the only one
+// Whether an addition to dQ is one of several, the last of several, or the only one.
+enum StagingUse { kAdded, kLast, kAlone };
 
 template <Mask MASK>
 struct MemoryD128 {
@@ -90,19 +88,18 @@ struct MemoryD128 {
   char k[kKeyStages][2 * kKeyTileBytes];
   char v[2 * kKeyTileBytes];
   char dscores[kScoreStages][kKeyTileBytes];  // [keys, queries]
-  float4 staging[8][kWarpgroup];              // of dQ: the columns of warpgroup 1 or 2, in their register layout
+  float4 staging[8][kWarpgroup];              // dQ columns of warpgroup 1 or 2, in register layout
   float lse[kQueryStages][kQueries], delta[kGradientStages][kQueries];
   uint32_t kept[2][kWarpgroup];
   Mbarrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kGradientStages], dout_empty[kGradientStages],
       k_full[kKeyStages], k_empty[kKeyStages], v_full, v_empty, raw, dscores_full[kScoreStages],
       dscores_empty[kScoreStages], staging_free[2], staging_done[2], kept_full[2], kept_empty[2];
-  UnitD128<MASK> unit[2];  // of warpgroups 1 and 2, which have no registers for it
+  UnitD128<MASK> unit[2];  // for warpgroups 1 and 2, to save registers
   int staging_use;
 };
 static_assert(sizeof(MemoryD128<Mask::window>) <= 227 * 1024);
 
-// Calls step(unit, round, tile of queries) for all of a block's steps, and start(unit, round) before the steps of a
-// round.
+// Calls step(unit, round, query tile) for all of a block's steps, and start(unit, round) before the steps of a round.
 template <Mask MASK, class Start, class Step>
 __device__ __forceinline__ void for_each_step(const ParametersD128& p, Start start, Step step) {
   for (int unit_round = 0;; ++unit_round) {
@@ -153,7 +150,7 @@ __device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD
     __syncwarp();
     if (first_lane) full.arrive();
   };
-  bool values_due = false;  // v is loaded after the first tile of queries, whose slot is free earlier
+  bool values_due = false;  // v is loaded after the first query tile, because the query tile's stage is free earlier
   for_each_step<MASK>(
       p,
       [&](const UnitD128<MASK>& unit, int round) {
@@ -191,7 +188,7 @@ __device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD
 
 // Moves partial sums of dQ from the staging tile to the workspace, in order: the first one is stored, the others are
 // added. For the last one the sum is loaded into the staging tile, and warpgroups 1 and 2 write the result. Runs in one
-// thread, which waits for its turn before the partial sum is complete.
+// thread, which waits for the previous additions before its own partial sum is complete.
 template <Mask MASK>
 __device__ __forceinline__ void sum_dq_d128(const ParametersD128& p, MemoryD128<MASK>& memory) {
   const uint32_t staging = shared_address(memory.staging);
@@ -249,8 +246,8 @@ __device__ __forceinline__ void sum_dq_d128(const ParametersD128& p, MemoryD128<
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 
-// Draws dropout's keep bits for 64 keys by 64 queries at a time, one word for each thread of warpgroup 1 or 2, in the
-// layout of draw_keep_bits(). A warp does both tasks of one warpgroup.
+// Generates dropout's keep bits for 64 keys by 64 queries at a time, one word for each thread of warpgroup 1 or 2, in
+// the layout of draw_keep_bits(). One warp computes both tasks of a warpgroup.
 template <Mask MASK>
 __device__ __forceinline__ void draw_keep_bits_d128(const ParametersD128& p, MemoryD128<MASK>& memory, int number) {
   const int lane = threadIdx.x % 32;
@@ -260,7 +257,7 @@ __device__ __forceinline__ void draw_keep_bits_d128(const ParametersD128& p, Mem
   const uint32_t top = p.threshold < 256 ? 0x80808080u : 0u;
   const int t = lane / 4 % 4, part = lane % 4;
   auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[number]) + 4 * t + part;
-  uint32_t parity = 1;  // of the phase in which the words were read
+  uint32_t parity = 1;  // of kept_empty
   for_each_step<MASK>(
       p, [](const UnitD128<MASK>&, int) {},
       [&](const UnitD128<MASK>& unit, int round, int tile) {

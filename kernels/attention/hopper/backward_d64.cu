@@ -1,28 +1,29 @@
 // attention backward for Hopper, head dims 64 and 32: one pass with the five products. Formulas: reference.py.
 //
-// A block processes tiles of 128 keys of a (sequence, head); for each it iterates over all queries, 64 at a time. Four
-// warpgroups share the work:
-//   0  producer: warp 0 loads tiles by TMA, warps 1 to 3 draw the random bits of dropout
-//   1, 2  64 keys each, keys by queries:  S^T = K Q^T, dP^T = V dO^T, then P^T and dS^T in registers, and from there
-//         dV += P^T dO and dK += dS^T Q; dS^T is stored in shared memory
-//   3  dQ += dS K of all 128 keys.
+// A block processes tiles of 128 keys of a (sequence, head) pair. For each tile it iterates over all queries, 64 at a
+// time. It has four warpgroups:
+//   0  producer: warp 0 loads tiles by TMA, warps 1 to 3 generate dropout's keep bits
+//   1, 2  consumers of 64 keys each: they compute S^T = K Q^T and dP^T = V dO^T, from these P^T and dS^T in registers,
+//         and then dV += P^T dO and dK += dS^T Q. dS^T is stored in shared memory.
+//   3  dQ += dS K of all 128 keys
 //
-// Up to kOnChipQueries queries, a block processes one (sequence, head) at a time and accumulates dQ over the keys in
-// shared memory, where each thread has its own elements. If lengths differ, blocks fetch the next (sequence, head) from
-// a counter, and those with the most work come first. For more queries, dQ is accumulated in the workspace by TMA
-// reductions, and a group of blocks shares a (sequence, head): the blocks take tiles of keys in a cycle and add in the
-// order of the keys; the last one loads the sum and writes dQ. The blocks of a group reach the same queries at about
-// the same time, so the queries and the sums are in L2. With one head per block the sums of 2,048 queries would take
-// 134 MB.
+// Up to kOnChipQueries queries, a block processes one (sequence, head) pair at a time and accumulates dQ over the keys
+// in shared memory, where each thread has its own elements. If sequence lengths differ, blocks fetch the next pair from
+// a counter in order of decreasing work.
 //
-// With a window, blocks fetch chunks of keys (window.h) and accumulate dQ in shared memory, in a ring of as many
-// queries. Of dQ that two chunks contribute to, the block with the higher keys stores its part in the workspace, and
-// the block with the lower keys adds it.
+// For more queries, dQ is accumulated in the workspace by TMA reductions, and a group of blocks processes one pair: key
+// tiles are assigned to the blocks round-robin, and the blocks add to dQ in the order of the keys; the last one loads
+// the sum and writes dQ. The blocks of a group access the same queries at about the same time, so queries and sums stay
+// in L2. With one pair per block, the sums of 2,048 queries would take 134 MB.
 //
-// Head dim 32 is for up to kOnChipQueries queries, without a window. Its tiles have as many bytes as those of 64; TMA
-// fills the columns that it does not have with zeros.
+// With a window, blocks fetch chunks of keys (window.h) and accumulate dQ in shared memory, in a ring buffer of
+// kRingQueries queries. If two chunks contribute to a tile of dQ, the block with the higher keys stores its partial sum
+// in the workspace, and the block with the lower keys adds it.
 //
-// Every sum has one fixed order.
+// Head dim 32 is supported for up to kOnChipQueries queries, without a window. Its tiles are as large as those of head
+// dim 64; TMA fills the missing columns with zeros.
+//
+// Every sum is accumulated in a fixed order.
 #include <algorithm>
 
 #include "attention/hopper/backward_d128.h"
@@ -42,7 +43,8 @@ namespace {
 
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
-// Registers per thread of warpgroup 0, of 1 and 2, and of 3. Over the four warpgroups they add up to 512.
+// Registers per thread of warpgroup 0, of warpgroups 1 and 2, and of warpgroup 3. Summed over the four warpgroups they
+// are 512, the limit of an SM.
 template <bool DROPOUT>
 struct Registers {
   static constexpr int kProducer = DROPOUT ? 48 : 32, kKeys = DROPOUT ? 200 : 208, kSum = 64;
@@ -95,7 +97,7 @@ Status launch_backward(const AttentionBackward& call, const Parameters& p, int p
   return bad_size("attention: the Hopper backward for head dim 32 supports up to 512 queries");
 }
 
-// A block may wait for one that has fetched its chunk earlier, so the launch is cooperative.
+// A block may wait for a block that fetched its chunk earlier, so the launch is cooperative.
 template <class T>
 Status launch_window(const AttentionBackward& call, const Parameters& p, int processors) {
   const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(static_cast<int64_t>(p.slots) * p.heads, 1, processors)));
@@ -115,7 +117,8 @@ Status launch_kernel(const AttentionBackward& call, const Parameters& p, int pro
                 : launch_backward<T, HEAD_DIM, false, Mask::full>(call, p, processors);
 }
 
-// Sets the parameters of a call with a window. Windows whose queries fit into the ring divide keys into chunks.
+// Sets the parameters of a call with a window. If the queries of a key tile fit into the ring buffer, keys are divided
+// into chunks; otherwise a chunk is a whole sequence.
 Status set_window(const AttentionBackward& call, Parameters* p) {
   const bool chunks = fits_ring(p->window, kQueries, kKeys);
   if (!chunks && call.max_seqlen > kOnChipQueries)
@@ -132,8 +135,8 @@ Status set_window(const AttentionBackward& call, Parameters* p) {
   return {};
 }
 
-// initcheck does not see that TMA writes the sums of dQ and would report every read of them, so a build for
-// compute-sanitizer initializes them first.
+// compute-sanitizer's initcheck does not track the TMA writes of the sums of dQ and would report every read of them, so
+// a build for compute-sanitizer initializes them first.
 Status initialize_sums(const AttentionBackward& call, const Parameters& p) {
   if (!kSanitized || call.max_seqlen <= kOnChipQueries) return {};
   const size_t bytes = sizeof(float) * kSumFloats * p.tiles * call.heads;

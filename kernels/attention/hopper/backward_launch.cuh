@@ -16,7 +16,7 @@ namespace cuda {
 namespace hopper_backward {
 
 constexpr int kStatisticsThreads = 256;
-constexpr int kMaxOrdered = 4096;  // sequences; each is compared with all others
+constexpr int kMaxOrdered = 4096;  // sequences; ranking compares each with all others
 
 // Computes a sequence's rank: sequences with more tiles come first, then those with the lower index. Called by a whole
 // block.
@@ -65,14 +65,14 @@ __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int h
 }
 
 // Computes lse in units of log2 (+infinity for rows that attend to no keys or are past the end) and delta = sum(out *
-// dout) / dropout_scale: one block per tile of queries of each head, 8 elements per thread. It also sets p.progress,
-// turns[tile] and the partial column sums of the head to 0 where they are used, ranks the sequences in p.order, and
-// writes the gradients of rows that belong to no sequence.
+// dout) / dropout_scale, with one block per query tile of each head and 8 elements per thread. It also zeros
+// p.progress, turns[tile] and the head's partial column sums where they are used, ranks the sequences in p.order, and
+// zeros the gradients of rows that belong to no sequence.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(kStatisticsThreads)
     statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
                       float delta_scale) {
-  constexpr int kRow = HEAD_DIM / kVector;  // threads
+  constexpr int kRow = HEAD_DIM / kVector;  // threads per row
   const int head = blockIdx.y, sequence = blockIdx.z;
   const StoredSpan q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
   const int first = blockIdx.x * kQueries;
@@ -114,19 +114,19 @@ __global__ void __launch_bounds__(kStatisticsThreads)
 
 using baseline::Count;
 
-// The number of tiles of queries of all sequences: see first_tile().
+// The number of query tiles of all sequences; see first_tile().
 inline int64_t tiles_of(int64_t sequences, int64_t queries, bool packed) {
   return packed ? queries / kQueries + sequences : sequences * ((queries + kQueries - 1) / kQueries);
 }
 
-// Whether sequences have their own lengths, which are known only on the device.
+// Whether sequence lengths may differ. They are known only on the device.
 inline bool has_lengths(const AttentionCall& call) {
   return call.cu_seqlens != nullptr || call.cu_seqlens_k != nullptr || call.lengths != nullptr ||
          call.lengths_k != nullptr;
 }
 
-// In a workspace the order of sequences is at an offset of `before` floats. It is padded, so that the statistics after
-// it are aligned.
+// In the workspace, Parameters::order is at an offset of `before` floats. It is padded, so that the statistics, which
+// follow it, are aligned.
 inline int64_t order_floats(int64_t sequences) { return (sequences + 31) / 32 * 32; }
 inline int* order_in(const AttentionCall& call, int64_t before) {
   return has_lengths(call) && call.sequences <= kMaxOrdered ? reinterpret_cast<int*>(call.workspace + before) : nullptr;

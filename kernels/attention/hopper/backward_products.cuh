@@ -1,4 +1,4 @@
-// attention backward for Hopper, head dim 64: warpgroups 1 and 2, which process keys.
+// attention backward for Hopper, head dims 64 and 32: warpgroups 1 and 2, which compute dK and dV.
 #pragma once
 
 #include "attention/hopper/backward_tiles.cuh"
@@ -10,7 +10,7 @@ namespace fasttfm {
 namespace cuda {
 namespace hopper_backward {
 
-// advance() with a 32-bit addition to the low word, which holds the address and does not overflow.
+// advance() as a 32-bit addition to the low word, which contains the address and does not overflow.
 __device__ __forceinline__ uint64_t advance_lo32(uint64_t descriptor, uint32_t bytes) {
   return (descriptor & 0xffffffff00000000ull) | static_cast<uint32_t>(static_cast<uint32_t>(descriptor) + (bytes >> 4));
 }
@@ -26,8 +26,9 @@ __device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int bit)
     high = received;
 }
 
-// Writes a warpgroup's accumulator of 64 rows and 2 * COUNT columns, times `factor`, up to `rows` rows. Four threads
-// hold pairs of columns of a row; they exchange them, so that each writes 8 consecutive columns.
+// Writes the first `rows` rows of a warpgroup's accumulator of 64 rows and 2 * COUNT columns, times `factor`. The four
+// threads of a row each hold pairs of columns; they exchange them by shuffles, so that each thread writes 8 consecutive
+// columns.
 template <class T, int COUNT>
 __device__ __forceinline__ void store_product(const float (&value)[COUNT], float factor, T* to, int64_t stride,
                                               int rows) {
@@ -46,7 +47,7 @@ __device__ __forceinline__ void store_product(const float (&value)[COUNT], float
       exchange(word[2], word[3], 1);
       exchange(word[0], word[2], 2);
       exchange(word[1], word[3], 2);
-      if (row + 8 * half < rows)  // the compiler would split it into four stores
+      if (row + 8 * half < rows)  // in assembly, because the compiler would split the store into four
         asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + (row + 8 * half) * stride + 32 * part +
                                                                       8 * (lane % 4)),
                      "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
@@ -54,10 +55,10 @@ __device__ __forceinline__ void store_product(const float (&value)[COUNT], float
     }
 }
 
-// Writes zeros to `rows` rows of COLUMNS columns. Called by a whole warpgroup, or by THREADS threads.
+// Writes zeros to `rows` rows of COLUMNS columns. Called by THREADS threads, by default a warpgroup.
 template <int THREADS = kWarpgroup, int COLUMNS = kTileColumns, class T>
 __device__ __forceinline__ void store_zeros(T* to, int64_t stride, int rows) {
-  constexpr int kRow = COLUMNS / 8;  // vectors
+  constexpr int kRow = COLUMNS / 8;  // vectors per row
   for (int i = threadIdx.x % THREADS; i < kRow * rows; i += THREADS)
     *reinterpret_cast<uint4*>(to + i / kRow * stride + i % kRow * 8) = make_uint4(0, 0, 0, 0);
 }
@@ -70,19 +71,19 @@ __device__ __forceinline__ T* row_of(const Output& output, const Parameters& p, 
 
 // ---- warpgroups 1 and 2 ----------------------------------------------------------------------------------------------
 
-// Masks the scores of pairs whose key is more than `right` after the query's position, or more than `left` before it.
-// Most tiles need one side or none.
+// Masks the scores of keys that are more than `right` after the query's position, or more than `left` before it. Most
+// tiles need only one of the two comparisons, or none.
 __device__ __forceinline__ void mask_window(float (&scores)[32], int key, int query, int keys, int offset,
                                             const Window& window) {
   const int lane = threadIdx.x % 32, row = key + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
-  const int distance = row - (query + offset + lane % 4 * 2);  // of the thread's first key from its first query
-  if (key + 63 > query + offset + window.right) {              // queries before these do not attend to the key
+  const int distance = row - (query + offset + lane % 4 * 2);  // from the thread's first query to its first key
+  if (key + 63 > query + offset + window.right) {              // some queries are too far before the keys
     const int limit[2] = {distance - window.right, distance + 8 - window.right};
 #pragma unroll
     for (int i = 0; i < 32; ++i)
       if (i / 4 * 8 + i % 2 < limit[i % 4 / 2]) scores[i] = -__int_as_float(0x7f800000);
   }
-  if (key < query + offset + 63 - window.left) {  // nor do queries after these
+  if (key < query + offset + 63 - window.left) {  // some queries are too far after the keys
     const int limit[2] = {distance + window.left, distance + 8 + window.left};
 #pragma unroll
     for (int i = 0; i < 32; ++i)
@@ -127,14 +128,14 @@ __device__ __forceinline__ uint32_t narrow_relu(float low, float high, f16_t) {
 }
 
 // ptxas hoists a wgmma wait above computations that should overlap with the wgmma, but not across a branch. This branch
-// depends on `value` and is never taken, because no computation results in that NaN.
+// depends on `value` and is never taken, because no computation produces this NaN.
 __device__ __forceinline__ void prevent_hoist(float value) {
   if (__any_sync(0xffffffffu, __float_as_uint(value) == 0x7fc0dead)) asm volatile("nanosleep.u32 0;");
 }
 
-// A step is a tile of queries for a tile of keys; steps run through all tiles of keys of all units. While P and dS of a
-// step are computed, wgmma of its neighbours are in flight: S of the next step is issued before dS is stored, and dP
-// after it, together with dK. The sign of a weight encodes whether it was dropped.
+// A step processes one query tile for one key tile; the pipeline continues across key tiles and units. While P and dS
+// of a step are computed, wgmma of the previous and the next step are in flight: S of the next step is issued before dS
+// is stored, and dP after it, together with dK. The sign bit of a weight is set if dropout drops it.
 template <class T, int HEAD_DIM, bool DROPOUT, Mask MASK, bool ON_CHIP>
 class KeyWarpgroup {
   static constexpr int kStages = Memory<ON_CHIP, MASK>::kStages;
@@ -162,7 +163,8 @@ class KeyWarpgroup {
   __device__ __forceinline__ bool has_keys() const { return first_key() < unit().k.length; }
   __device__ __forceinline__ int first_key() const { return key_tile * kKeys + number * 64; }
 
-  // Takes part in the synchronization of a tile of keys that has none for this warpgroup; it adds nothing to dQ.
+  // Performs the synchronization of a key tile that has no keys for this warpgroup: arrives at the same mbarriers and
+  // stores zeros as dS. Also zeros its rows of dk and dv.
   __device__ __forceinline__ void skip_key_tile() {
     memory.stage_full[stage.slot].wait(stage.parity);
     arrive_warp(memory.stage_empty[stage.slot]);
@@ -173,7 +175,7 @@ class KeyWarpgroup {
     zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows);
 #pragma unroll
     for (int i = 0; i < 16; ++i) operand[i] = 0;
-    const int end = task_end(unit(), key_tile);  // after the last step is stored, the task may be overwritten
+    const int end = task_end(unit(), key_tile);  // read here, because the task may be overwritten after the last step
     for (int tile = task_begin(unit(), key_tile); tile < end; ++tile) {
       if constexpr (DROPOUT) {
         memory.kept_full[step.slot][number].wait(step.parity);
@@ -189,7 +191,7 @@ class KeyWarpgroup {
     }
   }
 
-  // Processes tiles of keys until one has no keys for this warpgroup, or there are no more.
+  // Processes key tiles until one has no keys for this warpgroup, or until there are no more.
   __device__ __forceinline__ void process_key_tiles() {
     int tile = task_begin(unit(), key_tile);
     load_values(stage);
@@ -198,10 +200,10 @@ class KeyWarpgroup {
     const int start = warp_uniform(stage.slot);
     wgmma_fence();
     start_scores(start, warp_uniform(k));
-    wgmma_commit();  // an empty group instead of dK
+    wgmma_commit();  // an empty wgmma group in place of dK's, for the waits that count groups
     start_dweights(start);
     for (;;) {
-      __syncwarp();  // otherwise the compiler assumes diverged warps here
+      __syncwarp();  // otherwise the compiler assumes that warps diverge here
       // The addresses of wgmma operands are warp-uniform, but the compiler does not see that in this loop.
       const int slot = warp_uniform(stage.slot);
       const int key = first_key();
@@ -210,7 +212,7 @@ class KeyWarpgroup {
       const bool last = tile + 1 == task_end(unit(), key_tile);
       Place own;
       stage.next();
-      const RingPosition<kStages> values = stage;  // of v, if there is a next tile of keys
+      const RingPosition<kStages> values = stage;  // stage of v, if there is a next key tile
       if (last) {
         stage.next();
         own = {unit().sequence, unit().head, unit().k.first + key, unit().k.stored - key};
@@ -245,7 +247,7 @@ class KeyWarpgroup {
       }
       start_dweights(next);
       if (last) {
-        wgmma_wait<0>();  // also dP of the next step; otherwise ptxas assumes that its accumulators are read here
+        wgmma_wait<0>();  // also for dP of the next step; otherwise ptxas assumes that its accumulators are read here
         fence_operand(scores);
         fence_operand(dweights);
         store_dk(own, slot);
@@ -263,7 +265,7 @@ class KeyWarpgroup {
     return shared_address(tile) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16;
   }
 
-  // The two warpgroups take turns at computing weights, so that wgmma of one overlap with the other's weights.
+  // The two warpgroups alternate in computing weights, so that the wgmma of one overlap with the other's exponentials.
   __device__ __forceinline__ void take_turn() const { named_barrier_sync(kBackwardTurn + number, 2 * kWarpgroup); }
   __device__ __forceinline__ void give_turn() const {
     named_barrier_arrive(kBackwardTurn + 1 - number, 2 * kWarpgroup);
@@ -327,8 +329,8 @@ class KeyWarpgroup {
     }
   }
 
-  // Computes dS of a step, as a 16-bit operand, from S and dP, which are in flight, and issues dV. `first`: the step is
-  // the first one of a tile of keys.
+  // Computes dS of a step as a 16-bit wgmma operand from S and dP, whose wgmma are in flight, and issues dV. `first`:
+  // the step is the first one of a key tile.
   __device__ __forceinline__ void compute(int slot, int key, int query, bool first) {
     const float2* statistics = reinterpret_cast<const float2*>(memory.statistics[slot]) + threadIdx.x % 4;
     uint32_t dropped = 0;
@@ -339,7 +341,7 @@ class KeyWarpgroup {
     wgmma_wait<ON_CHIP ? 1 : 2>();
     fence_operand(scores);
     const auto give_free = [&] { arrive_warp(memory.stage_empty[slot == 0 ? kStages - 1 : slot - 1]); };
-    if (ON_CHIP && !first) give_free();  // dK of the previous step has read it
+    if (ON_CHIP && !first) give_free();  // dK of the previous step has read the stage
     take_turn();
     mask_scores(scores, key, query, unit());
     compute_weights(statistics, dropped);
@@ -366,8 +368,8 @@ class KeyWarpgroup {
     wgmma_commit();
     wgmma_wait<1>();
     fence_operand(dweights);
-    // A load from shared memory is complete only when its value is used, and an mbarrier does not wait for it. So v is
-    // released here, where wgmma have used it.
+    // A load from shared memory is complete only when its value is used; arriving at an mbarrier does not wait for it.
+    // So v's stage is released here, where wgmma have used the loaded registers.
     if (!ON_CHIP || first) give_free();
     compute_dscores(delta);
     prevent_hoist(dweights[31]);
@@ -377,7 +379,7 @@ class KeyWarpgroup {
     for (int i = 0; i < 16; ++i) operand[i] = narrow_word(dweights[2 * i], dweights[2 * i + 1], T{});
   }
 
-  // Stores dS in shared memory for warpgroup 3.
+  // Stores dS in shared memory, from where warpgroup 3 reads it.
   __device__ __forceinline__ void store_dscores() {
     memory.dscores_empty[step.slot][number].wait(step.parity ^ 1);
     const uint32_t to = matrix_address(memory.dscores[step.slot]);
@@ -399,14 +401,14 @@ class KeyWarpgroup {
   struct Place {
     int sequence, head, row, rows;
   };
-  // Called after the last step of a tile of keys, whose queries are in `slot`.
+  // Called after the last step of a key tile; the queries of that step are in stage `slot`.
   __device__ __forceinline__ void store_dk(const Place& at, int slot) {
     fence_operand(dk);
     arrive_warp(memory.stage_empty[slot]);
     store_product(dk, p.dq_scale, row_of<T>(p.dk, p, at.sequence, at.head, at.row), p.dk.token, at.rows);
     store_columns(dk, p.dq_scale, at, 1);
   }
-  // dV is complete before dK, so wgmma may be in flight.
+  // dV is complete before dK, so this may be called while wgmma of dK are in flight.
   __device__ __forceinline__ void store_dv(const Place& at) {
     fence_operand(dv);
     store_product(dv, p.dv_scale, row_of<T>(p.dv, p, at.sequence, at.head, at.row), p.dv.token, at.rows);

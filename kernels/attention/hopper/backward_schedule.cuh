@@ -1,4 +1,5 @@
-// attention backward for Hopper: its parameters, and which tiles of which (sequence, head) a block processes.
+// attention backward for Hopper: the kernel parameters, and the schedule that assigns (sequence, head) pairs and tiles
+// to blocks.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +20,8 @@ constexpr int kKeyTileBytes = kKeys * kTileRowBytes;
 constexpr int kStageBytes = 2 * kQueryTileBytes;
 static_assert(kStageBytes == kKeyTileBytes);
 constexpr int kStatisticsBytes = 2 * kQueries * 4;
-constexpr int kSumFloats = kQueries * kHeadDim;  // of dQ, per tile
-constexpr int kColumnPlaces = 8;                 // warps that process the rows of a tile of keys
+constexpr int kSumFloats = kQueries * kHeadDim;  // dQ of a query tile
+constexpr int kColumnPlaces = 8;                 // partial column sums: one per warp of warpgroups 1 and 2
 
 struct Output {
   void* data;
@@ -34,23 +35,23 @@ struct Parameters {
   const int64_t* seed;
   const float* statistics;  // [heads, tiles, 2, kQueries]: lse in units of log2, and delta
   float* sums;              // [heads, tiles, kSumFloats]: partial sums of dQ, unless they are in shared memory
-  uint32_t* progress;       // [kMaxBlocks]: how many additions to them each block has completed
-  int* order;  // [sequences]: the sequences in the order of their work, most first; null: in their own order
-  int* taken;  // counter from which blocks fetch (sequence, head)s; null: the assignment is static
+  uint32_t* progress;       // [kMaxBlocks]: progress of each block's additions to the sums: see OrderedSums
+  int* order;               // [sequences]: sequences sorted by decreasing work; null: not sorted
+  int* taken;               // counter from which blocks fetch (sequence, head) pairs; null: the assignment is static
   int sequences, heads, queries, keys, max_seqlen, max_seqlen_k, tiles;
   int threshold;
   float score_scale;  // in units of log2
-  float dq_scale;     // of dq and dk
+  float dq_scale;     // for dq and dk
   float dv_scale;
-  int blocks;           // of a group, which shares a (sequence, head)
+  int blocks;           // blocks per group; a group processes one (sequence, head) pair at a time
   float* column_parts;  // [sequences, blocks, kColumnPlaces, 3, heads, kHeadDim], or null: see column_sums.cuh
   // For Mask::window:
   Window window;
   int chunk_keys, slots;  // head dim 64: see window.h
-  int* handed_over;       // [heads, tiles], head dim 64: warps that have stored a sum of dQ for another block to add
+  int* handed_over;  // [heads, tiles], head dim 64: number of warps that have stored a partial dQ for another block
 };
 
-// The tokens of one sequence, and the number of rows of results to write for it.
+// The tokens of a sequence, and the number of result rows to write for it, which includes padding.
 struct StoredSpan {
   int first, length, stored;
 };
@@ -66,12 +67,13 @@ __device__ __forceinline__ StoredSpan span_of(const int32_t* cu_seqlens, const i
 
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// The index of a sequence's first tile in statistics and sums. The last tile of a sequence may extend past its end.
+// The index of a sequence's first query tile in statistics and sums. The last tile of a sequence may extend past its
+// end.
 __device__ __forceinline__ int first_tile(const int32_t* cu_seqlens, int sequence, int first, int queries) {
   return cu_seqlens == nullptr ? sequence * divide_up(queries, kQueries) : first / kQueries + sequence;
 }
 
-// For windows: which tiles of queries attend to which tiles of keys, and the chunk of keys that a block processes.
+// The part of Unit that only windows need: the window, and the chunk of keys that a block processes.
 template <Mask MASK>
 struct UnitWindow {};
 template <>
@@ -82,7 +84,7 @@ struct UnitWindow<Mask::window> {
   Tiles query_range;  // head dim 64: tiles of queries of the task's tile of keys
 };
 
-// One (sequence, head), and which tiles of queries attend to which tiles of keys.
+// A (sequence, head) pair, and which query tiles attend to which key tiles.
 template <Mask MASK>
 struct Unit : UnitWindow<MASK> {
   static constexpr bool kCausal = MASK == Mask::causal, kWindow = MASK == Mask::window;
@@ -140,14 +142,15 @@ struct Unit : UnitWindow<MASK> {
   }
 };
 
-// The (sequence, head) of a group of blocks in a round. Rounds alternate in direction, because units may be sorted by
-// their work.
+// The index of the (sequence, head) pair that a group of blocks processes in a round. The order of the groups
+// alternates between rounds, which balances the load if pairs are sorted by their work.
 __device__ __forceinline__ int unit_of_round(int round, int group, int groups) {
   return round * groups + (round % 2 ? groups - 1 - group : group);
 }
 
-// The block's share of the work: the (sequence, head) unit_of_round() of every round, or only of the first one if the
-// others are fetched from a counter; and of each of them the tiles of keys rank, rank + blocks, and so on.
+// The work that is assigned to a block: the (sequence, head) pairs unit_of_round() of every round, or only of the first
+// round if the following pairs are fetched from a counter; and of each pair every key tile whose
+// index is rank modulo blocks.
 struct Share {
   int rank, group, groups, units;
 
@@ -158,8 +161,8 @@ struct Share {
         units(p.sequences * p.heads) {}
 };
 
-// The windowed backward for head dim 64: the chunk of keys of a head with that index. Chunks with higher keys of the
-// same head have lower indices, so they are fetched earlier and a block may wait for them.
+// The windowed backward for head dim 64: the chunk of keys with the given index. Within a head, chunks of higher keys
+// have lower indices, so they are fetched earlier and a block may wait for them.
 __device__ __forceinline__ Unit<Mask::window> chunk_unit(const Parameters& p, int index) {
   const Chunk chunk = chunk_of_slot(p.cu_seqlens_k, p.sequences, p.keys, p.chunk_keys, p.slots - 1 - index / p.heads);
   Unit<Mask::window> unit(p, chunk.sequence, index % p.heads);
@@ -169,7 +172,7 @@ __device__ __forceinline__ Unit<Mask::window> chunk_unit(const Parameters& p, in
   return unit;
 }
 
-// The (sequence, head), or its chunk of keys, with that index, and the number of indices.
+// The (sequence, head) pair, or its chunk of keys, with the given index; and the number of indices.
 template <Mask MASK>
 __device__ __forceinline__ Unit<MASK> unit_at(const Parameters& p, int index) {
   if constexpr (MASK == Mask::window)
@@ -182,7 +185,7 @@ __device__ __forceinline__ int count_units(const Parameters& p, const Share& sha
   return MASK == Mask::window ? p.slots * p.heads : share.units;
 }
 
-// The block's first tile of keys of a unit, and the end of the unit's tiles of keys.
+// The block's first key tile of a unit, and the end of the unit's key tiles.
 template <Mask MASK>
 __device__ __forceinline__ int first_key_tile(const Unit<MASK>& unit, const Share& share) {
   if constexpr (MASK == Mask::window)
@@ -198,15 +201,15 @@ __device__ __forceinline__ int end_key_tile(const Unit<MASK>& unit) {
     return unit.key_tiles;
 }
 
-// A tile of keys of this block. The producer warp, which fetches the work, publishes it to the other warps.
+// A key tile for this block. The producer warp, which fetches work, publishes it to the other warps.
 template <Mask MASK>
 struct Task {
   Unit<MASK> unit;
   int key_tile;    // -1: there are no more
-  uint32_t place;  // of the first tile of queries in the order of additions: see OrderedSums
+  uint32_t place;  // index of the first query tile in the order of additions: see OrderedSums
 };
 
-// begin() and end() of a task's tile of keys, which the producer computes for windows.
+// begin() and end() of a task's key tile. For windows the producer computes them.
 template <Mask MASK>
 __device__ __forceinline__ int task_begin(const Unit<MASK>& unit, int key_tile) {
   if constexpr (MASK == Mask::window)

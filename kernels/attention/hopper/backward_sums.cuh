@@ -1,4 +1,4 @@
-// attention backward for Hopper, head dim 64: warpgroup 3, which sums dQ.
+// attention backward for Hopper, head dims 64 and 32: warpgroup 3, which computes and accumulates dQ.
 #pragma once
 
 #include "attention/hopper/backward_products.cuh"
@@ -7,8 +7,9 @@ namespace fasttfm {
 namespace cuda {
 namespace hopper_backward {
 
-// Writes zeros to gradients that are not computed: of queries that attend to no keys and of rows past the sequence's
-// end. This is for a (sequence, head) that has queries and keys; statistics_kernel() writes the zeros of the others.
+// Writes zeros to the gradients of queries that attend to no keys, of keys to which no query attends, and of rows past
+// the sequence's end. This is for (sequence, head) pairs that have queries and keys; statistics_kernel() writes the
+// zeros of the others.
 template <class T, int HEAD_DIM, Mask MASK>
 __device__ __forceinline__ void store_zero_rows(const Parameters& p, const Unit<MASK>& unit) {
   const auto zeros = [&](const Output& output, const StoredSpan& span, int begin, int end) {
@@ -26,7 +27,7 @@ __device__ __forceinline__ void store_zero_rows(const Parameters& p, const Unit<
   zeros(p.dv, unit.k, unit.key_tiles * kKeys, unit.k.stored);
 }
 
-// dQ of one block in shared memory; each thread has its own FLOATS elements of a tile.
+// dQ in shared memory. Each thread has its own FLOATS elements of a tile.
 template <int FLOATS>
 class SharedSums {
  public:
@@ -54,7 +55,7 @@ class SharedSums {
   float4* sums_;
 };
 
-// What a block does with its part of dQ of a tile of queries and a tile of keys: see ChunkStep.
+// How a block accumulates dQ of a query tile for a key tile: see ChunkStep.
 template <Mask MASK>
 struct DqStep {
   bool follows, last;
@@ -68,8 +69,8 @@ struct DqStep<Mask::window> : ChunkStep {
       : ChunkStep(chunk_step(unit.keys_of(tile), unit.chunk, unit.has_next, key_tile)) {}
 };
 
-// Stores a tile's sum for the block that completes it, and counts the warps that have done so. Each thread has its own
-// elements.
+// Stores the partial sum of a tile in the workspace for the block that completes it, and increments a counter once per
+// warp. Each thread has its own elements.
 __device__ __forceinline__ void hand_over(const float (&value)[32], float* sum, int* handed_over) {
   float4* to = reinterpret_cast<float4*>(sum) + reload_tid() % kWarpgroup;
 #pragma unroll
@@ -81,7 +82,7 @@ __device__ __forceinline__ void hand_over(const float (&value)[32], float* sum, 
   __syncwarp();
 }
 
-// Waits for the sum of the other block, and adds it.
+// Waits for the partial sum of the other block, and adds it.
 __device__ __forceinline__ void add_handed_over(float (&value)[32], const float* sum, const int* handed_over) {
   if (reload_tid() % 32 == 0) {
     while (load_relaxed(handed_over) < kWarpgroup / 32) {
@@ -100,7 +101,7 @@ __device__ __forceinline__ void add_handed_over(float (&value)[32], const float*
   }
 }
 
-// The place of a tile of queries in SharedSums, which is a ring for windows.
+// The index of a query tile in SharedSums, which is a ring buffer for windows.
 template <Mask MASK>
 __device__ __forceinline__ int ring_tile(int tile) {
   return MASK == Mask::window ? tile % (kRingQueries / kQueries) : tile;
@@ -167,7 +168,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK
         const int query = tile * kQueries;
         store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
                       unit.q.stored - query);
-        __syncwarp();  // otherwise the compiler assumes diverged warps here, and uses uniform registers nowhere
+        __syncwarp();  // otherwise the compiler assumes that warps diverge here and uses no uniform registers
         if (p.column_parts != nullptr)
           add_columns(dq, p.dq_scale,
                       column_place(p, unit.sequence, rank, reload_tid() % kWarpgroup / 32, 0, unit.head));

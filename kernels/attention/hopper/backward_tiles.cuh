@@ -1,5 +1,5 @@
-// attention backward for Hopper: what its warpgroups share, and warpgroup 0, which loads tiles and draws the random
-// bits of dropout.
+// attention backward for Hopper, head dims 64 and 32: the layout of shared memory, and warpgroup 0, which loads tiles
+// and generates dropout's keep bits.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ namespace hopper_backward {
 // ON_CHIP: dQ is accumulated in shared memory, where each thread has its own elements.
 template <bool ON_CHIP, Mask MASK>
 struct Memory {
-  static constexpr int kStages = ON_CHIP ? 3 : 5;   // each holds a tile of q and of dout, or a tile of v
-  static constexpr int kBuffers = ON_CHIP ? 1 : 2;  // of dS and of dropout's bits
+  static constexpr int kStages = ON_CHIP ? 3 : 5;   // each holds a tile of q and one of dout, or a tile of v
+  static constexpr int kBuffers = ON_CHIP ? 1 : 2;  // for dS and for dropout's keep bits
   using Sums = std::conditional_t<ON_CHIP, float4[kOnChipQueries * kHeadDim / 4],
                                   typename OrderedSums<kSumFloats / kWarpgroup>::Memory>;
   alignas(1024) char stage[kStages][kStageBytes];
@@ -26,8 +26,8 @@ struct Memory {
   char dscores[kBuffers][kKeyTileBytes];  // [keys, queries]
   Sums sums;
   float statistics[kStages][2][kQueries];
-  uint32_t kept[kBuffers][2][kWarpgroup];  // of each of the two warpgroups
-  Task<MASK> task[2];                      // of the next tile of keys, valid when k_full completes
+  uint32_t kept[kBuffers][2][kWarpgroup];  // keep bits for warpgroups 1 and 2
+  Task<MASK> task[2];                      // task of the k tile in the same stage, valid when k_full completes
   Mbarrier stage_full[kStages], stage_empty[kStages], k_full[2], k_empty[2], task_full[2], raw[3],
       dscores_full[kBuffers][2], dscores_empty[kBuffers][2], kept_full[kBuffers][2], kept_empty[kBuffers][2];
 
@@ -75,7 +75,8 @@ __device__ __forceinline__ void clear_rows(char* tile, int from, int rows) {
     reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Starts loads of `bytes` bytes in all, which complete on `landed`. Called by a whole warp, like the functions below.
+// Starts loads of `bytes` bytes in total, which complete on the mbarrier `landed`. Called by a whole warp, like the
+// functions below.
 template <class Start>
 __device__ __forceinline__ void start_loads(Mbarrier& landed, uint32_t bytes, Start start) {
   if (threadIdx.x % 32 == 0) {
@@ -86,7 +87,7 @@ __device__ __forceinline__ void start_loads(Mbarrier& landed, uint32_t bytes, St
   }
 }
 
-// Waits for loads on `landed`, zeros some of their rows, and then completes `full`.
+// Waits for the loads on `landed`, calls clear(), which zeros some of their rows, and then arrives at `full`.
 template <class Clear>
 __device__ __forceinline__ void finish_loads(const Mbarrier& landed, uint32_t parity, Mbarrier& full, Clear clear) {
   landed.wait(parity);
@@ -103,7 +104,7 @@ __device__ __forceinline__ void publish_task(Memory<ON_CHIP, MASK>& memory, int 
     memory.task[slot].key_tile = key_tile;
     memory.task[slot].place = place;
   }
-  if constexpr (DROPOUT) arrive_warp(memory.task_full[slot]);  // the warps that draw dropout's bits do not wait for k
+  if constexpr (DROPOUT) arrive_warp(memory.task_full[slot]);  // the warps that generate keep bits do not wait for k
 }
 
 // Increments a counter and returns its previous value; called by one thread. The compiler would turn atomicAdd() into a
@@ -192,22 +193,22 @@ __device__ __forceinline__ uint32_t top_bits(uint32_t top, uint32_t rest) {
   return result;
 }
 
-// Draws dropout's keep bits for tiles of 128 keys by 64 queries, one word for each thread of warpgroups 1 and 2: bit 8
-// * (i / 8) + 4 * (1 - half) + i % 8 / 4 * 2 + c belongs to element i + 2 * half + c of its scores, i a multiple of 4
-// (see hopper.cuh for the layout). Of 64 keys, draw d of a query holds the bytes of keys 2 * d + {0, 1} modulo 8; word
-// w holds those of warp w.
+// Generates dropout's keep bits for tiles of 128 keys by 64 queries, one word for each thread of warpgroups 1 and 2.
+// Bit 8 * (i / 8) + 4 * (1 - half) + i % 8 / 4 * 2 + c of a word belongs to element i + 2 * half + c of the thread's
+// scores, where i is a multiple of 4 (hopper.cuh describes the layout). Within 64 keys, draw d of a query holds the
+// bytes of keys 2 * d + {0, 1} modulo 8, and word w of the draw holds those of warp w.
 //
 // A task is half of the words of a warpgroup: lane (d % 2, t, part) computes byte `part` of the words of the 8 threads
-// with keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. The three warps take
-// tasks in a cycle. Each warp takes part in every phase of the mbarriers, even without a task: a warp that missed a
-// phase could not tell the previous phase from the next one by its parity.
+// with keys 2 * d + {0, 1} and queries 2 * t + {0, 1} modulo 8, from the draws of its 4 queries. Tasks are assigned to
+// the three warps round-robin. A warp without a task still waits for and arrives at every phase of the mbarriers: after
+// a missed phase, the parity would not distinguish the previous phase from the next one.
 template <Mask MASK, bool ON_CHIP>
 __device__ __forceinline__ void draw_keep_bits(const Parameters& p, Memory<ON_CHIP, MASK>& memory, int warp) {
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
-  const uint32_t low = __byte_perm(p.threshold & 127, 0, 0);  // nvcc would recompute a multiplication each time
+  const uint32_t low = __byte_perm(p.threshold & 127, 0, 0);  // a multiplication would be recomputed each time
   uint32_t either = p.threshold < 128 ? 0xffffffffu : 0u;
-  asm("" : "+r"(either));  // otherwise nvcc selects it again each time
+  asm("" : "+r"(either));  // otherwise nvcc recomputes it each time
   const uint32_t any = p.threshold < 256 ? 0xf0f0f0f0u : 0u;
   RingPosition<Memory<ON_CHIP, MASK>::kBuffers> step;
   RingPosition<2> k_stage;
@@ -219,7 +220,7 @@ __device__ __forceinline__ void draw_keep_bits(const Parameters& p, Memory<ON_CH
     const Unit<MASK> unit = memory.task[k_stage.slot].unit;
     for (int query_tile = task_begin(unit, key_tile); query_tile < task_end(unit, key_tile); ++query_tile, step.next())
       for (int consumer = 0; consumer < 2; ++consumer) {
-        int half = -1;  // of the words, if it is this warp's turn
+        int half = -1;  // which half of the words this warp computes, if any
         for (int i = 0; i < 2; ++i)
           if (--turn < 0) {
             turn = 2;

@@ -1,4 +1,4 @@
-// Checks of the arguments of the Hopper attention kernels, for both directions.
+// Argument checks of the Hopper attention kernels, forward and backward.
 #pragma once
 
 #include <cuda_runtime.h>

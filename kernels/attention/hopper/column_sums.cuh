@@ -1,8 +1,8 @@
 // attention backward for Hopper: column sums of dq, dk and dv over all tokens, which are the bias gradient of the qkv
-// projection. They are taken from the fp32 accumulators, before the gradients are rounded.
+// projection. They are computed from the fp32 accumulators, before the gradients are rounded.
 //
-// Every warp adds to its own partial sums in the workspace, which start at zero. Only one thread adds to each element,
-// so the order is fixed. A small final kernel adds the partial sums in a fixed order.
+// Every warp adds to its own partial sums in the workspace, which are zeroed first. Only one thread adds to each
+// element, so the order of additions is fixed. A final kernel adds the partial sums in a fixed order.
 #pragma once
 
 #include "attention/hopper/backward_tiles.cuh"
@@ -11,16 +11,16 @@ namespace fasttfm {
 namespace cuda {
 namespace hopper_backward {
 
-// One step of a transposing reduction: of 2 * COUNT sums, each of two lanes `bit` apart keeps one half and adds the
-// other lane's values to it.
+// One step of a transposing warp reduction: two lanes whose indices differ in `bit` each have 2 * COUNT sums; each lane
+// keeps one half of them and adds the other lane's values to it.
 template <int COUNT>
 __device__ __forceinline__ void halve(float (&sum)[16], int bit) {
   const bool upper = (threadIdx.x & bit) != 0;
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
     const float low = sum[i], high = sum[COUNT + i];
-    // The unary plus makes these values. Given variables, the compiler may select an address, which puts sum into local
-    // memory.
+    // The unary plus makes the operands values. If they were variables, the compiler could select between their
+    // addresses, which would put sum into local memory.
     const float kept = upper ? +high : +low, given = upper ? +low : +high;
     sum[i] = kept + __shfl_xor_sync(0xffffffffu, given, bit);
   }
@@ -40,11 +40,11 @@ __device__ __forceinline__ void add_columns(const float (&value)[32], float fact
                : "memory");
 }
 
-// Other head dims have no column sums.
+// Column sums are only supported for head dim 64.
 __device__ __forceinline__ void add_columns(const float (&)[16], float, float*) {}
 
-// The partial sums of a warp for dq (0), dk (1) or dv (2). `place`: the warp's index among kColumnPlaces, given by its
-// rows of a tile; `rank`: the block's index among those that share the head.
+// The partial sums of a warp for dq (which = 0), dk (1) or dv (2). `place`: the warp's index below kColumnPlaces;
+// `rank`: the block's index in its group.
 __device__ __forceinline__ float* column_place(const Parameters& p, int sequence, int rank, int place, int which,
                                                int head) {
   const int64_t part = (static_cast<int64_t>(sequence) * p.blocks + rank) * kColumnPlaces + place;

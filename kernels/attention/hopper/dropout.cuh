@@ -9,14 +9,14 @@
 namespace fasttfm {
 namespace cuda {
 
-// Dropout of the weights (philox.h). The 16 weights that a thread has in a row and 64 keys are decided by the bytes of
-// one draw, in order. Of Philox's first three rounds, the part that depends on the row is computed once per tile, and
-// the part that depends on the keys once for both rows of the thread.
+// Generates the keep bits of the weights (philox.h). Within 64 keys, the 16 weights of a row that a thread holds
+// correspond to the bytes of one draw, in order. In Philox's first three rounds, the values that depend only on the row
+// are computed once per tile, and the values that depend only on the keys once for both rows of the thread.
 struct WeightDropout {
   PhiloxKeys keys;
   uint32_t low, either;               // see reaching_bytes()
-  uint32_t head_part, sequence_part;  // of rounds 1 and 2
-  uint32_t row_high[2], row_low[2];   // the product in round 2, for both rows
+  uint32_t head_part, sequence_part;  // inputs of rounds 1 and 2
+  uint32_t row_high[2], row_low[2];   // the row's product in round 2, for both rows
 
   WeightDropout() = default;
   __device__ __forceinline__ WeightDropout(uint64_t seed, int threshold)
@@ -45,8 +45,8 @@ struct WeightDropout {
     }
   }
 
-  // Draws for the keys from 64 * block on. Each word of `kept` is for four weights of one row; the top bits of its
-  // bytes say which are kept. The draws are those of draw_weights().
+  // Draws for the keys from 64 * block on, with the same results as draw_weights(). Each word of `kept` is for four
+  // weights of one row; the top bit of each byte is set if its weight is kept.
   template <int COUNT>
   __device__ __forceinline__ void draw(uint32_t (&kept)[COUNT], int block) const {
 #pragma unroll
@@ -77,8 +77,8 @@ __device__ __forceinline__ uint32_t widen(uint32_t bits) {
   return mask;
 }
 
-// Zeros the dropped weights in the packed operand a of the wgmma with v. Words 4 * i + half and 4 * i + 2 + half are
-// decided by one draw.
+// Zeros the dropped weights in the packed operand A of the wgmma with v. A word of `kept` applies to two words of the
+// operand, which are two apart.
 template <int COUNT>
 __device__ __forceinline__ void keep_weights(uint32_t (&weights)[2 * COUNT], const uint32_t (&kept)[COUNT]) {
 #pragma unroll

@@ -12,28 +12,27 @@ namespace fasttfm {
 namespace cuda {
 namespace {
 
-// Head dim 64: four warpgroups with small steps hide each other's latency best. Without dropout, tiles of 128 queries
-// are faster for calls whose tiles fit on the GPU in one wave, and steps of 128 keys with tiles of 192 queries for long
-// sequences.
+// Head dim 64: four warpgroups with small steps hide latency best. Without dropout, tiles of 128 queries are faster if
+// all tiles of a call run in one wave, and tiles of 192 queries with steps of 128 keys are faster for long sequences.
 template <bool DROPOUT>
 using Shape64 = ForwardShape<64, 4, 64, 8, DROPOUT>;
 using SmallShape64 = ForwardShape<64, 2, 128, 3, false>;
 using LongShape64 = ForwardShape<64, 3, 128, 3, false>;
-// Head dim 32 as 64: the exponentials take longer than the products.
+// Head dim 32 uses the shape of 64: the exponentials take longer than the products.
 template <bool DROPOUT>
 using Shape32 = ForwardShape<32, 4, 64, 8, DROPOUT>;
 template <bool DROPOUT>
 using Shape128 = ForwardShape<128, 2, 128, 2, DROPOUT>;
 
-// Windows are shorter than sequences, so the steps are as small as for head dim 64: a warpgroup computes few scores
-// outside of its queries' windows.
+// With a window the steps are as small as for head dim 64, so that a warpgroup computes few scores outside of its
+// queries' windows.
 using WindowShape128 = ForwardShape<128, 2, 64, 4, false>;
 
 int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
 int64_t longest_of(const AttentionForward& call) { return call.cu_seqlens == nullptr ? call.queries : call.max_seqlen; }
 
-// Whether all sequences have the same numbers of queries and keys.
+// Whether all sequences have the same number of queries and the same number of keys.
 bool is_even(const AttentionForward& call) {
   return call.cu_seqlens == nullptr && call.lengths == nullptr && call.lengths_k == nullptr;
 }
@@ -42,8 +41,8 @@ bool is_small(const AttentionForward& call, int blocks) {
   return call.seed == nullptr && call.sequences * call.heads * (round_up(longest_of(call), 128) / 128) <= blocks;
 }
 
-// LongShape64 is faster from 2048 queries on. Below that its tiles of 192 queries are 5% faster per row, so they are
-// used unless they round sequences up to over 5% more rows than tiles of 256.
+// LongShape64 is faster from 2048 queries on. Below that, its tiles of 192 queries are 5% faster per row, so they are
+// used unless rounding the sequence length up to a multiple of 192 instead of 256 adds more than 5%.
 bool is_long(const AttentionForward& call) {
   const int64_t longest = longest_of(call);
   if (call.seed != nullptr) return false;
@@ -60,23 +59,23 @@ struct Order {
 
 Order order_of(const AttentionForward& call, int blocks) {
   const int64_t heads = call.sequences * call.heads, rounds = (heads + blocks - 1) / blocks;
-  // Where a tile is a whole sequence and a block has many of them, the load balances by itself. Resetting the counter
-  // costs a launch.
+  // If a tile is a whole sequence and a block has many of them, the static assignment is balanced well enough. The
+  // counter has to be reset, which costs a launch.
   if (!is_even(call)) return {call.head_dim > 64 || longest_of(call) > Shape64<false>::kQueries || rounds < 8, 1};
-  // A few heads are processed together, but more than one: blocks that all read the same keys at the same time wait for
-  // each other.
+  // Tiles of a few heads are processed together. With one head only, all blocks would read the same keys at the same
+  // time, which is slower.
   if (mask_of(call) == Mask::window) return {false, static_cast<int>(call.heads)};
   if (mask_of(call) == Mask::full) return {false, 4};
-  constexpr int64_t kCached = 16 << 20;  // bytes of k and v of the heads that are processed together
+  constexpr int64_t kCached = 16 << 20;  // limit in bytes for k and v of the heads that are processed together
   const int64_t bytes = std::max<int64_t>(4 * call.head_dim * call.keys, 1);
   const int batched = static_cast<int>(std::max<int64_t>(kCached / bytes, 1));
-  // Causal tiles have unequal work, but all heads have the same.
+  // Causal tiles have unequal work, but the totals of all heads are equal.
   return {rounds <= 3 || 20 * heads < 19 * rounds * blocks, batched};
 }
 
 template <class T, class S>
 Status forward_of(const AttentionForward& call, int blocks, const TileSchedule& schedule) {
-  // WarpSchedulerBarrier does not help four warpgroups, nor three if causal, whose work is too unequal.
+  // WarpSchedulerBarrier helps neither four warpgroups, nor three with a causal mask, whose work is too unequal.
   return mask_of(call) == Mask::causal ? launch_forward<T, S, Mask::causal, S::kGroups == 2>(call, blocks, schedule)
                                        : launch_forward<T, S, Mask::full, (S::kGroups < 4)>(call, blocks, schedule);
 }
@@ -93,7 +92,7 @@ Status window_forward_of(const AttentionForward& call, int blocks, const TileSch
                               : launch_forward<T, Shape64<false>, Mask::window, false>(call, blocks, schedule);
 }
 
-// Head dims between 64 and 128 take as much shared memory as 128, and less of the tensor cores' time.
+// Head dims between 64 and 128 use as much shared memory as 128, but less time of the tensor cores.
 template <class T, int HEAD_DIM>
 Status wide_forward_of(const AttentionForward& call, int blocks, const TileSchedule& schedule) {
   return forward_of<T, ForwardShape<HEAD_DIM, 2, 128, 2, false>>(call, blocks, schedule);

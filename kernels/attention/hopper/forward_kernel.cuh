@@ -3,14 +3,14 @@
 // A block has one producer warp, which loads tiles of q, k and v into shared memory by TMA, and consumer warpgroups of
 // 64 queries each, which iterate over the keys from the last to the first with an online softmax (running reference r
 // and sum l); scores and weights stay in registers. A step issues the wgmma of its scores before the wgmma of the
-// previous step's weights with v, so that the tensor cores work while the softmax is computed. Two or three warpgroups
-// also take turns at issuing wgmma (WarpSchedulerBarrier), so that the softmax of one overlaps with the wgmma of
-// another; four warpgroups overlap without that. Blocks are persistent and process tile after tile. A warpgroup skips a
-// tile in which it has no queries, and the steps whose keys none of its queries attends to.
+// previous step's weights with v, so that the tensor cores are busy while the softmax is computed. Two or three
+// warpgroups also take turns at issuing wgmma (WarpSchedulerBarrier), so that the softmax of one overlaps with the
+// wgmma of another; four warpgroups overlap without that. The kernel is persistent: a block processes one tile after
+// another. A warpgroup skips tiles in which it has no queries, and steps to whose keys none of its queries attends.
 //
-// Per step of 64 queries and n keys a warpgroup executes 2 * 2 * 64 * n * D operations and 64 * n exponentials. With D
-// = 64 the special function unit (16 exponentials per clock) takes as long as the tensor cores (4096 operations per
-// clock).
+// For a step of 64 queries and n keys a warpgroup executes 2 * 2 * 64 * n * D floating-point operations on the tensor
+// cores and 64 * n exponentials. With D = 64 the special function unit (16 exponentials per clock) takes as long as the
+// tensor cores (4096 operations per clock).
 #pragma once
 
 #include <cstddef>
@@ -49,8 +49,8 @@ struct KeyCopies {
       load(v_map, full, memory.v[k_at.slot], block);
       k_at.next();
     }
-    for (int block = tile.blocks; !S::kSharedStages && block >= 0;
-         --block) {  // k of a step is loaded before v of the previous step
+    // k of a step is loaded before v of the preceding step.
+    for (int block = tile.blocks; !S::kSharedStages && block >= 0; --block) {
       if (block > 0) {
         memory.k_empty[k_at.slot].wait(k_at.parity ^ 1);
         memory.k_full[k_at.slot].arrive_expect_tx(S::kKeyBytes);
@@ -100,7 +100,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
 
-// Makes the warpgroups issue wgmma one after the other, in a cycle.
+// Orders the warpgroups: they issue wgmma one after the other, round-robin.
 template <class S, bool TURNS>
 struct WarpSchedulerBarrier {
   int group;
@@ -115,7 +115,7 @@ struct WarpSchedulerBarrier {
   }
 };
 
-// A warpgroup of the block: 64 queries of each tile.
+// A consumer warpgroup, which processes 64 queries of each tile.
 template <class T, class S, Mask MASK, bool TURNS>
 class Consumer {
   static constexpr bool kCausal = MASK == Mask::causal, kWindow = MASK == Mask::window;
@@ -132,9 +132,10 @@ class Consumer {
     if (S::kDropout) dropout = WeightDropout(static_cast<uint64_t>(*p.seed), p.threshold);
   }
 
-  // A tile's last wgmma with v overlaps with the first softmax of the next tile. The step that changes tiles is outside
-  // of the loop over keys, although it does the same: with one loop for both, the compiler no longer sees that its
-  // variables are warp-uniform, and every thread computes the descriptors instead of one per warp.
+  // The last wgmma with v of a tile overlaps with the first softmax of the next tile. The step at the transition
+  // between tiles is outside of the loop over keys, although it does the same: with one loop for both, the compiler
+  // does not recognize the loop's variables as warp-uniform, and every thread computes the descriptors instead of one
+  // per warp.
   __device__ __forceinline__ void run() {
     float s[S::kKeys / 2], o[S::kHeadDim / 2];
     uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
@@ -198,10 +199,10 @@ class Consumer {
   }
 
  private:
-  // The index of the warpgroup's 64 queries within the tile, which may lie past its end. Warpgroups take their queries
-  // in a cycle across tiles: the first queries of a tile go to the warpgroup after the one that had the last queries of
-  // the previous tile. After a tile that occupies all warpgroups the cycle also moves on by one, because causal tiles
-  // give them unequal work.
+  // The index of the warpgroup's 64 queries within the tile; they may be past its end. Queries are assigned to
+  // warpgroups round-robin across tiles: the first queries of a tile go to the warpgroup after the one that had the
+  // last queries of the previous tile. After a tile that occupies all warpgroups the assignment also advances by one,
+  // because the warpgroups of a causal tile have unequal work.
   __device__ __forceinline__ int part() const {
     return static_cast<int>((static_cast<uint32_t>(group) + S::kGroups - turn) % S::kGroups);
   }
@@ -239,7 +240,7 @@ class Consumer {
     return true;
   }
 
-  // The warpgroup's steps among those of the tile, which other warpgroups may begin earlier and end later.
+  // Finds the warpgroup's steps among those of the tile. Other warpgroups may have steps before and after them.
   __device__ __forceinline__ bool find_window_steps(const QueryTile& tile) {
     const Tiles own = tile.window_steps<S>(p.window, first, 64);
     if (own.begin == own.end) return false;
@@ -262,7 +263,8 @@ class Consumer {
     q_at.next();
   }
 
-  // Waits for the next tile that has keys for this warpgroup. Writes the results of the tiles that have none.
+  // Waits for the next tile in which this warpgroup's queries attend to keys. Writes the results of tiles in which they
+  // attend to none.
   __device__ __forceinline__ bool find_tile() {
     while (!wait_for_tile()) {
       if (memory.tile_of(number).sequence < 0) return false;
@@ -270,8 +272,8 @@ class Consumer {
     }
     return true;
   }
-  // The same while a wgmma with v is still to be issued. Its slot must not be reused before then, so it has to be one
-  // of the last kStages steps. Returns false also if the tile is further away than that.
+  // The same while a wgmma with v is still to be issued. Its stage must not be reused before then, so its step has to
+  // be one of the last kStages steps. Also returns false if the next tile is further away than that.
   static constexpr int kNear = S::kStages - S::kSharedStages;
   __device__ __forceinline__ bool find_near_tile() {
     int passed = 0;
@@ -302,7 +304,7 @@ class Consumer {
     finish_values(o, weights, v_slot);
   }
 
-  // The first step of a tile that does not directly follow another tile of this warpgroup.
+  // The first step of a tile, if it does not overlap with the last step of the previous tile.
   __device__ __forceinline__ void begin_tile(float (&s)[S::kKeys / 2], uint32_t (&weights)[S::kKeys / 4],
                                              uint32_t (&kept)[S::kKeys / 8], RunningSoftmax& softmax) {
     skip_steps(absent);
@@ -320,8 +322,8 @@ class Consumer {
     zero_missing_values();
   }
 
-  // One step: turns its scores into weights, while the wgmma of the previous step's weights with v is in flight. FIRST:
-  // it is the first step of its tile, and the previous step is the last one of another tile.
+  // One step: computes weights from its scores, while the wgmma of the previous step's weights with v is in flight.
+  // FIRST: it is the first step of its tile, and the previous step is the last one of another tile.
   template <bool FIRST>
   __device__ __forceinline__ void step(float (&s)[S::kKeys / 2], float (&o)[S::kHeadDim / 2],
                                        uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeys / 8],
@@ -345,8 +347,8 @@ class Consumer {
     finish_values(o, weights, v_used);
   }
 
-  // Skips `count` steps whose keys only other warpgroups use: at most kStages - 1 while a wgmma with v is still to be
-  // issued.
+  // Skips `count` steps whose keys only other warpgroups use. While a wgmma with v is still to be issued, `count` is at
+  // most kStages - 1.
   __device__ __forceinline__ void skip_steps(int count) {
     for (; count > 0; --count) {
       turns.take();
@@ -359,7 +361,7 @@ class Consumer {
     }
   }
 
-  // Waits for v in `slot`, whose step is one of the last kStages.
+  // Waits for v in stage `slot`, whose step is one of the last kStages.
   __device__ __forceinline__ void wait_values(uint32_t slot) const {
     if (!S::kSharedStages) memory.v_full[slot].wait(at.parity ^ (slot >= at.slot ? 1 : 0));
   }
@@ -408,7 +410,7 @@ class Consumer {
     if (S::kDropout) keep_weights(weights, kept);
   }
 
-  // Before a tile's first wgmma with v: zeros the rows of v past the sequence's end, which may hold anything.
+  // Called before a tile's first wgmma with v. Zeros the rows of v past the sequence's end, which may contain NaN.
   __device__ __forceinline__ void zero_missing_values() {
     const int present = k_length - block * S::kKeys;
     if (present >= S::kKeys || (!p.packed() && p.lengths_k == nullptr)) return;
@@ -420,18 +422,18 @@ class Consumer {
   ForwardMemory<S>& memory;
   const int group;
   const WarpSchedulerBarrier<S, TURNS> turns;
-  const uint32_t k_tiles;  // low word of the descriptor of k in slot 0
+  const uint32_t k_tiles;  // low word of the descriptor of k in stage 0
   WeightDropout dropout;
-  RingPosition<S::kStages> at;        // of the step
-  uint32_t v_slot;                    // of v for the next wgmma with v
-  uint32_t number = 0;                // of the tile, counted from the block's first
-  RingPosition<S::kQuerySlots> q_at;  // of its queries
+  RingPosition<S::kStages> at;        // stage of the step's k and v
+  uint32_t v_slot;                    // stage of v for the next wgmma with v
+  uint32_t number = 0;                // index of the tile among the block's tiles
+  RingPosition<S::kQuerySlots> q_at;  // slot of the tile's queries
   uint32_t turn = 0;                  // the warpgroup that has the tile's first queries
   uint32_t q_tile;                    // low word of the descriptor of the warpgroup's queries
-  int block;                          // the step's block of keys
+  int block;                          // index of the step's keys
   int first;                          // the warpgroup's first query of the tile
-  int absent;                         // causal, window: steps of the tile that the warpgroup skips first
-  int low, after;                     // window: block of the last step; steps that the warpgroup skips after it
+  int absent;                         // causal, window: number of steps to skip at the start of the tile
+  int low, after;                     // window: block of the last step; number of steps to skip after it
   int k_length;                       // of the tile's sequence
   int diagonal;                       // causal, window: one past the last key that its first query attends to
 };

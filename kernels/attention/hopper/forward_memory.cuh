@@ -1,4 +1,4 @@
-// The shared memory between the producer warp and the consumer warpgroups of the Hopper attention forward.
+// The layout of shared memory of the Hopper attention forward.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,10 @@ struct ForwardMemory {
   alignas(1024) char v[S::kStages][S::kKeyBytes];
   QueryTile tile[S::kQuerySlots + 1];  // see tile_of()
   Mbarrier q_full[S::kQuerySlots], q_empty[S::kQuerySlots];
-  Mbarrier k_full[S::kStages], v_empty[S::kStages];  // of k and v if S::kSharedStages
+  Mbarrier k_full[S::kStages], v_empty[S::kStages];  // for both k and v if S::kSharedStages
   Mbarrier v_full[S::kStages], k_empty[S::kStages];
 
-  // The block's tile with that index. It remains valid while the next tile's queries are in use.
+  // The block's tile with index `number`. It remains valid while the next tile's queries are in use.
   __device__ __forceinline__ QueryTile& tile_of(uint32_t number) { return tile[number % (S::kQuerySlots + 1)]; }
 
   static constexpr int kSlack = 1024;  // extra bytes of dynamic memory, to align it to 1024 bytes

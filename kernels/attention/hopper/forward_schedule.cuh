@@ -1,4 +1,4 @@
-// The Hopper attention forward's tiles of queries, and the scheduler that assigns them to blocks.
+// Query tiles of the Hopper attention forward, and the tile scheduler that assigns them to blocks.
 #pragma once
 
 #include <cstdint>
@@ -14,28 +14,28 @@ namespace cuda {
 struct alignas(16) QueryTile {
   int sequence;  // -1: there are no more tiles
   int head;
-  int first;     // its first query, counted from the sequence's first
-  int q_length;  // number of queries and keys of the sequence
+  int first;     // index of its first query in the sequence
+  int q_length;  // number of queries and of keys of the sequence
   int k_length;
   int out_row;  // row of the head's first query in [tokens * heads, D]
   int lse_row;  // index of the head's first query in lse
-  int blocks;   // number of steps of keys that some query of the tile attends to
+  int blocks;   // number of steps with keys to which some query of the tile attends
 
-  // The number of keys that a causal query attends to: the last query is aligned with the last key.
+  // The number of keys to which a causal query attends: the last query is aligned with the last key.
   __device__ __forceinline__ int causal_keys(int query) const { return query + 1 + k_length - q_length; }
 
-  // The number of warpgroups that have queries in it, 64 each.
+  // The number of warpgroups that have queries in the tile, 64 each.
   template <class S>
   __device__ __forceinline__ int parts() const {
     return max(min((q_length - first + 63) >> 6, S::kQueries / 64), 1);
   }
 
-  // The steps of keys for the `count` queries from `query` on.
+  // With a window: the steps of keys to which the `count` queries from `query` on attend.
   template <class S>
   __device__ __forceinline__ Tiles window_steps(const Window& window, int query, int count) const {
     return attended_tiles<S::kKeys>(window, query, count, q_length, k_length);
   }
-  // Their number without a window; they begin at 0.
+  // Without a window: the number of steps, which start at key 0.
   template <class S, bool CAUSAL>
   __device__ __forceinline__ int steps(int query, int count) const {
     int keys = query < q_length ? k_length : 0;
@@ -43,12 +43,12 @@ struct alignas(16) QueryTile {
     return static_cast<int>(static_cast<unsigned>(max(keys, 0) + S::kKeys - 1) / S::kKeys);
   }
 
-  // The end of the rows of results that are written.
+  // One past the last result row that is written, which includes padding.
   __device__ __forceinline__ int rows(const ForwardParams& p) const { return p.packed() ? q_length : p.queries; }
 };
 
-// Assigns tiles to a block, in ascending order of their index: neighbouring tiles share keys, which are then in L2. All
-// lanes of a warp call it together.
+// Assigns tiles to a block in ascending order of their index. Neighbouring tiles use the same keys, which are then in
+// L2. All lanes of a warp call it together.
 template <class S, Mask MASK>
 class TileScheduler {
  public:
@@ -81,20 +81,21 @@ class TileScheduler {
     return tile;
   }
 
-  int q_first = 0, k_first = 0;  // rows of the first query and key of its steps; within the sequence if dense
+  int q_first = 0, k_first = 0;  // rows of the tile's first query and first key; relative to the sequence if dense
 
  private:
   static constexpr bool kCausal = MASK == Mask::causal;
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-  // Prefetches the index of the tile after the next one, so that nothing waits for the atomic here.
+  // Prefetches the index of the tile after the next one, to hide the latency of the atomic.
   __device__ __forceinline__ void fetch_next_tile() {
     if (p.next != nullptr && lane() == 0) fetched = atomicAdd(p.next, 1);
   }
 
   __device__ __forceinline__ QueryTile dense_tile(int index) {
     QueryTile tile;
-    // The order is: step by step, all heads of a batch; causal tiles with the most keys come first.
+    // Order: batches of heads; within a batch, the first tile of all heads, then the second, and so on. Causal tiles
+    // with the most keys come first.
     const int pairs = p.sequences * p.heads, batched = max(p.batched, 1);
     const int batch = index / (batched * p.tiles), rest = index - batch * batched * p.tiles;
     const int size = max(min(batched, pairs - batch * batched), 1);
@@ -115,8 +116,8 @@ class TileScheduler {
     return tile;
   }
 
-  // Longer sequences come first, so that blocks finish at about the same time: round 0 has those above half of the
-  // longest length, round 1 those above a quarter, round 2 all others.
+  // Longer sequences come first, which reduces the tail effect: round 0 has the sequences longer than half of the
+  // longest, round 1 those longer than a quarter, round 2 all others.
   static constexpr int kRounds = 3;
   __device__ __forceinline__ int round_of(int length) const {
     return length > p.max_seqlen / 2 ? 0 : length > p.max_seqlen / 4 ? 1 : 2;
@@ -163,8 +164,8 @@ class TileScheduler {
     tile.q_length = __shfl_sync(0xffffffffu, span.length, owner);
     const int tiles = (tile.q_length + S::kQueries - 1) / S::kQueries;
     const int index_in_sequence = index - (__shfl_sync(0xffffffffu, end, owner) - tiles * p.heads);
-    // With a window, neighbouring heads come one after the other: their rows are next to each other in memory, and each
-    // is read about once. Without one, tiles of a head share their keys.
+    // With a window, the tiles of neighbouring heads follow one another: their rows are adjacent in memory, and each is
+    // read about once. Without a window, the tiles of one head follow one another, because they use the same keys.
     tile.head = MASK == Mask::window ? index_in_sequence % p.heads : index_in_sequence / tiles;
     const int step = MASK == Mask::window ? index_in_sequence / p.heads : index_in_sequence - tile.head * tiles;
     tile.first = (kCausal ? tiles - 1 - step : step) * S::kQueries;

@@ -1,5 +1,4 @@
-// Parts of the Hopper attention forward: TMA loads of tiles, the wgmma of a step, masks, results, and the kernel's
-// parameters.
+// Parts of the Hopper attention forward: TMA loads, the wgmma of a step, the epilogue, and the kernel's parameters.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +16,8 @@ namespace cuda {
 
 // ---- tiles in shared memory -----------------------------------------------------------------------------------------
 
-// Starts the TMA loads of a tile's rows, one for each 64 columns, `part` bytes apart in shared memory. Called by one
-// thread.
+// Issues the TMA loads of a tile: one for every 64 columns, which are `part` bytes apart in shared memory. Called by
+// one thread.
 template <class S>
 __device__ __forceinline__ void tma_load_tile(const CUtensorMap* map, Mbarrier& full, const char* to, uint32_t part,
                                               int head, int row, int sequence) {
@@ -27,8 +26,8 @@ __device__ __forceinline__ void tma_load_tile(const CUtensorMap* map, Mbarrier& 
     tma_load(map, full, shared_address(to) + i * part, i * kTileColumns, head, row, sequence);
 }
 
-// Zeros the rows of a tile of v from `first` on, because a weight of 0 times NaN would be NaN. Called by all threads of
-// a warpgroup.
+// Zeros the rows of a tile of v from `first` on, because a weight of 0 times NaN would be NaN. Called by a whole
+// warpgroup.
 template <class S>
 __device__ __forceinline__ void clear_rows(char* v, int first, int group) {
   const int thread = static_cast<int>(threadIdx.x) % kWarpgroup;
@@ -42,10 +41,10 @@ __device__ __forceinline__ void clear_rows(char* v, int first, int group) {
 
 // ---- wgmma ----------------------------------------------------------------------------------------------------------
 
-// Descriptors of different tiles differ only in their low word, which is proportional to the tile's address.
+// A descriptor whose low word, which contains the tile's address, is given. The high word is the same for all tiles.
 __device__ __forceinline__ uint64_t tile_descriptor(uint32_t low) { return k_major(0) >> 32 << 32 | low; }
 
-// s = q k^T for the warpgroup's 64 queries; q and k are the low words of descriptors.
+// Issues s = q k^T for the warpgroup's 64 queries; q and k are low words of descriptors.
 template <class T, class S>
 __device__ __forceinline__ void issue_scores(float (&s)[S::kKeys / 2], uint32_t q, uint32_t k) {
 #pragma unroll
@@ -57,7 +56,7 @@ __device__ __forceinline__ void issue_scores(float (&s)[S::kKeys / 2], uint32_t 
   wgmma_commit();
 }
 
-// o += weights v; v is the low word of a descriptor.
+// Issues o += weights v; v is the low word of a descriptor.
 template <class T, class S>
 __device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32_t (&weights)[S::kKeys / 4],
                                              uint32_t v) {
@@ -69,23 +68,23 @@ __device__ __forceinline__ void issue_values(float (&o)[S::kHeadDim / 2], uint32
 
 // ---- results --------------------------------------------------------------------------------------------------------
 
-// The address of the output of one of the tile's queries. The rows of all heads are fewer than 2^31, because more would
-// not fit into memory.
+// The address of the output row of a query of the tile. Row indices fit into 32 bits, because memory cannot hold 2^31
+// rows.
 template <class T, class S>
 __device__ __forceinline__ T* out_of(const ForwardParams& p, const QueryTile& tile, int query) {
   return static_cast<T*>(p.out) + static_cast<int64_t>(tile.out_row + query * p.heads) * S::kHeadDim;
 }
 
-// A warpgroup's output rows, which are o * factor; each thread has the factors of its two rows.
+// A warpgroup's output rows, o * factor. Each thread has the factors of its two rows.
 template <class T>
 struct ResultRows {
   T* out;           // the first row
   int present;      // number of valid rows, from the first on
-  float factor[2];  // of o; with a factor of 0 the row is 0, whatever o is
+  float factor[2];  // with a factor of 0 the row is 0, even if o is NaN
 };
 
-// Called after the last step of keys: writes lse of the warpgroup's rows from `first` on, and returns their output
-// rows. Rows that attend to nothing get a factor of 0.
+// Called after the last step: writes lse of the warpgroup's rows from `first` on and returns their output rows. Rows
+// that attend to no keys get a factor of 0.
 template <class T, class S>
 __device__ __forceinline__ ResultRows<T> finalize_rows(const ForwardParams& p, const QueryTile& tile, int first,
                                                        RunningSoftmax& softmax) {
@@ -97,7 +96,7 @@ __device__ __forceinline__ ResultRows<T> finalize_rows(const ForwardParams& p, c
   float* const lse = p.lse + (tile.lse_row + first + row);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // Not > 0, so that a NaN in the sum propagates.
+    // The comparison is not > 0, so that a NaN in the sum propagates.
     const bool attends = first + row + 8 * half < tile.q_length && softmax.sum[half] != 0.0f;
     const float factor = p.dropout_scale * rcp_approx(softmax.sum[half]);
     const float sum = (softmax.reference[half] + log2_approx(softmax.sum[half])) * 0.693147180559945f;
@@ -107,8 +106,8 @@ __device__ __forceinline__ ResultRows<T> finalize_rows(const ForwardParams& p, c
   return rows;
 }
 
-// The four threads of a row hold one 32-bit word each of every 8 columns. Neighbours exchange words, so that each
-// thread stores 8 bytes at once.
+// Writes the output rows. Of every 8 columns, each of the four threads of a row holds one 32-bit word. Neighbouring
+// threads exchange words, so that each thread stores 8 bytes at a time.
 template <class T, class S>
 __device__ __forceinline__ void store_results(const ForwardParams& p, const ResultRows<T>& rows,
                                               const float (&o)[S::kHeadDim / 2]) {
@@ -134,11 +133,10 @@ __device__ __forceinline__ void store_results(const ForwardParams& p, const Resu
   }
 }
 
-// Writes the results of the warpgroup's queries, from `first` on, if they attend to no keys: zeros, and lse =
-// -infinity.
+// Writes the results of the warpgroup's queries from `first` on if they attend to no keys: zeros, and lse = -infinity.
 template <class T, class S>
 __device__ __forceinline__ void store_empty_rows(const ForwardParams& p, const QueryTile& tile, int first) {
-  constexpr int vectors = S::kHeadDim / 8;  // of a row
+  constexpr int vectors = S::kHeadDim / 8;  // per row
   for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < 64 * vectors; i += kWarpgroup) {
     const int row = first + i / vectors;
     if (row >= tile.rows(p)) return;
@@ -149,7 +147,8 @@ __device__ __forceinline__ void store_empty_rows(const ForwardParams& p, const Q
 
 // ---- launch ---------------------------------------------------------------------------------------------------------
 
-// A tensor without rows is never read, but a tensor map needs a valid address and at least one row.
+// The view of a tensor for a tensor map. A tensor without rows is never read, but its tensor map needs a valid address
+// and at least one row.
 inline TensorView head_view(const void* data, const AttentionCall& call, int64_t heads, int64_t rows,
                             const int64_t (&stride)[3], int box_rows) {
   const int64_t sequences = call.cu_seqlens == nullptr ? call.sequences : 1;

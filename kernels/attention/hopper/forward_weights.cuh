@@ -14,13 +14,13 @@ namespace cuda {
 
 // ---- softmax --------------------------------------------------------------------------------------------------------
 
-// r is raised only when a score exceeds it by this much, in units of log2. So weights are at most 256.
+// r is raised only if a score exceeds it by more than this, in units of log2. So weights are at most 256.
 constexpr float kHeadroom = 8.0f;
 // r before the first score.
 constexpr float kLowest = -FLT_MAX;
 
-// The maximum of an integer and the bits of two floats, in one instruction. (__vimax3_s32() of the bits would cost
-// copies of the scores.)
+// The maximum of an integer and the bits of two floats, in one instruction. (With __vimax3_s32(), the compiler copies
+// the scores.)
 __device__ __forceinline__ int largest_bits(int top, float a, float b) {
   asm("{ .reg .b32 x, y; mov.b32 x, %1; mov.b32 y, %2; max.s32 x, x, y; max.s32 %0, %0, x; }"
       : "+r"(top)
@@ -32,11 +32,11 @@ __device__ __forceinline__ int largest_bits(int top, float a, float b) {
 struct RunningSoftmax {
   float reference[2] = {kLowest, kLowest};  // r, in units of log2
   float sum[2] = {0.0f, 0.0f};              // over this thread's columns
-  float correction[2];                      // factor for what was summed before the last step
-  bool corrects;                            // whether any row of the warp needs it
-  int limit;                                // bits of a score, see is_near()
+  float correction[2];                      // factor by which earlier partial sums have to be multiplied
+  bool corrects;                            // whether the correction of any row of the warp is not 1
+  int limit;                                // bits of a scaled score: see is_near()
 
-  // Turns scores into weights, exp(scale * score - r). FIRST: they are the first of a tile.
+  // Replaces scores by weights, exp2(scale * score - r). FIRST: it is the first step of a tile.
   template <bool FIRST, int COUNT>
   __device__ __forceinline__ void step(float (&s)[COUNT], float scale) {
     corrects = FIRST || !is_near(s, scale);
@@ -48,9 +48,10 @@ struct RunningSoftmax {
     }
   }
 
-  // Whether no score in the warp can exceed its row's r by kHeadroom. The bits of floats >= 0 are ordered like the
-  // floats, and above the bits of negative floats read as integers; one integer instruction takes the maximum of three.
-  // So the comparison works for limits >= 0. For lower limits the answer is always false.
+  // Whether no score of the warp can exceed its row's r by kHeadroom. As integers, the bits of floats >= 0 are ordered
+  // like the floats and are above those of negative floats, so the maximum is computed on integers, of which one
+  // instruction compares three. The comparison is valid for limits >= 0; for negative limits the result is always
+  // false.
   template <int COUNT>
   __device__ __forceinline__ bool is_near(const float (&s)[COUNT], float scale) const {
     int top[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
@@ -80,7 +81,7 @@ struct RunningSoftmax {
   }
 
   // ptxas hoists a wgmma wait above computations that do not depend on it, but not across a branch. This branch is
-  // never taken and depends on all weights. So the softmax overlaps with the wgmma with v instead of following it.
+  // never taken and depends on all weights, so the softmax overlaps with the wgmma with v instead of following it.
   __device__ __forceinline__ void prevent_hoist() const {
     if (__any_sync(0xffffffffu, sum[0] + sum[1] < 0.0f)) __nanosleep(100);
   }

@@ -11,7 +11,7 @@ namespace cuda {
 
 constexpr float kMinusInfinity = -INFINITY;
 
-// Sets the scores of keys from limit[half] on, counted from the thread's first key of the step, to -infinity.
+// Sets the scores of keys from limit[half] on to -infinity. Limits are relative to the thread's first key of the step.
 template <int COUNT>
 __device__ __forceinline__ void mask_scores(float (&s)[COUNT], const int (&limit)[2]) {
 #pragma unroll
@@ -23,13 +23,13 @@ __device__ __forceinline__ void mask_scores(float (&s)[COUNT], const int (&limit
 // between.
 __device__ __forceinline__ int thread_in_group() { return static_cast<int>(reload_tid() % kWarpgroup); }
 
-// The first of the thread's two rows among the warpgroup's 64 queries; the other one is 8 further.
+// The first of the thread's two rows among the warpgroup's 64 queries; the second one is 8 rows below.
 __device__ __forceinline__ int row_in_group() {
   const int number = thread_in_group();
   return number / 32 * 16 + number % 32 / 4;
 }
 
-// Sets the scores of keys before limit[half] to -infinity, counted in the same way.
+// Sets the scores of keys before limit[half] to -infinity.
 template <int COUNT>
 __device__ __forceinline__ void mask_scores_before(float (&s)[COUNT], const int (&limit)[2]) {
 #pragma unroll
@@ -37,8 +37,9 @@ __device__ __forceinline__ void mask_scores_before(float (&s)[COUNT], const int 
     if (i / 4 * 8 + i % 2 < limit[i / 2 % 2]) s[i] = kMinusInfinity;
 }
 
-// Sets the scores of keys outside of the queries' windows to -infinity. end: one past the last key that the
-// warpgroup's first query attends to, which may be past the sequence's end. Most steps need one side or none.
+// Sets the scores of keys outside of the queries' windows to -infinity. end: one past the last key of the window of the
+// warpgroup's first query, which may be past the sequence's end. Most steps need only one of the two comparisons, or
+// none.
 template <class S>
 __device__ __forceinline__ void mask_window(float (&s)[S::kKeys / 2], int block, int k_length, int end,
                                             const Window& window) {
@@ -54,13 +55,13 @@ __device__ __forceinline__ void mask_window(float (&s)[S::kKeys / 2], int block,
   }
 }
 
-// Sets the scores of keys past the end, and of keys that a query does not attend to, to -infinity. diagonal: the number
-// of keys that the warpgroup's first query attends to, if causal.
+// Sets the scores of keys past the sequence's end, and if causal of keys after the query's position, to -infinity.
+// diagonal: the number of keys to which the warpgroup's first query attends, if causal.
 template <class S, bool CAUSAL>
 __device__ __forceinline__ void mask_step(float (&s)[S::kKeys / 2], int block, int k_length, int diagonal) {
   const int key = block * S::kKeys;
-  if (key + S::kKeys <= (CAUSAL ? min(k_length, diagonal) : k_length))
-    return;  // all queries attend to all of the step's keys
+  // Returns if all queries attend to all of the step's keys.
+  if (key + S::kKeys <= (CAUSAL ? min(k_length, diagonal) : k_length)) return;
   int limit[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half)

@@ -1,5 +1,5 @@
-// The named barriers of the Hopper attention kernels. Barrier 0 is __syncthreads(). Entries marked "+ i" are the first
-// of several barriers, one for each of the warpgroups.
+// The named barriers of the Hopper attention kernels. Barrier 0 is used by __syncthreads(). An entry marked "+ i" is
+// the first of several barriers, one per warpgroup.
 #pragma once
 
 namespace fasttfm {
@@ -11,7 +11,7 @@ enum ForwardBarrier : int {
 };
 
 enum BackwardBarrier : int {
-  kBackwardSums = 1,  // warpgroup 3 has written its sums to shared memory (OrderedSums)
+  kBackwardSums = 1,  // warpgroup 3 has written its partial sums to shared memory (OrderedSums)
   kBackwardTurn = 2,  // + i: warpgroup 1 + i may compute weights
 };
 

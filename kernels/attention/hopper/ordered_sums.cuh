@@ -1,14 +1,16 @@
-// Sums in global memory to which the blocks of a group add in a fixed order. Tiles of fp32 go from a warpgroup's
-// registers to shared memory, from where TMA reductions add them in L2.
+// Sums in global memory to which the blocks of a group add in a fixed order. A warpgroup stores an fp32 tile from
+// registers to shared memory, and a TMA reduction adds it in L2.
 //
-// Blocks iterate over the same sequence of places, a number that increases with unit, round and tile. At a place, the
-// block of rank r adds to the place's tile after rank r - 1 has done so, and rank 0 after the last rank has done so at
-// the place one round earlier. Each block publishes its progress (all its places below a number are complete) to the
-// next block. One thread of a block issues all of its additions and waits for its turns. Before it waits, it completes
-// its own additions and publishes them. So the first of all outstanding additions (by unit, round and rank, then tile)
-// can always be made, and because the launch is cooperative (all blocks are resident), there is no deadlock. (With one
-// thread per quarter of a tile there could be one: a waiting thread holds up the wgmma that it shares with another
-// thread, which then does not publish its progress.)
+// All blocks of a group number their additions in the same way: the place of an addition increases with unit, round and
+// tile. At a place, the block of rank r adds to the tile after rank r - 1 has done so, and rank 0 after the last rank
+// has done so at the place one round earlier. Each block publishes its progress, a number below which all of its places
+// are complete, to the next block.
+//
+// One thread of a block issues all additions of the block and waits for the previous block. Before it waits, it
+// completes its own additions and publishes them. So the first of all outstanding additions (ordered by unit, round,
+// rank and tile) can always proceed, and because the launch is cooperative (all blocks are resident), there is no
+// deadlock. With one thread per quarter of a tile there could be one: a waiting thread would stall the warpgroup's
+// wgmma, on which another thread depends before it can publish its progress.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +21,8 @@ namespace fasttfm {
 namespace cuda {
 namespace hopper_backward {
 
-// Progress counters between blocks. Relaxed accesses suffice: bulk_wait() returns only when the additions are complete
-// in L2, and the counter has nothing else to order.
+// Accesses to progress counters. Relaxed accesses suffice: bulk_wait() returns only when the additions are complete in
+// L2, and no other memory accesses have to be ordered with the counter.
 template <class T>
 __device__ __forceinline__ T load_relaxed(const T* from) {
   T value;
@@ -32,8 +34,8 @@ __device__ __forceinline__ void store_relaxed(T* to, T value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
-// Each thread has FLOATS values, a multiple of 4. The tile's layout in memory is private: each thread has its own
-// elements.
+// Each thread has FLOATS values, a multiple of 4. In memory the values of a thread are at positions that only this
+// class knows; each thread accesses its own elements only.
 template <int FLOATS>
 class OrderedSums {
  public:
@@ -44,13 +46,14 @@ class OrderedSums {
     alignas(128) float4 staging[kBuffers][kTileFloats / 4];
   };
 
-  // `progress` is the block's own counter and `predecessor` that of the previous block, both 0 at the start. They are
-  // the same pointer if a block shares with no other. `barrier`: a named barrier for the warpgroup.
+  // `progress` is the block's own counter and `predecessor` that of the previous block, both initially 0. They are the
+  // same pointer if a group has one block. `barrier`: a named barrier for the warpgroup.
   __device__ __forceinline__ OrderedSums(Memory& memory, int barrier, uint32_t* progress, const uint32_t* predecessor)
       : memory_(memory), barrier_(barrier), progress_(progress), predecessor_(predecessor) {}
 
-  // Adds to the tile at `place`, or stores it if it is the `first`. It waits until the previous block has completed the
-  // place `place` - `distance`; the distance is 0, or the number of places of a round for rank 0.
+  // Adds `value` to the tile at `place`, or stores it if it is the `first`. Waits until the previous block has
+  // completed the place `place` - `distance`; the distance is the number of places of a round for rank 0, and otherwise
+  // 0.
   __device__ __forceinline__ void add(const float (&value)[FLOATS], float* tile, uint32_t place, uint32_t distance,
                                       bool first) {
     float4* staging = memory_.staging[buffer_];
@@ -61,7 +64,7 @@ class OrderedSums {
       staging[i * kWarpgroup + thread] =
           make_float4(value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3]);
     fence_proxy_async();
-    if (thread == 0) bulk_wait_read<0>();  // of the other buffer, which is written next
+    if (thread == 0) bulk_wait_read<0>();  // the other buffer is written next, so its reduction must have read it
     named_barrier_sync(barrier_, kWarpgroup);
     if (reload_tid() % kWarpgroup == 0) {
       if (!first) wait_for(place, distance);
@@ -71,14 +74,14 @@ class OrderedSums {
         bulk_reduce_add(tile, shared_address(staging), kTileFloats * 4);
       bulk_commit();
       if (++unpublished_ == kInterval) {
-        bulk_wait<1>();  // all but this one
+        bulk_wait<1>();  // for all but the last one
         publish(place);
       }
     }
     buffer_ ^= 1;
   }
 
-  // Loads the thread's own elements of a tile after the last addition.
+  // Loads the thread's own elements of a tile after the last addition to it.
   __device__ __forceinline__ void load(float (&value)[FLOATS], const float* tile, uint32_t place, uint32_t distance) {
     if (reload_tid() % kWarpgroup == 0) {
       if (unpublished_ > 0) {
@@ -99,7 +102,7 @@ class OrderedSums {
     }
   }
 
-  // Called after the last place, which is below `place`.
+  // Called after the last addition; all places are below `place`.
   __device__ __forceinline__ void finish(uint32_t place) {
     if (reload_tid() % kWarpgroup == 0) {
       bulk_wait<0>();
@@ -140,7 +143,7 @@ class OrderedSums {
   uint32_t* progress_;
   const uint32_t* predecessor_;
   int buffer_ = 0;
-  uint32_t seen_ = 0, unpublished_ = 0;  // in the thread that adds
+  uint32_t seen_ = 0, unpublished_ = 0;  // used by the thread that issues the additions
 };
 
 }  // namespace hopper_backward

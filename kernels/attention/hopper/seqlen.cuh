@@ -6,7 +6,7 @@
 namespace fasttfm {
 namespace cuda {
 
-// A sequence's rows in a packed tensor. cu_seqlens is not validated on the GPU; it is clamped, so that nothing outside
+// A sequence's rows in a packed tensor. cu_seqlens is not validated on the GPU but clamped, so that no memory outside
 // of the tensor is accessed.
 struct Span {
   int first, length;

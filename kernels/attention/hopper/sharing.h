@@ -1,4 +1,5 @@
-// How the backward for head dim 64 shares its work among blocks: host code, known to builds without CUDA too.
+// How many blocks of the backward for head dim 64 process one (sequence, head) pair. Host code, which is also compiled
+// in builds without CUDA.
 #pragma once
 
 #include <algorithm>
@@ -10,24 +11,23 @@ namespace fasttfm {
 namespace cuda {
 namespace hopper_backward {
 
-constexpr int kQueries = 64;  // of a tile
-constexpr int kKeys = 128;    // of a tile; 64 for each of the two warpgroups
-constexpr int kOnChipQueries = 512;
-constexpr int kMaxBlocks = 256;  // of the grid
+constexpr int kQueries = 64;         // per tile
+constexpr int kKeys = 128;           // per tile; 64 for each of the two consumer warpgroups
+constexpr int kOnChipQueries = 512;  // up to this many queries, dQ is accumulated in shared memory
+constexpr int kMaxBlocks = 256;      // in the grid
 
-// The largest number of blocks that may share one of `units` (sequence, head)s; attention_column_parts() has room for
-// that many.
+// The largest number of blocks per (sequence, head) pair if there are `units` pairs. attention_column_parts() allocates
+// for that many.
 inline int64_t max_blocks(int64_t units, int64_t max_seqlen) {
   return max_seqlen > kOnChipQueries ? std::max<int64_t>(kMaxBlocks / std::max<int64_t>(units, 1), 2) : 1;
 }
 
-// The number of blocks that share a (sequence, head) of more than kOnChipQueries queries: the number that minimizes the
-// steps of the block with the most work. Each additional block of a group costs part of a step per tile of keys,
-// because the blocks wait for one another. A block that shares with no other reads the queries, gradients and sums (512
-// bytes per token) once per tile of keys: from L2 if they fit for all blocks, otherwise from global memory, which is
-// slower.
+// The number of blocks per (sequence, head) pair of more than kOnChipQueries queries: the one that minimizes the steps
+// of the block with the most work. Each additional block of a group costs part of a step per key tile, because the
+// blocks wait for one another. If a group has one block, that block reads the queries, gradients and sums (512 bytes
+// per token) once per key tile: from L2 if those of all blocks fit, otherwise from global memory, which is slower.
 struct Sharing {
-  int blocks;         // per sequence and head
+  int blocks;         // per (sequence, head) pair
   double efficiency;  // mean number of steps per SM, over the steps of the SM that has the most
 };
 

@@ -1,5 +1,5 @@
-// Which tiles of queries and keys meet within a window, and the chunks of keys of the windowed backward. Host code too,
-// so that tests cover it without a GPU.
+// Which query tiles attend to which key tiles within a window, and the chunks of keys of the windowed backward. The
+// functions also compile for the host, so that tests cover them without a GPU.
 //
 // Query i of a sequence is at key position i + k_length - q_length. It attends to the keys from `left` before that
 // position to `right` after it.
@@ -12,20 +12,21 @@
 namespace fasttfm {
 namespace cuda {
 
-// The masks for which there are kernels. `window` has a limit on the left, or one on the right other than 0.
+// The masks for which there are kernels. `window`: there is a limit on the left, or a limit on the right other than 0.
 enum class Mask { full, causal, window };
 
 struct Window {
   int left, right;
 
-  // Limits beyond the tokens of all sequences, and none (-1), are the number of tokens, so that positions are 32-bit.
+  // No limit (-1), and limits above the number of tokens, are replaced by the number of tokens, so that positions fit
+  // into 32 bits.
   static Window of(int64_t left, int64_t right, int64_t queries, int64_t keys) {
     return {static_cast<int>(left < 0 || left > keys ? keys : left),
             static_cast<int>(right < 0 || right > queries ? queries : right)};
   }
 };
 
-// Consecutive tiles; none if begin == end.
+// The tiles [begin, end).
 struct Tiles {
   int begin, end;
 };
@@ -58,7 +59,7 @@ FASTTFM_HOST_DEVICE Tiles attending_tiles(const Window& window, int key, int cou
                                      least(last - offset + window.left, q_length - 1));
 }
 
-// The first key that any query attends to. All keys after it have a query.
+// The first key to which any query attends. To every key after it, some query attends.
 FASTTFM_HOST_DEVICE int first_attended_key(const Window& window, int q_length, int k_length) {
   return most(k_length - q_length - window.left, 0);
 }
@@ -66,19 +67,20 @@ FASTTFM_HOST_DEVICE int first_attended_key(const Window& window, int q_length, i
 // ---- chunks of keys -------------------------------------------------------------------------------------------------
 
 // The windowed backward for head dim 64 divides the keys of a sequence into chunks of kChunkKeys, and a block processes
-// a chunk of one head. It keeps the sums of dQ of the queries of one tile of keys in a ring in shared memory. A query
-// tile that attends to keys of two chunks gets a sum from each.
+// a chunk of one head. It accumulates dQ in a ring buffer in shared memory, which holds the queries that attend to one
+// key tile. dQ of a query tile that attends to keys of two chunks is the sum of two partial sums.
 constexpr int kChunkKeys = 512;
 constexpr int kRingQueries = 512;
 
-// Whether the queries that attend to a tile of `keys` keys fit into the ring, whatever their alignment. Then no tile of
-// queries attends to more than two chunks.
+// Whether the queries that attend to a tile of `tile_keys` keys fit into the ring buffer, whatever their alignment. If
+// so, no query tile attends to more than two chunks.
 inline bool fits_ring(const Window& window, int64_t tile_queries, int64_t tile_keys) {
   const int64_t attending = tile_keys + static_cast<int64_t>(window.left) + window.right;
   return (attending + tile_queries - 2) / tile_queries + 1 <= kRingQueries / tile_queries;
 }
 
-// Slots number the chunks of all sequences in the order of their keys, with at most one empty slot per sequence.
+// A chunk's slot is its index among the chunks of all sequences, in the order of their keys. Each sequence has at most
+// one empty slot.
 FASTTFM_HOST_DEVICE int first_slot(int sequence, int first_key, int chunk_keys) {
   return first_key / chunk_keys + sequence;
 }
@@ -86,8 +88,8 @@ inline int64_t count_slots(bool packed, int64_t sequences, int64_t keys, int64_t
   return packed ? keys / chunk_keys + sequences : sequences * ((keys + chunk_keys - 1) / chunk_keys);
 }
 
-// The packed sequence that has a slot: the last one whose first slot is not above it. Boundaries are clamped as in
-// packed_span().
+// The packed sequence to which a slot belongs: the last one whose first slot is not above it. Boundaries are clamped as
+// in packed_span().
 FASTTFM_HOST_DEVICE int sequence_of_slot(const int32_t* boundaries, int sequences, int keys, int chunk_keys, int slot) {
   int low = 0, high = sequences;  // the answer is in [low, high)
   while (high - low > 1) {
@@ -100,10 +102,10 @@ FASTTFM_HOST_DEVICE int sequence_of_slot(const int32_t* boundaries, int sequence
   return low;
 }
 
-// The chunk that has a slot. boundaries: of the packed sequences of keys, or null when dense.
+// The chunk of a slot. boundaries: cu_seqlens of the keys, or null if they are dense.
 struct Chunk {
   int sequence, index;
-  bool followed;  // the next slot is of the same sequence
+  bool followed;  // whether the next slot belongs to the same sequence
 };
 FASTTFM_HOST_DEVICE Chunk chunk_of_slot(const int32_t* boundaries, int sequences, int keys, int chunk_keys, int slot) {
   if (boundaries == nullptr) {
@@ -111,18 +113,18 @@ FASTTFM_HOST_DEVICE Chunk chunk_of_slot(const int32_t* boundaries, int sequences
     return {slot / of_sequence, slot % of_sequence, (slot + 1) % of_sequence != 0};
   }
   const int sequence = sequence_of_slot(boundaries, sequences, keys, chunk_keys, slot);
-  // A second search, so that a block waits only for one that exists, also if boundaries are not in order.
+  // The second search guarantees that a block waits only for chunks that exist, even if boundaries are not sorted.
   return {sequence, slot - first_slot(sequence, least(most(boundaries[sequence], 0), keys), chunk_keys),
           sequence_of_slot(boundaries, sequences, keys, chunk_keys, slot + 1) == sequence};
 }
 
-// What a block does with its part of dQ of a tile of queries, for a tile of keys of its chunk. A tile of queries that
-// attends to two chunks is completed by the block with the lower one.
+// How a block accumulates dQ of a query tile for a key tile of its chunk. If the query tile attends to two chunks, the
+// block with the lower chunk completes the sum.
 struct ChunkStep {
   bool follows;   // the block has added to this dQ before
-  bool last;      // it adds no more
+  bool last;      // this is the block's last addition to it
   bool given;     // if last: another block completes the sum
-  bool received;  // if last: another block has a part of the sum
+  bool received;  // if last: another block has computed a partial sum, which this block adds
 };
 // attended: the tiles of keys to which the tile of queries attends; has_next: whether another chunk follows.
 FASTTFM_HOST_DEVICE ChunkStep chunk_step(const Tiles& attended, const Tiles& chunk, bool has_next, int key_tile) {

@@ -21,7 +21,8 @@ inline Logistic logistic(const Lanes& w) {
   return {s, e * s};
 }
 
-// With EXACT the error is relative to the result, at fp32's precision; without it, for 16-bit types, it is absolute.
+// With EXACT the error is bounded relative to the result, at fp32's precision; without it, for 16-bit types, the
+// absolute error is bounded.
 template <Activation A, bool EXACT>
 inline Activated activated(const Lanes& u) {
   if constexpr (A == Activation::gelu && EXACT) {

@@ -7,7 +7,7 @@
 namespace fasttfm {
 namespace {
 
-// Fortran's interface with 32-bit integers: the one that torch's wheels have.
+// The Fortran interface with 32-bit integers, which torch's wheels provide.
 using Sgemm = void (*)(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
                        const int*, const float*, const int*, const float*, float*, const int*);
 std::atomic<Sgemm> found{nullptr};

@@ -1,4 +1,4 @@
-// Dropout on the CPU: which of a row's elements are kept (philox.h), a span of columns at a time.
+// Dropout of rows on the CPU (philox.h), a span of columns at a time.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ inline void for_spans(int64_t columns, Body body) {
     body(first, columns - first < kDropoutSpan ? columns - first : kDropoutSpan);
 }
 
-// Which of 16 bytes are above the limit.
+// A mask of the bytes above the limit, among 16 bytes.
 inline Mask above(const uint8_t* bytes, uint8_t limit) {
   Mask mask;
 #if defined(__ARM_NEON)
@@ -40,14 +40,14 @@ inline Mask above(const uint8_t* bytes, uint8_t limit) {
   return mask;
 }
 
-// The part that all rows share. Threshold (1 to 256) and scale are defined in philox.py.
+// The dropout parameters, which are the same for all rows. Threshold (1 to 256) and scale are defined in philox.py.
 struct Dropout {
   uint64_t seed;
   RowPositions positions;
   int threshold;
   float scale;
 
-  // The decisions on one span of one row.
+  // The keep mask of one span of one row.
   class Span {
    public:
     // Not inlined, so that all kernels share one copy.
@@ -55,7 +55,7 @@ struct Dropout {
       limit_ = static_cast<uint8_t>(dropout.threshold - 1);
       scale_ = dropout.scale;
       const auto block = static_cast<uint32_t>(first / 16);
-      for (uint32_t i = 0; i < kDropoutSpan / 16; ++i)  // independent of each other: the compiler computes four at once
+      for (uint32_t i = 0; i < kDropoutSpan / 16; ++i)  // independent draws: the compiler vectorizes four of them
         draws_[i] = philox(dropout.seed, block + i, position.token, position.sequence, 0);
     }
 
@@ -74,7 +74,7 @@ struct Dropout {
   };
 };
 
-// Replaces Dropout if nothing is dropped.
+// Used in place of Dropout if nothing is dropped.
 struct NoDropout {
   struct Positions {
     RowPosition operator()(int64_t) const { return {}; }

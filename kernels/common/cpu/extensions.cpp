@@ -18,10 +18,10 @@ bool has_avx512_vnni() {
 bool may_use_amx_int8() {
   static const bool permitted = [] {
     unsigned a, b, c, d;
-    constexpr unsigned kTileAndInt8 = (1u << 24) | (1u << 25);  // of leaf 7's edx
+    constexpr unsigned kTileAndInt8 = (1u << 24) | (1u << 25);  // AMX-TILE and AMX-INT8 in edx of CPUID leaf 7
     if (!isa_supported(Isa::avx512) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     if ((d & kTileAndInt8) != kTileAndInt8) return false;
-    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl's ARCH_REQ_XCOMP_PERM
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of arch_prctl
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   }();
   return permitted;

@@ -1,10 +1,10 @@
-// Extensions of the avx512 instruction set that some CPUs have.
+// Extensions beyond the avx512 instruction set, which some CPUs have.
 #pragma once
 
 namespace fasttfm {
 
 bool has_avx512_vnni();
-// Requests permission to use AMX tiles from the operating system, once.
+// Whether AMX's int8 tiles can be used. The first call requests permission from the operating system.
 bool may_use_amx_int8();
 
 }  // namespace fasttfm

@@ -1,10 +1,10 @@
 // Selects the instruction set at run time.
 //
-// Every kernels/<op>/cpu.cpp is compiled once per instruction set (CMakeLists.txt), each time with another FASTTFM_ISA:
-// `baseline` (what the compiler targets by default: SSE2 or NEON), and on x86-64 also `avx2` and `avx512`. All code in
-// those files, and every helper in simd.h, is in namespace fasttfm::FASTTFM_ISA. That namespace keeps the linker from
-// merging an inline function built for AVX-512 into the code path of an older CPU. For the same reason cpu.cpp files
-// use nothing from the standard library that could be emitted out of line.
+// Every kernels/<op>/cpu.cpp is compiled once per instruction set (CMakeLists.txt), each time with a different value of
+// FASTTFM_ISA: `baseline` (the compiler's default target: SSE2 or NEON), and on x86-64 also `avx2` and `avx512`. All
+// code in those files, and every helper in simd.h, is in namespace fasttfm::FASTTFM_ISA. That namespace keeps the
+// linker from merging an inline function built for AVX-512 into the code path of an older CPU. For the same reason
+// cpu.cpp files use nothing from the standard library that the compiler could emit as a separate function.
 #pragma once
 
 #include "common/status.h"
@@ -16,14 +16,14 @@
 
 namespace fasttfm {
 
-// Inline as in philox.h, whichever of the two files is included first.
+// Declared inline here and in philox.h, so that the two files can be included in either order.
 inline namespace FASTTFM_ISA {}  // namespace FASTTFM_ISA
 
 enum class Isa { baseline, avx2, avx512 };
 
 // The widest set that this CPU has and this build contains, or the one forced with set_isa().
 Isa active_isa();
-// Forces a set (tests and benchmarks do). False if this CPU or this build does not have it.
+// Forces a set, for tests and benchmarks. Returns false if this CPU or this build does not have it.
 bool set_isa(Isa isa);
 bool isa_supported(Isa isa);
 

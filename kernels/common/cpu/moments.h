@@ -1,4 +1,4 @@
-// Mean and variance of a row, in fp32, as exact as two passes and mostly in one.
+// Mean and variance of a row in fp32, with the accuracy of a two-pass algorithm but usually in one pass.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,17 @@
 namespace fasttfm {
 namespace FASTTFM_ISA {
 
-// The mean is mean + correction, where correction is the rounding error of mean. A large mean with a small variance
-// needs it: there, x - mean is exact, and (x - mean) - correction has the precision of the row.
+// The mean is mean + correction, where correction is the rounding error of mean. It matters if the mean is large and
+// the variance small: then x - mean is exact, and (x - mean) - correction has the precision of the row.
 struct Moments {
   float mean, correction, variance;
 };
 
-// `row(column, lanes)` gives a block of the row with zeros past its end, as load() does.
+// `row(column, lanes)` returns a block of the row, with zeros past its end as in load().
 //
-// Deviations d are taken from a pivot: mean = pivot + mean(d), variance = mean(d^2) - mean(d)^2. The cancellation is
-// harmless as long as mean(d)^2 is at most the variance itself. The mean of the row's first block is such a pivot for
-// all but unusual rows; for those a second pass uses the mean of the first pass as the pivot.
+// The deviations d are relative to a pivot: mean = pivot + mean(d), variance = mean(d^2) - mean(d)^2. The cancellation
+// is harmless as long as mean(d)^2 is at most the variance. The mean of the row's first block satisfies this for all
+// but unusual rows; for those, a second pass uses the mean from the first pass as the pivot.
 template <class Row>
 inline Moments moments(int64_t columns, Row row) {
   const float inverse_columns = 1.0f / static_cast<float>(columns);

@@ -14,7 +14,8 @@ namespace {
 using GompParallel = void (*)(void (*body)(void*), void* context, unsigned threads, unsigned flags);
 std::atomic<GompParallel> gomp_parallel{nullptr};
 
-// A forked child has none of its parent's threads, and its copy of the OpenMP runtime would wait for them forever.
+// A forked child does not have the threads of its parent, and its copy of the OpenMP runtime would wait for them
+// forever.
 std::atomic<bool> forked{false};
 [[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] {
   forked.store(true);
@@ -54,7 +55,7 @@ void parallel_items(int64_t items, int threads, void (*body)(void*, int64_t), vo
   try {
     helpers.reserve(static_cast<size_t>(threads - 1));
     for (int i = 1; i < threads; ++i) helpers.emplace_back(work, &region);
-  } catch (...) {  // out of memory or threads: the threads that started, and this one, do the work
+  } catch (...) {  // out of memory or threads: the work runs on the threads that have started, and on this one
   }
   work(&region);
   for (std::thread& helper : helpers) helper.join();
@@ -71,8 +72,8 @@ const char* share_openmp(const char* library_path, const char** reason) {
     *reason = "the library is not loaded in this process";
     return "";
   }
-  // A search from a handle covers the library and everything it depends on: this is its runtime, whatever its file is
-  // called.
+  // dlsym() with a handle searches the library and its dependencies, so this finds the library's runtime whatever its
+  // file name is.
   void* symbol = dlsym(library, "GOMP_parallel");
   dlclose(library);
   if (symbol == nullptr) {

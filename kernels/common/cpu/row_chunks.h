@@ -1,6 +1,6 @@
-// Cuts rows into chunks whose number depends only on the row count, never on the thread count: sums over rows
-// (gradients of weights and biases) are kept per chunk and added up in chunk order, so every thread count gives the
-// same bits.
+// Divides rows into chunks. The number of chunks depends only on the number of rows, not on the number of threads. Sums
+// over rows (gradients of weights and biases) are computed per chunk and added in the order of the chunks, so results
+// are bitwise identical for every number of threads.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct RowChunks {
   int64_t rows, count;
 };
 
-// Calls body(row) for every row, chunks in parallel.
+// Calls body(row) for every row, with chunks in parallel.
 template <class Body>
 inline void parallel_rows(int64_t rows, int threads, const Body& body) {
   const RowChunks chunks(rows);

@@ -1,8 +1,8 @@
 // Sixteen fp32 lanes, on any instruction set.
 //
-// `Lanes` holds 16 floats in as many native registers as that takes (NEON/SSE: 4, AVX2: 2, AVX-512: 1), so kernels are
-// written once, keep four or more independent accumulators in flight where registers are narrow, and add up in the same
-// order everywhere. Built on GCC/Clang vector extensions: no per-platform file.
+// `Lanes` holds 16 floats in as many native registers as needed (NEON/SSE: 4, AVX2: 2, AVX-512: 1). Kernels are written
+// once, have four independent accumulators where registers are narrow, and add in the same order on every instruction
+// set. It uses the vector extensions of GCC and Clang, so there are no per-platform files.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,9 @@
 #include "common/cpu/isa.h"
 #include "common/dtype.h"
 
-// Goes before a function that loops over rows or columns: everything it calls, lambdas included, is inlined. Without it
-// the compiler's size limits decide, and an accumulator that a lambda captures by reference lives in memory.
+// Attribute of a function that loops over rows or columns: everything that it calls, including lambdas, is inlined.
+// Without it the compiler may not inline large functions, and an accumulator that a lambda captures by reference is
+// then kept in memory.
 #ifndef FASTTFM_KERNEL
 #define FASTTFM_KERNEL __attribute__((flatten))
 #endif
@@ -44,7 +45,7 @@ typedef uint16_t RegH __attribute__((vector_size(kRegisterLanes * 2)));
 struct Lanes {
   RegF r[kRegisters];
 };
-// The result of a comparison: all bits of a lane are set, or none.
+// The result of a comparison: in each lane all bits are set, or none.
 struct Mask {
   RegU r[kRegisters];
 };
@@ -55,7 +56,7 @@ inline RegF floats(RegU x) { return reinterpret_cast<RegF>(x); }
 inline RegU select(RegU mask, RegU yes, RegU no) { return (mask & yes) | (~mask & no); }
 inline RegF select(RegU mask, RegF yes, RegF no) { return floats(select(mask, bits(yes), bits(no))); }
 
-// Applies `f` register by register. The loops have constant bounds: the compiler keeps `Lanes` in registers.
+// Applies `f` to each register. The loops have constant bounds, so the compiler keeps `Lanes` in registers.
 template <class F>
 inline Lanes map(const Lanes& a, F f) {
   Lanes out;
@@ -71,7 +72,7 @@ inline Lanes map(const Lanes& a, const Lanes& b, F f) {
 
 inline Lanes broadcast(float value) {
   Lanes out;
-  for (int i = 0; i < kRegisters; ++i) out.r[i] = value - RegF{};  // minus: keeps the sign of -0.0f
+  for (int i = 0; i < kRegisters; ++i) out.r[i] = value - RegF{};  // a subtraction, because it keeps the sign of -0.0f
   return out;
 }
 inline Lanes operator+(const Lanes& a, const Lanes& b) {
@@ -99,7 +100,8 @@ inline Lanes select(const Mask& mask, const Lanes& yes, const Lanes& no) {
   return out;
 }
 
-// a * b rounded by itself. Elsewhere the compiler may fuse a product and the sum that follows into one rounding.
+// a * b, rounded separately. Without this, the compiler may fuse a multiplication with a following addition, which
+// rounds once.
 inline Lanes product(const Lanes& a, const Lanes& b) {
   Lanes out = a * b;
 #if defined(__ARM_NEON)
@@ -110,7 +112,7 @@ inline Lanes product(const Lanes& a, const Lanes& b) {
   return out;
 }
 
-// The larger and the smaller of two, lane by lane; x where it is NaN.
+// The larger and the smaller of two values in each lane; x if x is NaN.
 #if defined(__ARM_NEON)
 inline RegF larger(RegF x, RegF y) { return vmaxq_f32(x, y); }
 inline RegF smaller(RegF x, RegF y) { return vminq_f32(x, y); }
@@ -146,7 +148,7 @@ inline float largest(const Lanes& a) {
 
 // ---- storage formats: load() and store() of 16 elements -------------------------------------------------------------
 //
-// Reading widens exactly. Writing rounds to nearest, ties to even; a NaN stays a NaN, its payload may change.
+// load() converts exactly. store() rounds to nearest, ties to even; a NaN stays a NaN, but its payload may change.
 
 inline Lanes load(const float* from) {
   Lanes out;
@@ -159,8 +161,8 @@ inline void store(float* to, const Lanes& value) {
 
 #if defined(__ARM_NEON)
 
-// bf16 is the upper half of an fp32. Interleaving with zeros, and taking halves apart, keep both vector pipes busy
-// where shifts would use one.
+// A bf16 is the upper half of an fp32. Interleaving with zeros, and separating halves, use both vector pipes, while
+// shifts would use only one.
 inline Lanes load(const bf16_t* from) {
   Lanes out;
   const uint16x8_t zero = vdupq_n_u16(0);
@@ -175,7 +177,7 @@ inline void store(bf16_t* to, const Lanes& value) {
   for (int i = 0; i < kRegisters; i += 2) {
     const auto first = reinterpret_cast<uint16x8_t>(value.r[i]), second = reinterpret_cast<uint16x8_t>(value.r[i + 1]);
     const uint16x8_t lower = vuzp1q_u16(first, second), upper = vuzp2q_u16(first, second);
-    // Up if the part cut off is more than half, or just half and the part kept is odd.
+    // Rounds up if the discarded part is more than half, or exactly half and the part that is kept is odd.
     const uint16x8_t up = vcgtq_u16(vorrq_u16(lower, vandq_u16(upper, vdupq_n_u16(1))), vdupq_n_u16(0x8000));
     const uint16x8_t number = vuzp1q_u16(reinterpret_cast<uint16x8_t>(value.r[i] == value.r[i]),
                                          reinterpret_cast<uint16x8_t>(value.r[i + 1] == value.r[i + 1]));
@@ -222,7 +224,8 @@ inline RegH narrow(RegF x, f16_t) {
 
 #else
 
-// fp16 has a narrower exponent: moving the bits up and multiplying by 2^112 rebiases it and makes subnormals exact.
+// fp16 has a narrower exponent. Shifting the bits up and multiplying by 2^112 rebiases it, and is exact for subnormals
+// too.
 inline RegF widen(RegH h, f16_t) {
   const RegU u = __builtin_convertvector(h, RegU);
   const RegF scaled = floats((u & 0x7fffu) << 13) * 0x1p112f;
@@ -230,8 +233,8 @@ inline RegF widen(RegH h, f16_t) {
   return floats(bits(scaled) | (special & 0x7f800000u) | ((u & 0x8000u) << 16));
 }
 
-// In fp16's normal range the mantissa is rounded as an integer and the exponent rebiased; below it, adding 0.5 rounds
-// to multiples of the smallest subnormal.
+// In fp16's normal range the mantissa is rounded as an integer and the exponent is rebiased. Below that range, adding
+// 0.5 rounds to multiples of the smallest subnormal.
 inline RegH narrow(RegF x, f16_t) {
   const RegU u = bits(x);
   const RegU sign = (u >> 16) & 0x8000u;
@@ -269,7 +272,7 @@ inline void store(T* to, const Lanes& value) {
 
 #endif
 
-// Prefetches memory that the next row reads.
+// Prefetches memory for a read in the near future.
 template <class T>
 inline void prefetch(const T* from) {
   __builtin_prefetch(from);
@@ -277,14 +280,15 @@ inline void prefetch(const T* from) {
 
 // ---- rows of any length ---------------------------------------------------------------------------------------------
 
-// How many of a block's 16 lanes are in the row: all of them (known when compiling), or the last block's first few.
+// The number of lanes of a block of 16 columns that are inside of the row: all of them, or the first `count` in the
+// row's last block.
 struct Full {};
 struct Tail {
   int count;
 };
 
-// Calls body(column, lanes) for each block of up to 16 columns, with Full{} for all but a partial last block: a body
-// written as a generic lambda compiles to a full-width loop and one tail.
+// Calls body(column, lanes) for each block of up to 16 columns, with Full{} for all but a partial last block. A body
+// that is a generic lambda compiles to a full-width loop and a separate tail.
 template <class Body>
 inline void for_columns(int64_t columns, Body body) {
   int64_t column = 0;
@@ -296,7 +300,7 @@ template <class T>
 inline Lanes load(const T* from, Full) {
   return load(from);
 }
-// Lanes past the end read as zero.
+// Lanes past the end are zero.
 template <class T>
 inline Lanes load(const T* from, Tail tail) {
   T buffer[kLanes] = {};
@@ -314,7 +318,7 @@ inline void store(T* to, const Lanes& value, Tail tail) {
   std::memcpy(to, buffer, static_cast<size_t>(tail.count) * sizeof(T));
 }
 constexpr uint32_t kLaneIndex[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-// Zero in the lanes past the end: for terms that are not zero there by themselves (x - mean, say).
+// Zeros the lanes past the end, for terms that would not be zero there (e.g. x - mean).
 inline Lanes keep(const Lanes& value, Full) { return value; }
 inline Lanes keep(const Lanes& value, Tail tail) {
   Lanes out;

@@ -1,8 +1,7 @@
 // GEMM of small fp32 matrices that fit into L1 and L2.
-//
-// The unit of work is a tile of kTileRows x 16 sums that stays in registers for the whole depth of the product. Each
-// sum is one chain of multiply-adds in the order of the depth: results depend on neither the tile's place nor its
-// neighbours.
+// The result is computed in tiles of kTileRows x 16 sums, which stay in registers over the whole inner dimension
+// (`depth`). Each sum is one chain of multiply-adds in the order of the inner dimension, so results depend neither on
+// the tile's position nor on other tiles.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +11,8 @@
 namespace fasttfm {
 namespace FASTTFM_ISA {
 
-// Rows of a tile, a power of two: at least eight registers of sums, so that no multiply-add waits for the last one, and
-// few enough to leave registers for the factors.
+// Rows of a tile, a power of two: enough for at least eight accumulator registers, which hides the latency of
+// multiply-adds, and few enough to leave registers for the operands.
 #if defined(__AVX512F__)
 constexpr int kTileRows = 8;
 #elif defined(__AVX__) || defined(__ARM_NEON)
@@ -21,13 +20,13 @@ constexpr int kTileRows = 4;
 #else
 constexpr int kTileRows = 2;
 #endif
-// Matrices have room for, and zeros in, rows up to the next multiple of this.
+// Matrices are padded with rows of zeros to a multiple of this.
 constexpr int64_t kRowStep = 8;
 
 constexpr int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// The left factor [rows, depth], by rows or (`Across`) by columns: element (r, d) at data[r * stride + d] or
-// data[d * stride + r].
+// The left operand [rows, depth]: row-major (`Along`), with element (r, d) at data[r * stride + d], or column-major
+// (`Across`), with element (r, d) at data[d * stride + r].
 struct Along {
   const float* data;
   int64_t stride;
@@ -39,7 +38,7 @@ struct Across {
   Across operator+(int64_t row) const { return {data + row, stride}; }
 };
 
-// The right factor [depth, 16 * panels]: element (d, 16 * p + c) at data[p * panel_stride + d * row_stride + c].
+// The right operand [depth, 16 * panels], with element (d, 16 * p + c) at data[p * panel_stride + d * row_stride + c].
 struct Panels {
   const float* data;
   int64_t row_stride;
@@ -48,7 +47,7 @@ struct Panels {
 
 #if defined(__ARM_NEON)
 
-// 4 x 16 sums, each register has its own name: of arrays the compiler keeps some in memory.
+// 4 x 16 sums. Every register is a separate variable, because the compiler would keep parts of an array in memory.
 struct TileRow {
   float32x4_t c0, c1, c2, c3;
 };
@@ -74,8 +73,8 @@ inline void add_product(TileRow& sum, const TileRow& b, float32x4_t a) {
   sum.c2 = vfmaq_laneq_f32(sum.c2, b.c2, a, LANE);
   sum.c3 = vfmaq_laneq_f32(sum.c3, b.c3, a, LANE);
 }
-// No multiply-add moves across the end of a step. Left to itself the compiler puts those of one sum close together,
-// where each waits for the last.
+// Keeps the compiler from moving multiply-adds across the end of a step. Otherwise it schedules those of one sum close
+// together, where each waits for the previous one.
 inline void end_step(Tile& sum) {
   asm volatile(""
                : "+w"(sum.r0.c0), "+w"(sum.r0.c1), "+w"(sum.r0.c2), "+w"(sum.r0.c3), "+w"(sum.r1.c0), "+w"(sum.r1.c1),
@@ -84,7 +83,8 @@ inline void end_step(Tile& sum) {
                : "+w"(sum.r2.c0), "+w"(sum.r2.c1), "+w"(sum.r2.c2), "+w"(sum.r2.c3), "+w"(sum.r3.c0), "+w"(sum.r3.c1),
                  "+w"(sum.r3.c2), "+w"(sum.r3.c3));
 }
-// A multiply-add takes its left element from any lane of a register: the left factor is read four elements at a time.
+// A multiply-add can take its left operand from any lane of a register, so the left operand is loaded four elements at
+// a time.
 template <int LANE>
 inline void add_along(Tile& sum, const TileRow& left, const TileRow& right) {
   add_product<LANE>(sum.r0, right, left.c0);
@@ -147,8 +147,9 @@ inline void store_tile(float* c, int64_t stride, const Tile& sum) {
 inline Along after(Along a, int64_t steps) { return {a.data + steps, a.stride}; }
 inline Across after(Across a, int64_t steps) { return {a.data + steps * a.stride, a.stride}; }
 
-// c[rows, 16 * panels] = a * b, or with ADD c += a * b. Rows are computed in full tiles and the depth in steps of four:
-// a and c have round_up(rows, kRowStep) rows, and elements of a and b past the depth, up to the next step, are zeros.
+// c[rows, 16 * panels] = a * b, or with ADD c += a * b. Rows are computed in full tiles and the depth in steps of four,
+// so a and c have round_up(rows, kRowStep) rows, and elements of a and b past the depth are zeros up to the next
+// multiple of four.
 template <bool ADD, class Left>
 __attribute__((noinline)) FASTTFM_KERNEL void multiply(int64_t rows, int64_t panels, int64_t depth, Left a, Panels b,
                                                        float* c, int64_t c_stride) {

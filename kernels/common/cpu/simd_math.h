@@ -1,8 +1,9 @@
-// exp, exp2, erf and tanh of sixteen lanes: range reduction and a polynomial, no table, no call into the math library.
+// exp, exp2, erf and tanh of sixteen lanes by range reduction and polynomials, without tables or calls into the math
+// library.
 //
-// Largest error found over every seventh fp32 number above 2^-40, in units of the last place, as
-// tests/native/test_math.py measures it with fused multiply-add: exp 1.02, erf 1.14, tanh 1.32 (without it, erf 1.44).
-// NaN gives NaN, infinities give their limits, exp's subnormal results are rounded once.
+// Largest error over every seventh fp32 number above 2^-40, in units of the last place, with fused multiply-add: exp
+// 1.02, erf 1.14, tanh 1.32 (without it, erf 1.44); tests/native/test_math.py measures it. NaN results in NaN,
+// infinities in the functions' limits, and subnormal results of exp are rounded once.
 //
 // Coefficients: minimax fits of the named function, weighted to the relative error of the result, rounded to fp32.
 #pragma once
@@ -12,8 +13,8 @@
 namespace fasttfm {
 namespace FASTTFM_ISA {
 
-// Everything is written on whole Lanes, not register by register: narrow registers then have four independent chains of
-// multiply-adds side by side, which hides their latency.
+// All functions operate on whole Lanes, not on single registers: with narrow registers there are then four independent
+// chains of multiply-adds, which hides their latency.
 
 inline Lanes absolute(const Lanes& x) {
   return map(x, [](RegF r) { return floats(bits(r) & 0x7fffffffu); });
@@ -47,8 +48,8 @@ inline Lanes polynomial(const Lanes& t, const float (&c)[N]) {
   return sum;
 }
 
-// exp(x) = mantissa * 2^exponent, the mantissa in [0.7, 1.42]. Adding 1.5 * 2^23 to a small number leaves the nearest
-// integer in the low bits of the sum: `exponent` comes in that form.
+// exp(x) = mantissa * 2^exponent, with the mantissa in [0.7, 1.42]. `exponent` is the sum of an integer and 1.5 * 2^23,
+// which has the integer in its low bits: adding 1.5 * 2^23 to a small number rounds it to the nearest integer.
 struct ScaledExp {
   Lanes mantissa, exponent;
 };
@@ -61,12 +62,12 @@ inline ScaledExp scaled_exp(const Lanes& x) {
                             0.0013814560370519757f};  // (exp(r) - 1 - r) / r^2
   const Lanes exponent = x * broadcast(0x1.715476p0f) + broadcast(kIntegerShift);
   const Lanes n = exponent - broadcast(kIntegerShift);
-  // ln 2 in two parts, the first so short that its product with n is exact.
+  // ln 2 is split into two parts; the first has so few bits that its product with n is exact.
   const Lanes r = (x - n * broadcast(0x1.63p-1f)) - n * broadcast(-0x1.bd0106p-13f);
   return {polynomial(r, tail) * (r * r) + r + broadcast(1.0f), exponent};
 }
 
-// For x in [-87, 88], where neither the result nor the scale leaves fp32's normal range.
+// exp(x) for x in [-87, 88], where both the result and the scale are in fp32's normal range.
 inline Lanes exp_in_range(const Lanes& x) {
   const ScaledExp e = scaled_exp(x);
   return map(e.mantissa, e.exponent, [](RegF m, RegF n) { return m * power_of_two(shifted_integer(n)); });
@@ -81,11 +82,12 @@ inline Lanes exp2_in_range(const Lanes& x) {
   const Lanes low = r * broadcast(c[1]) + broadcast(c[0]), middle = r * broadcast(c[3]) + broadcast(c[2]);
   const Lanes quotient = r2 * (r2 * (r * broadcast(c[5]) + broadcast(c[4])) + middle) + low;
   const Lanes mantissa = r * quotient + broadcast(1.0f);
-  // All bits of the shift but n itself leave the register on the left.
+  // The left shift discards all bits of the sum except n.
   return map(mantissa, exponent, [](RegF m, RegF n) { return floats(bits(m) + (bits(n) << 23)); });
 }
 
-// Scaling in two steps reaches the subnormal results and infinity; past the limits the result stays 0 or infinity.
+// Scales in two steps, so that subnormal results and infinity are reached; beyond the limits of the clamp the result is
+// 0 or infinity.
 inline Lanes exp(const Lanes& x) {
   const ScaledExp e = scaled_exp(at_most(at_least(x, -104.0f), 89.0f));
   return map(e.mantissa, e.exponent, [](RegF m, RegF n) {

@@ -1,11 +1,11 @@
 // Values and derivatives of the activations in CUDA; the formulas are in activation.py.
 //
-// Kernels that use them have few instructions to spare per element, so everything is built on exp2_approx() and
-// rcp_approx(), whose relative errors are about 2^-22. That is fp32's precision for everything except the erf form of
-// GELU. There, fp32 uses erff (EXACT), and 16-bit types use the logistic form of Phi (activation.h). It needs no clamp,
-// comparison or sign, because 2^x may overflow to infinity, whose reciprocal is zero.
+// The kernels that use them are close to the issue limit, so everything is built on exp2_approx() and rcp_approx(),
+// whose relative errors are about 2^-22. That is fp32's precision for everything except the erf form of GELU. There,
+// fp32 uses erff (EXACT), and 16-bit types use the logistic form of Phi (activation.h), which needs no clamp,
+// comparison or sign handling: 2^x may overflow to infinity, whose reciprocal is zero.
 //
-// Every finite u has a finite value and derivative; a NaN stays one.
+// Every finite u has a finite value and derivative. NaN propagates.
 #pragma once
 
 #include "common/activation.h"
@@ -30,7 +30,7 @@ struct Activated {
   float value, derivative;
 };
 
-// log2(Phi(u) / (1 - Phi(u))) / u of u^2.
+// log2(Phi(u) / (1 - Phi(u))) / u as a function of u^2.
 __device__ __forceinline__ float normal_logit(float square) {
   float r = fmaf(kLogit6, square, kLogit5);
   r = fmaf(r, square, kLogit4);
@@ -40,7 +40,7 @@ __device__ __forceinline__ float normal_logit(float square) {
   return fmaf(r, square, kLogit0);
 }
 
-// The compiler removes the parts of the result that a caller does not use.
+// If a caller uses only one of the results, the compiler removes the computation of the other.
 template <Activation A, bool EXACT>
 __device__ __forceinline__ Activated activated(float u) {
   if constexpr (A == Activation::gelu) {

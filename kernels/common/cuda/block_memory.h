@@ -5,7 +5,7 @@
 
 namespace fasttfm {
 
-// Kernels take the Params; block_memory is for the launcher only.
+// Kernels get the Params; block_memory is used by the launcher only.
 template <class Params>
 struct WithBlockMemory : Params {
   int64_t block_memory;  // bytes of shared memory that a block may use on the GPU

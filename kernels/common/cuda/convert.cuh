@@ -1,4 +1,4 @@
-// Eight elements at a time between memory and fp32 registers: one 16-byte access for 16-bit types, two for fp32.
+// Loads, stores and conversions of eight elements at a time: one 16-byte access for 16-bit types, two for fp32.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,7 +11,7 @@
 namespace fasttfm {
 namespace cuda {
 
-constexpr int kVector = 8;  // elements per vector, and what sizes and strides must be multiples of
+constexpr int kVector = 8;  // elements per vector; sizes and strides must be multiples of it
 
 // A vector in its storage type, which takes fewer registers than fp32 until it is used.
 template <class T>
@@ -54,8 +54,8 @@ __device__ __forceinline__ void store_packed_if(bool wanted, T* to, const Packed
                  : "memory");
 }
 
-// A load from shared memory that the compiler must not merge with an earlier one of the same address, so that the
-// registers are free in between.
+// A load from shared memory that the compiler must not merge with an earlier load of the same address, so that the
+// value occupies no registers in between.
 template <class T>
 __device__ __forceinline__ Packed<T> reload_packed(const Packed<T>* shared) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -82,7 +82,7 @@ __device__ __forceinline__ void cp_async(uint32_t shared, const T* global) {
                  "l"(reinterpret_cast<const char*>(global) + offset)
                  : "memory");
 }
-// cp.async.commit_group: the copies since the last call form a group.
+// cp.async.commit_group: the thread's copies since the last call form a group.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most PENDING of the thread's latest groups are in flight.
 template <int PENDING>
@@ -90,8 +90,8 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// The two elements of a 32-bit word, the lower address first. Conversions are written per word, because element by
-// element the compiler extracts each half twice.
+// Conversions between fp32 and the two elements of a 32-bit word, of which the low half has the lower address. They are
+// written for words, because in conversions of single elements the compiler extracts each half twice.
 __device__ __forceinline__ float2 widen_word(uint32_t word, bf16_t) {
   return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
@@ -163,7 +163,7 @@ __device__ __forceinline__ void load_parameter(const void* from, DType dtype, in
     load_parameter(true, static_cast<const f16_t*>(from), offset, fallback, to);
 }
 
-// One element of a tensor whose type is only known at run time.
+// Stores one element of a tensor whose type is only known at run time.
 __device__ __forceinline__ void store_as(DType dtype, void* to, int64_t index, float value) {
   if (dtype == DType::f32)
     static_cast<float*>(to)[index] = value;

@@ -1,5 +1,5 @@
-// CUDA versions of the build and of the driver, and properties of the GPU. The functions exist in builds without CUDA
-// too.
+// CUDA versions of the build and of the driver, and properties of the GPU. The functions also exist in builds without
+// CUDA.
 #pragma once
 
 #include <cstdint>

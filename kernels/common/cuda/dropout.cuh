@@ -1,4 +1,4 @@
-// Dropout for the row-wise kernels of rows.cuh: decides which elements of a row are kept (philox.h).
+// Dropout for the row-wise kernels of rows.cuh: which elements of a row are kept (philox.h).
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,16 @@
 namespace fasttfm {
 namespace cuda {
 
-// The random bytes of a thread's vectors for one row: byte i of word[v] decides element i of vector v.
+// The random bytes of a thread's vectors of one row: byte i of word[v] belongs to element i of vector v.
 //
-// A draw decides 16 columns, the vectors of an even thread and its odd neighbour. So of two vectors the even thread
-// draws for the first and the odd one for the second, and they swap halves: one draw for each 16 elements of a thread.
+// A draw covers 16 columns: a vector of an even thread and the vector of its odd neighbour. For two vectors, the even
+// thread draws for the first and the odd thread for the second, and they exchange halves. This takes one draw per 16
+// elements of a thread.
 template <class S>
 struct RowDraws {
   uint32_t word[S::kVectors][2];
 
-  // All threads of a warp call it together.
+  // Called by all threads of a warp together.
   __device__ __forceinline__ void draw(uint64_t seed, RowPosition position) {
     const uint32_t thread = threadIdx.x % S::kGroup;
     const bool odd = thread % 2 == 1;

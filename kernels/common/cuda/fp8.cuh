@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t round_pair(float low, float high) {
   return pair;
 }
 
-// Eight numbers, the first in the lowest byte.
+// Rounds eight values; the first one is in the lowest byte.
 template <bool E5M2>
 __device__ __forceinline__ uint2 round_vector(const float (&x)[kVector], float scale) {
   uint32_t pair[4];
@@ -31,28 +31,28 @@ __device__ __forceinline__ uint2 round_vector(const float (&x)[kVector], float s
   return make_uint2(pair[0] | pair[1] << 16, pair[2] | pair[3] << 16);
 }
 
-// fmaxf ignores NaN.
+// The largest magnitude; fmaxf ignores NaN.
 __device__ __forceinline__ float largest(const float (&x)[kVector], float so_far) {
 #pragma unroll
   for (int i = 0; i < kVector; ++i) so_far = fmaxf(so_far, fabsf(x[i]));
   return so_far;
 }
 
-// Nonnegative fp32 numbers compare like their bits. The load avoids most atomics: usually *amax is large enough
-// already.
+// Sets *amax to the maximum of itself and `value`, both as the bits of nonnegative fp32 numbers, which compare like the
+// numbers. The load avoids most atomics, because usually *amax is already large enough.
 __device__ __forceinline__ void record(float* amax, uint32_t value) {
   auto* bits = reinterpret_cast<unsigned*>(amax);
   if (value > *static_cast<volatile unsigned*>(bits)) atomicMax(bits, value);
 }
 
-// Raises *amax to the largest `most` of a warp; null if it is not needed.
+// Records the largest `most` of a warp in *amax; null if it is not needed.
 __device__ __forceinline__ void record_warp(float* amax, float most) {
   if (amax == nullptr) return;
   const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
   if (threadIdx.x % 32 == 0) record(amax, bits);
 }
 
-// 4 x 4 bytes: the i-th byte of the j-th word becomes the j-th byte of the i-th word.
+// Transposes 4 x 4 bytes: the i-th byte of the j-th word becomes the j-th byte of the i-th word.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
   const uint32_t low01 = __byte_perm(word[0], word[1], 0x5140), high01 = __byte_perm(word[0], word[1], 0x7362);
   const uint32_t low23 = __byte_perm(word[2], word[3], 0x5140), high23 = __byte_perm(word[2], word[3], 0x7362);

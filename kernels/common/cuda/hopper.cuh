@@ -1,5 +1,5 @@
-// Wrappers of the PTX instructions that only Hopper (sm_90a) has: TMA copies and mbarriers, wgmma, setmaxnreg,
-// clusters. Names follow PTX. A .cu file that includes this header is compiled for sm_90a only.
+// Wrappers of PTX instructions for Hopper (sm_90a): TMA copies and mbarriers, wgmma, setmaxnreg, clusters. Names follow
+// PTX. A .cu file that includes this header is compiled for sm_90a only.
 //
 // Tiles in shared memory have rows of 64 16-bit elements (128 bytes) in the 128-byte swizzle that TMA writes and wgmma
 // reads: the 16-byte chunk c of row r is stored in chunk c ^ (r % 8). Tiles are aligned to 1024 bytes. A wider matrix
@@ -20,9 +20,9 @@
 namespace fasttfm {
 namespace cuda {
 
-constexpr int kTileColumns = 64;    // of a swizzled tile of 16-bit elements
-constexpr int kTileRowBytes = 128;  // of one of its rows
-constexpr int kWarpgroup = 128;     // threads
+constexpr int kTileColumns = 64;  // of a swizzled tile of 16-bit elements
+constexpr int kTileRowBytes = 128;
+constexpr int kWarpgroup = 128;  // threads
 
 // ---- host: tensor maps ----------------------------------------------------------------------------------------------
 
@@ -31,9 +31,9 @@ constexpr int kWarpgroup = 128;     // threads
 struct TensorView {
   const void* data;   // aligned to 16 bytes
   DType dtype;        // bf16 or f16
-  int64_t size[4];    // innermost first; trailing ones 1
+  int64_t size[4];    // innermost first; 1 for unused dimensions
   int64_t stride[3];  // of dimensions 1 to 3, in elements; multiples of 8
-  int box[4];         // the sizes that one copy moves; box[0] is kTileColumns
+  int box[4];         // the size of the box that one copy transfers; box[0] is kTileColumns
 };
 
 using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -66,9 +66,9 @@ inline Status make_tensor_map(CUtensorMap* map, const TensorView& view) {
 
 // ---- barriers in shared memory --------------------------------------------------------------------------------------
 
-// An mbarrier in shared memory. A phase completes when all expected arrivals and all expected transaction bytes have
-// come. wait() names a phase by its parity. The first phase has parity 0, so waiting for parity 1 on a new mbarrier
-// returns immediately.
+// An mbarrier in shared memory. A phase completes when all expected arrivals have been made and all expected
+// transaction bytes have been transferred. wait() takes the parity of a phase. The first phase has parity 0, so waiting
+// for parity 1 on a new mbarrier returns immediately.
 struct Mbarrier {
   uint64_t state;
 
@@ -96,9 +96,9 @@ struct Mbarrier {
     while (!test(parity)) {
     }
   }
-  // Arrives at the same mbarrier in another block of the cluster. It has CTA scope, because a release at cluster scope
-  // would fence all memory. That suffices to hand back a buffer that wgmma has read: the waiting thread only starts a
-  // TMA copy into it.
+  // Arrives at the same mbarrier in another block of the cluster. The arrival has CTA scope, because a release at
+  // cluster scope would fence all memory. CTA scope suffices to release a buffer that wgmma has read: the waiting
+  // thread only issues a TMA copy into it.
   __device__ __forceinline__ void arrive_remote(uint32_t block) {
     asm volatile(
         "{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
@@ -113,7 +113,7 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Whether this is a build for compute-sanitizer, which does not understand every synchronization in these kernels.
+// Whether this is a build for compute-sanitizer, which does not track every kind of synchronization in these kernels.
 #ifdef FASTTFM_SANITIZE_GPU
 constexpr bool kSanitized = true;
 #else
@@ -130,8 +130,8 @@ __device__ __forceinline__ void arrive_warp(Mbarrier& barrier) {
   if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) barrier.arrive();
 }
 
-// The position in a ring buffer of STAGES slots: the slot, and the parity of the phase that fills it. Consumers wait
-// for `full` with parity, the producer waits for `empty` with parity ^ 1.
+// The position in a ring buffer of STAGES pipeline stages: the index of the stage, and the parity of the phase that
+// fills it. Consumers wait for `full` with parity, the producer waits for `empty` with parity ^ 1.
 template <int STAGES>
 struct RingPosition {
   uint32_t slot = 0, parity = 0;
@@ -203,7 +203,7 @@ __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Starts a TMA copy of the map's box at coordinates (c0, c1, c2, c3) into shared memory, which completes on `full`.
+// Issues a TMA load of the map's box at coordinates (c0, c1, c2, c3) into shared memory, which completes on `full`.
 // Called by one thread.
 __device__ __forceinline__ void tma_load(const CUtensorMap* map, Mbarrier& full, uint32_t shared, int c0, int c1,
                                          int c2, int c3) {
@@ -222,8 +222,9 @@ __device__ __forceinline__ void tma_load_multicast(uint16_t blocks, const CUtens
       "l"(map), "r"(full.address()), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
       : "memory");
 }
-// Start a bulk copy, or a bulk reduction (add), of fp32 values from shared to global memory; `bytes` is a multiple of
-// 16. The threads that wrote shared memory execute fence_proxy_async() and a barrier before it; bulk_commit() follows.
+// Issue a bulk copy, or a bulk reduction (add), of fp32 values from shared to global memory; `bytes` is a multiple of
+// 16. Before it, the threads that wrote shared memory execute fence_proxy_async() and a barrier; after it, the calling
+// thread executes bulk_commit().
 __device__ __forceinline__ void bulk_store(float* global, uint32_t shared, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared), "r"(bytes)
                : "memory");
@@ -253,8 +254,8 @@ __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence
 
 // ---- matrices in shared memory --------------------------------------------------------------------------------------
 
-// Load and store four 8 x 8 matrices of 16-bit elements, of which each lane holds one 32-bit word; lane l gives the
-// address of row l % 8 of matrix l / 8.
+// Load and store four 8 x 8 matrices of 16-bit elements. Each lane holds one 32-bit word of each matrix, and lane l
+// passes the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t* words, uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -272,11 +273,11 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t* wo
 // wgmma computes d [64, N] += a [64, 16] b [16, N] with the accumulator d in registers. Warp w of the warpgroup holds
 // rows 16 * w to 16 * w + 15, of which lane l holds rows l / 4 and l / 4 + 8: element 4 * i + 2 * half + c of d is row
 // l / 4 + 8 * half, column 8 * i + 2 * (l % 4) + c. An operand a in registers has the same layout, in 32-bit words {row
-// l / 4, columns 2 * (l % 4) + {0, 1}}, {row + 8}, {columns + 8}, {row + 8, columns + 8}. So two neighbouring i of one
-// result, rounded to 16 bits, are an operand a of the next wgmma.
+// l / 4, columns 2 * (l % 4) + {0, 1}}, {row + 8}, {columns + 8}, {row + 8, columns + 8}. So two neighbouring i of a
+// result, rounded to 16 bits, can be used directly as operand a of another wgmma.
 
-// The wgmma matrix descriptor of an operand in shared memory with 128-byte swizzle: `address` of its first element,
-// `stride` bytes between groups of 8 rows of a tile, and `leading` bytes between tiles of 64 columns if columns are the
+// The wgmma matrix descriptor of an operand in shared memory with 128-byte swizzle. `address`: of its first element;
+// `stride`: bytes between groups of 8 rows of a tile; `leading`: bytes between tiles of 64 columns, if columns are the
 // M or N dimension.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
   return static_cast<uint64_t>((address & 0x3ffffu) >> 4) | static_cast<uint64_t>(leading >> 4) << 16 |
@@ -296,7 +297,7 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t bytes)
 
 enum class Major { k, mn };
 
-// Required before the first wgmma, and after any other access to the registers of d or a.
+// Required before the first wgmma, and before a wgmma after any other access to the registers of d or a.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most PENDING wgmma groups are in flight. fence_operand() follows, on the registers that they read or
@@ -305,7 +306,7 @@ template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// Keeps the compiler from moving accesses to these registers across it, because it does not know that a wgmma in flight
+// Keeps the compiler from moving accesses to these registers across the call. It does not know that a wgmma in flight
 // still uses them.
 template <int COUNT>
 __device__ __forceinline__ void fence_operand(float (&value)[COUNT]) {

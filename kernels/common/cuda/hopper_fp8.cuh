@@ -1,5 +1,6 @@
-// wgmma with e4m3 operands in shared memory (sm_90a). Both are K-major, and 32 elements of K are 32 bytes, as 16
-// elements of 16 bits are: TMA and the descriptors of hopper.cuh treat pairs of FP8 numbers as 16-bit elements.
+// wgmma with e4m3 operands in shared memory (sm_90a). Both are K-major. A wgmma covers 32 elements of K, which take 32
+// bytes like 16 elements of 16 bits, so TMA and the descriptors of hopper.cuh treat pairs of FP8 numbers as 16-bit
+// elements.
 #pragma once
 
 #include <cstdint>

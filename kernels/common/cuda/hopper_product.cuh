@@ -1,24 +1,24 @@
-// A persistent Hopper GEMM whose epilogue is a type: its Params, and what its warps do with a tile of the result.
-//
-// A block is persistent and computes one tile of 128 rows by kColumns columns of the result after another. One producer
-// warp loads the operands by TMA, 64 elements of K per step, into a ring in shared memory. Two consumer warpgroups
-// issue wgmma, 64 rows each, and store their accumulators, rounded to 16 bits, in shared memory: operands of 16 bits to
-// their own type, FP8 operands (K-major, without their scales) to bf16. Epilogue warps read them from there, finish
-// them and write to global memory, while the next tile is computed. The blocks of a cluster compute tiles one below the
-// other, which share the operand b: each block loads a part of it and multicasts it to all.
+// A persistent Hopper GEMM whose epilogue is a template parameter.
+// The kernel is persistent: a block computes one tile of 128 rows by kColumns columns of the result after another. One
+// producer warp loads the operands by TMA, 64 elements of K per step, into a ring buffer in shared memory. Two consumer
+// warpgroups issue wgmma for 64 rows each, round their accumulators to 16 bits (16-bit operands to their own type, FP8
+// operands, which are K-major and not yet scaled, to bf16) and store them in shared memory. Epilogue warps read them
+// from there, process them and write to global memory, while the next tile is computed. The blocks of a cluster compute
+// tiles of the same columns in consecutive rows, which use the same tile of operand b: each block loads a part of it
+// and multicasts it to all.
 //
 // An epilogue E has
-//   E::Params   what it needs, and these, the last five of which launch_product() sets:
+//   E::Params   its parameters, and the following, of which launch_product() sets the last five:
 //                 int rows, columns;        of the result
 //                 int steps;                of 64 elements of K
-//                 int column_tiles, turns;  turns: tiles of clusters; the tiles of a cluster's blocks are one below the
-//                                           other
+//                 int column_tiles, turns;  turns: number of clusters' tiles; the blocks of a cluster have the same
+//                                           columns in consecutive rows
 //                 int whole, split;         turns before the last round, and the number of clusters per tile in it
-//   E::kB       how the operand b is stored; a is K-major
-//   E::finish<T, S>(params, memory, warp)   what each of its warps does, for all tiles of the block; T is the type of
+//   E::kB       the layout of operand b; a is K-major
+//   E::finish<T, S>(params, memory, warp)   called by each epilogue warp, for all tiles of the block; T is the type of
 //                                           the rounded sums
 //
-// Pairs of FP8 numbers are read as elements of 16 bits: "elements of K" below are 2 bytes each.
+// Pairs of FP8 numbers are treated as elements of 16 bits: an "element of K" below has 2 bytes.
 #pragma once
 
 #include <algorithm>
@@ -36,10 +36,10 @@
 namespace fasttfm {
 namespace cuda {
 
-// COLUMNS of a tile, STAGES of the ring, CLUSTER blocks, EPILOGUES epilogue warps.
+// COLUMNS columns per tile, STAGES pipeline stages, CLUSTER blocks per cluster, EPILOGUES epilogue warps.
 //
-// A consumer needs 154 registers for 256 columns and 120 for 192, and ptxas allows no more than a thread has at launch.
-// So EPILOGUES is at most 3 for 256 columns and 7 for 192.
+// A consumer needs 154 registers per thread for 256 columns and 120 for 192, and ptxas allows no more registers than a
+// thread has at launch. So EPILOGUES is at most 3 for 256 columns and 7 for 192.
 template <int COLUMNS, int STAGES, int CLUSTER, int EPILOGUES>
 struct ProductShape {
   static constexpr int kRows = 128, kColumns = COLUMNS, kStages = STAGES, kCluster = CLUSTER;
@@ -50,7 +50,7 @@ struct ProductShape {
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + EPILOGUES);
   static constexpr int kRowGroups = kRows / 4;  // an epilogue warp processes four rows of a part at a time
   static constexpr int kVectors = (kRowGroups + EPILOGUES - 1) / EPILOGUES;  // of 8 elements per thread and part
-  // Bytes below a part that the last vectors of some warps read without using them.
+  // Bytes after a part that the last vectors of some warps read without using the values.
   static constexpr int kBytesBelow = 4 * (kVectors * EPILOGUES - kRowGroups) * kTileRowBytes;
 };
 
@@ -58,7 +58,7 @@ template <class S>
 struct alignas(1024) ProductMemory {
   char a[S::kStages][S::kRows * kTileRowBytes];
   char b[S::kStages][S::kColumns * kTileRowBytes];
-  char result[S::kParts * S::kPartBytes + S::kBytesBelow];  // nothing is written below the last part
+  char result[S::kParts * S::kPartBytes + S::kBytesBelow];  // the bytes after the last part are never written
   alignas(16) float sums[2][S::kEpilogueWarps][kTileColumns];
   Mbarrier full[S::kStages], empty[S::kStages], result_full, result_empty;
 
@@ -75,12 +75,13 @@ struct alignas(1024) ProductMemory {
   }
 };
 
-// The tiles of one block. In each round neighbouring clusters take neighbouring columns of the same rows. From round to
-// round the assignment shifts by one cluster; otherwise one cluster might get all of the narrower tiles at the ends of
-// rows. In the last round, where few tiles are left, several clusters share the columns of a tile.
+// Assigns tiles to a block. In each round neighbouring clusters have neighbouring columns of the same rows. The
+// assignment shifts by one cluster from round to round; otherwise one cluster might get all of the narrower tiles at
+// the ends of rows. In the last round, which has few tiles, the columns of a tile are distributed over several
+// clusters.
 template <class S>
 struct ProductTileScheduler {
-  int first, own;   // the round's first turn, and this cluster's offset from it
+  int first, own;   // index of the round's first tile, and this cluster's offset from it
   int row, column;  // of the tile's first element
 
   template <class P>
@@ -135,8 +136,8 @@ __device__ __forceinline__ void tma_load_to_cluster(const CUtensorMap* map, Mbar
     tma_load_multicast((1 << S::kCluster) - 1, map, full, to, c0, c1, 0, 0);
 }
 
-// Runs in one thread. The block loads a part of b's tile: some of its rows if b is K-major, otherwise some elements of
-// K.
+// Called by one thread. The block loads a part of b's tile: some of its rows if b is K-major, otherwise some elements
+// of K.
 template <class S, Major B, class P>
 __device__ __forceinline__ void produce(const P& p, ProductMemory<S>& memory, const CUtensorMap* a_map,
                                         const CUtensorMap* b_map) {
@@ -166,7 +167,7 @@ __device__ __forceinline__ void produce(const P& p, ProductMemory<S>& memory, co
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
 
-// Stores a warpgroup's accumulators, rounded, to its 64 rows of the first PARTS parts of the result.
+// Rounds a warpgroup's accumulators and stores them in its 64 rows of the first PARTS parts of the result.
 template <class T, class S, int PARTS>
 __device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[PARTS * kTileColumns / 2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, row = 16 * (static_cast<int>(threadIdx.x) / 32 % 4) + lane % 16;
@@ -180,8 +181,8 @@ __device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[PA
   }
 }
 
-// The state of a consumer warpgroup: its half of a tile's rows, its position in the ring, and the parity of the result
-// buffer.
+// The state of a consumer warpgroup: which half of a tile's rows it computes, its position in the ring buffer, and the
+// parity of the result buffer's phase.
 template <class S>
 struct ProductConsumer {
   int group;
@@ -200,8 +201,8 @@ __device__ __forceinline__ void release(Mbarrier& empty) {
   }
 }
 
-// A warpgroup computes 64 rows of the tile's first PARTS parts, or of fewer if the tile is narrower. All widths share
-// the accumulators `sums`; otherwise ptxas would reserve registers for each.
+// Computes a warpgroup's 64 rows of the tile's first PARTS parts, or of fewer if the tile is narrower. All widths use
+// the same accumulators `sums`; otherwise ptxas would allocate registers for each.
 template <class T, class S, Major B, int PARTS = S::kParts, class P>
 __device__ __forceinline__ void multiply_tile(const P& p, ProductMemory<S>& memory, ProductConsumer<S>& own, int parts,
                                               float (&sums)[S::kColumns / 2]) {
@@ -304,8 +305,8 @@ __device__ __forceinline__ uint4 narrow_vector(const float (&from)[kVector]) {
   return *reinterpret_cast<const uint4*>(&packed);
 }
 
-// A thread's position in the 64-column parts of a tile: eight threads process the 128 bytes of a row, a warp four rows,
-// and neighbouring warps neighbouring rows. A thread's vectors of a part are kStep rows apart.
+// A thread's position in the 64-column parts of a tile. Eight threads process the 128 bytes of a row and a warp
+// processes four rows; neighbouring warps process neighbouring rows. A thread's vectors of a part are kStep rows apart.
 template <class S>
 struct EpilogueThread {
   static constexpr int kStep = 4 * S::kEpilogueWarps;
@@ -318,8 +319,8 @@ struct EpilogueThread {
   }
   // The number of valid rows of a tile from the thread's first row on.
   __device__ __forceinline__ int rows_left(int rows) const { return min(rows, S::kRows) - row; }
-  // The thread's v-th vector of a part. In the swizzle, a step of 4 mod 8 rows swaps the first and the last four chunks
-  // of a row.
+  // The thread's v-th vector of a part. With the swizzle, a step of 4 modulo 8 rows exchanges the first and the last
+  // four chunks of a row.
   __device__ __forceinline__ uint4 vector(int part, int v) const {
     const uint32_t swap = kStep % 8 != 0 && v % 2 != 0 ? 64 : 0;
     return load_vector((result ^ swap) + part * S::kPartBytes + v * kStep * kTileRowBytes);
@@ -339,7 +340,7 @@ struct PartWalk {
         rows(column < p.columns ? thread.rows_left(p.rows - tile.row) : 0),
         offset(2 * (static_cast<int64_t>(tile.row + thread.row) * p.columns + column)) {}
   __device__ __forceinline__ bool there() const { return rows > 0; }
-  // The asm keeps ptxas from computing all positions of a part first, for which there are no registers.
+  // The asm keeps ptxas from computing all positions of a part in advance, which would take too many registers.
   template <class P>
   __device__ __forceinline__ void next(const P& p) {
     rows -= EpilogueThread<S>::kStep;
@@ -348,15 +349,16 @@ struct PartWalk {
   }
 };
 
-// arrive_warp() with thread.lane: reading threadIdx.x takes another register, and some kernels would spill.
+// arrive_warp() with thread.lane, because reading threadIdx.x takes another register, with which some kernels would
+// spill.
 template <class S>
 __device__ __forceinline__ void release_result(ProductMemory<S>& memory, const EpilogueThread<S>& thread) {
   __syncwarp();
   if (kWarpArrivals > 1 || thread.lane == 0) memory.result_empty.arrive();
 }
 
-// Calls body(at, sums, bias) for each vector of eight sums that the thread finishes: where they go, the sums in the
-// storage type, and the bias of their columns.
+// Calls body(at, sums, bias) for each vector of eight sums that the thread processes. at: the position in the result;
+// sums: in their 16-bit type; bias: of the vector's columns.
 template <class S, class P, class F>
 __device__ __forceinline__ void finish_vectors(const P& p, ProductMemory<S>& memory, int warp, F body) {
   const EpilogueThread<S> thread(memory, warp);
@@ -395,8 +397,6 @@ __device__ __forceinline__ void finish_vectors(const P& p, ProductMemory<S>& mem
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
 
-// The operand a is K-major. E::kB says how b is stored, E::Params has `tiles`, and E::finish<T, S>(p, memory, warp)
-// runs in every epilogue warp.
 template <class T, class S, class E>
 __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThreads, 1)
     product_kernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
@@ -426,10 +426,10 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
 
 // ---- launch ---------------------------------------------------------------------------------------------------------
 
+// a: [rows, inner] with row stride a_stride; b: [columns, inner], or [inner, columns] if MN-major.
 struct ProductOperands {
   const void *a, *b;
-  int64_t a_stride,
-      inner;  // a: [rows, inner], rows a_stride apart; b: [columns, inner], or [inner, columns] if MN-major
+  int64_t a_stride, inner;
   DType dtype;
   int device;
   void* stream;
@@ -470,7 +470,8 @@ Status launch_product(const ProductOperands& operands, typename E::Params p, int
                 operands.stream, a_map, b_map, p);
 }
 
-// What the kernels require: of tensors that they access, 16-byte alignment; null is allowed.
+// Checks the requirements of the kernels. `tensors`: the other tensors that are accessed, which must be aligned to 16
+// bytes or null.
 inline Status check_product(const ProductOperands& operands, int64_t rows, int64_t columns,
                             std::initializer_list<const void*> tensors) {
   if (operands.dtype != DType::bf16 && operands.dtype != DType::f16) return unknown_dtype();
@@ -487,7 +488,7 @@ inline Status check_product(const ProductOperands& operands, int64_t rows, int64
   return {};
 }
 
-// launch_product() for the operands' type of 16 bits.
+// launch_product() for the operands' 16-bit type.
 template <class S, class E>
 Status run_product(const ProductOperands& operands, const typename E::Params& p) {
   int multiprocessors = 0;

@@ -1,4 +1,4 @@
-// What every CUDA launcher does: set the device, launch the kernel, and turn CUDA's error code into a Status.
+// Helpers of the CUDA launchers: setting the device, launching kernels, and converting CUDA errors to a Status.
 #pragma once
 
 #include <cuda.h>
@@ -12,8 +12,8 @@
 namespace fasttfm {
 namespace cuda {
 
-// Turns a CUDA call's error into a Status. CUDA also stores the error until cudaGetLastError() is called; without that,
-// the next launch, here or in another library, would report it as its own.
+// Converts the error of a CUDA call to a Status. CUDA also stores the error until cudaGetLastError() is called; without
+// that call, the next launch, here or in another library, would report it again.
 inline Status status_of(cudaError_t error) {
   if (error == cudaSuccess) return {};
   cudaGetLastError();
@@ -48,13 +48,13 @@ inline CUcontext current_context() {
   return context;
 }
 
-// Makes `device` current for the lifetime of the guard. Where the status is not ok it is not: a launch would go to
-// another device, and a launcher returns the status instead.
+// Makes `device` current for the lifetime of the guard. If that fails, status() is not ok, and the launcher returns it
+// instead of launching on another device.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) : status_(status_of(cudaGetDevice(&previous_))) {
     if (status_.code != StatusCode::ok) return;
-    // A new thread has no context until cudaSetDevice() is called, even for the device that is current.
+    // A new thread has no context until it calls cudaSetDevice(), even if the device is already current.
     if (previous_ == device && current_context() != nullptr) return;
     status_ = status_of(cudaSetDevice(device));
     changed_ = status_.code == StatusCode::ok && previous_ != device;
@@ -72,8 +72,8 @@ class DeviceGuard {
   Status status_;
 };
 
-// Allows a kernel `memory` bytes of dynamic shared memory. The attribute holds for a context, and setting it takes
-// about as long as a launch: each thread sets it once for each kernel and context.
+// Allows a kernel to use `memory` bytes of dynamic shared memory. The attribute is specific to a context, and setting
+// it takes about as long as a launch, so each thread sets it once per kernel and context.
 inline cudaError_t allow_memory(const void* kernel, size_t memory) {
   if (memory <= 48 * 1024) return cudaSuccess;  // more than this requires the attribute
   struct Allowed {
@@ -97,7 +97,7 @@ inline cudaError_t allow_memory(const void* kernel, size_t memory) {
   return cudaSuccess;
 }
 
-// Launches a kernel with `config`. The status is that of this launch, even if another library left an error pending.
+// Launches a kernel with `config`. The status is that of this launch, even if an error of another library is pending.
 template <class... Parameters, class... Arguments>
 Status launch_as(const cudaLaunchConfig_t& config, void (*kernel)(Parameters...), const Arguments&... arguments) {
   const cudaError_t error = allow_memory(reinterpret_cast<const void*>(kernel), config.dynamicSmemBytes);
@@ -121,9 +121,9 @@ Status launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memor
   return launch_as(launch_config(grid, block, memory, stream), kernel, arguments...);
 }
 
-// The same as a cooperative launch, for blocks that wait for each other: all of them are resident at the same time. The
-// status is does_not_fit if they cannot be, e.g. under MPS or in a green context, where a stream has only a part of the
-// GPU.
+// The same as a cooperative launch, for kernels whose blocks wait for one another: all blocks are resident at the same
+// time. If they do not fit, e.g. under MPS or in a green context, where a stream has only some of the SMs, the status
+// is does_not_fit.
 template <class... Parameters, class... Arguments>
 Status launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memory, void* stream,
                        const Arguments&... arguments) {

@@ -1,9 +1,9 @@
 // LayerNorm and RMSNorm of rows on NVIDIA GPUs, built on rows.cuh. The formulas are in layer_norm/reference.py and
 // rms_norm/reference.py: RMSNorm is LayerNorm without the mean and the bias.
 //
-// Both directions are close to the issue limit as well as the bandwidth limit, so instructions per element matter. The
-// forward's parameter type P is a template parameter, and the backward computes xhat as one FMA, x * rstd - mean *
-// rstd, whose rounding error is a constant of the row that the correction by mean(xhat) removes.
+// Forward and backward are close to the issue limit as well as the bandwidth limit, so the number of instructions per
+// element matters. The forward's parameter type P is a template parameter. The backward computes xhat with one FMA, x *
+// rstd - mean * rstd; its rounding error is constant over a row, and subtracting mean(xhat) removes it.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 namespace fasttfm {
 namespace cuda {
 
-// Whether rows are centered: the params of LayerNorm have a mean and a bias, those of RMSNorm have neither.
+// Whether rows are centered: LayerNorm's params struct has a mean and a bias, RMSNorm's has neither.
 template <class Params, class = void>
 constexpr bool kCentered = false;
 template <class Params>
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) norm_backward_kernel(Params p) {
   memory.ring.start(rows.rounds > 0, columns, 0, x_walk, dy_walk);
   stage_parameter<S>(p.weight, p.weight_dtype, 1.0f, columns, memory.weight);
   __syncthreads();
-  for (int round = 0; round < rows.rounds; ++round) {  // all threads of a group take part in its barriers
+  for (int round = 0; round < rows.rounds; ++round) {  // uniform within a group, whose threads meet at barriers
     const int slot = round % kRowStages;
     memory.ring.start(round + 1 < rows.rounds, columns, slot ^ 1, x_walk, dy_walk);
     const float rstd = p.rstd[row];
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) norm_backward_kernel(Params p) {
     memory.ring.wait();
 
     float xhat[S::kVectors][kVector];
-    float sums[kCenter ? 3 : 1] = {};  // of xhat (zero but for rounding) and of g where rows are centered; of g * xhat
+    float sums[kCenter ? 3 : 1] = {};  // if centered, of xhat (zero except for rounding) and of g; of g * xhat
     float& sum_g_xhat = sums[kCenter ? 2 : 0];
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) norm_backward_kernel(Params p) {
         xhat[v][i] = kCenter ? fmaf(value[i], rstd, shift) : value[i] * rstd;
         const float g = gradient[i] * weight[i];
         if constexpr (kCenter) {
-          if (inside) sums[0] += xhat[v][i];  // the others are sums of products with dy, zero past the end
+          if (inside) sums[0] += xhat[v][i];  // the other sums have dy as a factor, which is zero past the end
           sums[1] += g;
         }
         sum_g_xhat = fmaf(g, xhat[v][i], sum_g_xhat);
@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(S::kBlock, 1) norm_backward_kernel(Params p) {
     }
     constexpr int kSums = sizeof(sums) / sizeof(float);
     group_sum<S::kGroup, S::kBlock>(sums, scratch[slot] + kSums * (threadIdx.x / S::kGroup) * S::kGroup / 32);
-    // dx = rstd * (g - mean_g - (xhat - correction) * mean_g_xhat) = g * rstd + xhat * slope + offset, and without
-    // centering mean_g and correction are zero.
+    // dx = rstd * (g - mean_g - (xhat - correction) * mean_g_xhat) = g * rstd + xhat * slope + offset. Without
+    // centering, mean_g and correction are zero.
     const float correction = kCenter ? sums[0] * inverse_c : 0.0f;
     const float mean_g = kCenter ? sums[kCenter] * inverse_c : 0.0f;
     const float mean_g_xhat = sum_g_xhat * inverse_c - correction * mean_g;
@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(S::kBlock, 1) norm_backward_kernel(Params p) {
       store_part<S>(dbias, memory.shares, part + static_cast<int64_t>(gridDim.x) * columns, columns);
 }
 
-// With twelve warps each thread has the 168 registers that four vectors need. The shared memory of fp32 rows allows
-// eight warps.
+// Threads per block. With twelve warps each thread has the 168 registers that four vectors need. For fp32 rows, shared
+// memory limits the block to eight warps.
 template <class T>
 struct NormBackwardPlan {
   static constexpr int kBlock = sizeof(T) == 4 ? 256 : 384;
@@ -148,7 +148,7 @@ struct NormBackwardPlan {
   }
 };
 
-// Launches either op after its pointers are checked. P is the parameters' type.
+// Launches the forward of either op. Its pointers have been checked. P is the parameters' type.
 template <class T, class P, class Params>
 Status launch_norm_forward(const Params& p) {
   const auto launch_shape = [&](auto shape) {
@@ -156,8 +156,8 @@ Status launch_norm_forward(const Params& p) {
     const auto blocks = static_cast<unsigned>((p.rows + S::kGroups - 1) / S::kGroups);
     return launch(norm_forward_kernel<T, P, S, Params>, blocks, S::kBlock, 0, p.stream, p);
   };
-  // RMSNorm has one reduction, so that two warps per row meet at one barrier: 34.5 us instead of 35.1 for 32768 x 1024
-  // of bf16 on an H200.
+  // RMSNorm has only one reduction, so two warps per row need only one barrier and are faster: 34.5 us instead of 35.1
+  // for 32768 x 1024 in bf16 on an H200.
   if constexpr (!kCentered<Params>)
     if (p.columns > 768 && p.columns <= 1024 && p.columns % kVector == 0) return launch_shape(RowShape<64, 2, 64>{});
   return for_row_shape<0>(p.columns, launch_shape);
@@ -176,7 +176,7 @@ Status norm_forward(const Params& p, DType parameter_dtype) {
   });
 }
 
-// `dbias` is where LayerNorm's second sum goes.
+// `dbias`: the destination of LayerNorm's second sum.
 template <class Params>
 Status norm_backward(const WithBlockMemory<Params>& p, SumOutput dbias) {
   const DeviceGuard guard(p.device);
@@ -197,7 +197,7 @@ Status norm_backward(const WithBlockMemory<Params>& p, SumOutput dbias) {
   });
 }
 
-// Bytes of shared memory that a block of the backward takes on a GPU whose blocks may have `limit`.
+// Bytes of shared memory per block of the backward, on a GPU whose blocks may use `limit` bytes.
 inline int64_t norm_backward_memory(int64_t columns, int64_t dtype, int64_t limit) {
   int64_t memory = 0;
   with_dtype(static_cast<DType>(dtype), unknown_dtype(), [&](auto element) {

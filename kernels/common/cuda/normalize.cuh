@@ -1,5 +1,5 @@
-// The last part of every LayerNorm and RMSNorm forward built on rows.cuh: computes statistics of rows in registers and
-// writes the normalized rows.
+// The last part of the LayerNorm and RMSNorm forwards that are built on rows.cuh: computes the statistics of rows in
+// registers and writes the normalized rows.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 namespace fasttfm {
 namespace cuda {
 
-// 1 / sqrt(x) for rows of type T: correctly rounded operations for fp32, where the error is visible in the result;
-// otherwise the special function unit's approximation and one Newton step.
+// 1 / sqrt(x) for rows of type T: correctly rounded operations for fp32, where the error would be visible in the
+// result; otherwise rsqrtf and one Newton step.
 template <class T>
 __device__ __forceinline__ float inverse_root(float x) {
   if constexpr (sizeof(T) == 4) return 1.0f / sqrtf(x);
@@ -23,14 +23,15 @@ struct NoOutput {
   __device__ __forceinline__ void operator()(const Arguments&...) const {}
 };
 
-// A group's ROWS rows `x`, zero past their end, become y = (x - mean) * rstd * weight + bias. `p` has the fields of a
-// forward: weight, bias (of type P, or null), y (of type T), mean, rstd, columns, eps; `row` are the rows' numbers.
+// Computes y = (x - mean) * rstd * weight + bias for a group's ROWS rows `x`, which are zero past their end. `p` has
+// the fields of a forward: weight, bias (of type P, or null), y (of type T), mean, rstd, columns, eps. `row`: the
+// indices of the rows.
 //
-// The variance is the mean square of the deviations from the mean. CORRECTED also computes the sum of the deviations,
-// which is zero except for the rounding of the mean, and subtracts it. Rows whose mean is far larger than their
-// deviation need that.
+// The variance is the mean square of the deviations from the mean. With CORRECTED, the mean of the deviations, which is
+// zero except for the rounding of the mean, is also computed and subtracted; this is needed for rows whose mean is far
+// larger than their standard deviation.
 //
-// also(r, v, y) gets the v-th vector of the r-th row, as it is stored.
+// Calls also(r, v, y) with the v-th vector of the r-th row, as it is stored.
 template <class T, class P, class S, bool CORRECTED, int ROWS, class Params, class Also = NoOutput>
 __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&row)[ROWS],
                                                float (&x)[ROWS][S::kVectors][kVector], Also also = {}) {
@@ -48,7 +49,7 @@ __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) mean[r] *= inverse_c;
 
-  float sums[CORRECTED ? 2 * ROWS : ROWS] = {};  // of the squares of the deviations, and of the deviations
+  float sums[CORRECTED ? 2 * ROWS : ROWS] = {};  // of the squared deviations, and of the deviations
 #pragma unroll
   for (int v = 0; v < S::kVectors; ++v)
 #pragma unroll
@@ -93,8 +94,8 @@ __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&
   }
 }
 
-// A group's row `x`, zero past its end, becomes y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps). `p` has
-// the fields of a forward: weight (of type P, or null), y (of type T), rstd, columns, eps.
+// Computes y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) for a group's row `x`, which is zero past its
+// end. `p` has the fields of a forward: weight (of type P, or null), y (of type T), rstd, columns, eps.
 template <class T, class P, class S, class Params>
 __device__ __forceinline__ void rms_normalize_row(const Params& p, int64_t row,
                                                   const float (&x)[S::kVectors][kVector]) {

@@ -9,9 +9,9 @@
 namespace fasttfm {
 namespace cuda {
 
-// Synchronizes the GROUP consecutive threads of a block of BLOCK threads that share a row. A group that is the whole
-// block uses __syncthreads(). Several groups of a block use one named barrier each; such a block occupies all 16 of its
-// named barriers, so that an SM has room for only four blocks.
+// Synchronizes the GROUP consecutive threads of a block of BLOCK threads that process the same row. A group that is the
+// whole block uses __syncthreads(). If a block has several groups, each uses a named barrier; such a block allocates
+// all 16 named barriers, which limits an SM to four blocks.
 template <int GROUP, int BLOCK>
 __device__ __forceinline__ void sync_group() {
   if constexpr (GROUP == BLOCK)
@@ -20,9 +20,10 @@ __device__ __forceinline__ void sync_group() {
     asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.x / GROUP + 1), "n"(GROUP) : "memory");
 }
 
-// Sums over the GROUP consecutive threads that share a row (a power of two, at least a warp), for COUNT values at once.
-// Every thread of the group gets the sums. `scratch` is the group's own: COUNT * GROUP / 32 floats, unused by a single
-// warp. One barrier per call: consecutive calls must alternate between two scratch buffers.
+// Computes the sums of COUNT values over the GROUP consecutive threads that process the same row (a power of two, at
+// least a warp). Every thread of the group gets the sums. `scratch`: COUNT * GROUP / 32 floats for this group, unused
+// if the group is one warp. A call executes only one barrier, so consecutive calls must alternate between two scratch
+// buffers.
 template <int GROUP, int BLOCK, int COUNT>
 __device__ __forceinline__ void group_sum(float (&value)[COUNT], float* scratch) {
 #pragma unroll
@@ -81,8 +82,8 @@ static __global__ void __launch_bounds__(kSumColumns* kSumRows)
   }
 }
 
-// first[c] = sum over p of parts[0][p][c], second[c] = sum over p of parts[1][p][c], and so the third, if there is one:
-// added in fp32, p in a fixed order, rounded once.
+// first[c] = sum over p of parts[0][p][c], second[c] = sum over p of parts[1][p][c], and likewise the third, if there
+// is one. The sums are computed in fp32, in a fixed order of p, and rounded once.
 inline Status sum_parts(const float* parts, SumOutput first, SumOutput second, int part_count, int64_t columns,
                         void* stream, SumOutput third = {}) {
   const dim3 grid(static_cast<unsigned>((columns + kSumColumns - 1) / kSumColumns), third.to == nullptr ? 2 : 3);

@@ -1,11 +1,11 @@
 // Building blocks of row-wise kernels (layer_norm and its fused variants). N rows of C columns, C a multiple of 8.
 //
 // A group of threads processes a row; each thread holds kVectors vectors of 8 elements. Every element is loaded or
-// stored once, 16 bytes at a time. Kernels without sums over rows process one row per group: many small blocks saturate
-// the memory bandwidth. Kernels with sums over rows are persistent: their groups iterate over the rows, the sums stay
-// in registers until the end, and the next row is copied to shared memory while the current one is computed. Each
-// thread reads only what it copied itself, so the copies need no barrier. A second, small kernel adds the blocks'
-// partial sums in a fixed order.
+// stored once, 16 bytes at a time. Kernels without sums over rows process one row per group, and many small blocks
+// saturate the memory bandwidth. Kernels with sums over rows are persistent: their groups iterate over the rows, the
+// sums stay in registers until the end, and cp.async copies the next row to shared memory while the current one is
+// processed. Each thread reads only the elements that it copied itself, so the copies need no barrier. A second, small
+// kernel adds the blocks' partial sums in a fixed order.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 namespace fasttfm {
 namespace cuda {
 
-// GROUP threads with VECTORS vectors each take a row; the BLOCK threads of a block take several.
+// GROUP threads with VECTORS vectors each process a row; a block has BLOCK threads, i.e. BLOCK / GROUP groups.
 template <int GROUP, int VECTORS, int BLOCK>
 struct RowShape {
   static constexpr int kGroup = GROUP;
@@ -29,14 +29,14 @@ struct RowShape {
 
 constexpr int64_t kMaxRowColumns = 8192;
 
-// Whether rows of a tensor that starts here can be read 16 bytes at a time.
+// Whether the rows of a tensor can be read 16 bytes at a time.
 inline bool rows_aligned(const void* tensor, int64_t stride) {
   return reinterpret_cast<uintptr_t>(tensor) % 16 == 0 && stride % kVector == 0;
 }
 inline Status misaligned_rows() { return {StatusCode::bad_alignment, "rows must start at multiples of 16 bytes"}; }
 
-// Calls launch(RowShape{}) for the smallest shape that holds a row. BLOCK threads to a block, or one group if BLOCK is
-// 0.
+// Calls launch(RowShape{}) for the smallest shape that holds a row. A block has BLOCK threads; if BLOCK is 0, it has
+// one group, or four for rows of up to 1024 columns.
 template <int BLOCK, class Launch>
 Status for_row_shape(int64_t columns, Launch launch) {
   constexpr int kWarpRows = BLOCK > 0 ? BLOCK : 128;
@@ -54,9 +54,9 @@ Status for_row_shape(int64_t columns, Launch launch) {
 // The shared memory per block on the GPUs that have the least: compute capability 8.6, 8.9 and 12.0.
 constexpr int64_t kLeastBlockMemory = 99 * 1024;
 
-// Calls use(RowShape{}) for the smallest shape that holds a row and whose memory fits into `limit` bytes. `Plan` has
-// kBlock, the threads of a block if its shared memory fits, kSmallBlock, a smaller number for GPUs on which it does
-// not, and memory(S), the bytes of shared memory of a block of a shape. If neither fits, the smaller one is used.
+// Calls use(RowShape{}) for the smallest shape that holds a row and whose shared memory fits into `limit` bytes. `Plan`
+// has kBlock, the threads per block if its shared memory fits; kSmallBlock, a smaller number for GPUs on which it does
+// not; and memory(S), the bytes of shared memory per block of a shape. If neither fits, the smaller block is used.
 template <class Plan, class Use>
 Status for_row_shape_within(int64_t columns, int64_t limit, Use use) {
   return for_row_shape<Plan::kBlock>(columns, [&](auto shape) {
@@ -68,7 +68,7 @@ Status for_row_shape_within(int64_t columns, int64_t limit, Use use) {
   });
 }
 
-// The bytes of shared memory of the shape that it selects; 0 if no shape holds the columns.
+// The bytes of shared memory of the shape that for_row_shape_within() selects; 0 if no shape holds the columns.
 template <class Plan>
 int64_t row_memory(int64_t columns, int64_t limit) {
   int64_t memory = 0;
@@ -89,15 +89,14 @@ template <class S>
 __device__ __forceinline__ int column_of(int v) {
   return vector_offset<S>(v) + threadIdx.x % S::kGroup * kVector;
 }
-// Whether the thread's v-th vector is inside of a row of `columns`, by a comparison with the columns left from its
-// first vector on.
+// Whether the thread's v-th vector is inside of a row of `columns` columns. The right side does not depend on v.
 template <class S>
 __device__ __forceinline__ bool in_row(int v, int columns) {
   return vector_offset<S>(v) < columns - column_of<S>(0);
 }
 
-// The thread's group in its block. The shuffle tells the compiler that the value is warp-uniform: otherwise it assumes
-// that loops over a group's rows diverge, and reductions inside of them become slower.
+// The index of the thread's group in its block. The shuffle tells the compiler that the value is warp-uniform.
+// Otherwise it assumes that loops over a group's rows diverge, which makes reductions inside of them slower.
 template <class S>
 __device__ __forceinline__ int group_of_thread() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x), 0) / S::kGroup;
@@ -116,9 +115,9 @@ struct GroupRows {
 };
 
 // Called after a loop over a group's rows that calls group_sum SUMS times per row. Groups of one block may differ by a
-// row, and so by SUMS barriers. If the warps of a block have passed different numbers of barriers, racecheck reports
-// races between accesses that a later __syncthreads() orders. So in a build for compute-sanitizer this makes all groups
-// pass the same number.
+// row, and so by SUMS barriers. If the warps of a block have executed different numbers of barriers, racecheck reports
+// races between accesses that a later __syncthreads() orders. So in a build for compute-sanitizer this function makes
+// all groups execute the same number.
 template <int SUMS, class S>
 __device__ __forceinline__ void pass_missed_barriers(int64_t all_rows, const GroupRows<S>& rows) {
 #ifdef FASTTFM_SANITIZE_GPU
@@ -128,8 +127,8 @@ __device__ __forceinline__ void pass_missed_barriers(int64_t all_rows, const Gro
 #endif
 }
 
-// A pointer to a thread's first vector in one tensor's rows, which advances as the group iterates over them, so that
-// the loop needs no 64-bit multiplication.
+// A pointer to a thread's first vector in the current row of a tensor. It is incremented from row to row, so that the
+// loop needs no 64-bit multiplication.
 template <class T>
 struct RowWalk {
   T* vector;

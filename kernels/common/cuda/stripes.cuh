@@ -27,12 +27,12 @@ inline bool columns_fit_stripes(int64_t columns) {
   return columns >= kVector && columns % kVector == 0 && columns < (1 << 30);
 }
 
-// The first column of the block's stripe in grids whose x counts stripes, and the lane's column of it.
+// The first column of the block's stripe, which is blockIdx.x, and the lane's first column in it.
 __device__ __forceinline__ int stripe_of_block() { return static_cast<int>(blockIdx.x) * kStripe; }
 __device__ __forceinline__ int column_of_lane() { return stripe_of_block() + threadIdx.x % 32 * kVector; }
 
 // Adds the partial sums over rows of the block's warps, in warp order, and stores the block's partial sum: row
-// blockIdx.y of `parts` ([gridDim.y, C] fp32). A barrier must come between calls with the same `shares`.
+// blockIdx.y of `parts` ([gridDim.y, C] fp32). There must be a barrier between calls with the same `shares`.
 __device__ __forceinline__ void store_stripe_part(const float (&share)[kVector], float (&shares)[kStripeWarps][kStripe],
                                                   float* parts, int64_t columns) {
   store_packed(&shares[threadIdx.x / 32][threadIdx.x % 32 * kVector], narrow<float>(share));
