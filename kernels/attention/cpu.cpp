@@ -244,7 +244,7 @@ FASTTFM_KERNEL void load_queries(const AttentionBackward& p, const Sequence& s, 
   load_rows(Rows<const T>{q[queries.first], q.stride}, count, p.head_dim, p.scale, a.q);
   const Rows<const T> dout_tile = {dout[queries.first], dout.stride}, out_tile = {out[queries.first], out.stride};
   load_rows(dout_tile, count, p.head_dim, 1.0f, a.dout);
-  row_products(dout_tile, out_tile, count, p.head_dim, a.scores, a.delta);  // a.scores serves as scratch memory
+  row_products(dout_tile, out_tile, count, p.head_dim, a.scores, a.delta);  // a.scores is scratch memory here
   for (int64_t i = 0; i < count; ++i) {
     const float found = lse[queries.first + i];
     a.lse[i] = found == -kInfinity ? 0.0f : found;  // all keys are masked
