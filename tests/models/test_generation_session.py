@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fasttfm import models
-from fasttfm.generate import GenerationSession, generate, stream
+from fasttfm.generate import CachedDecoder, GenerationSession, generate, stream
+from fasttfm.ops import few_rows
 
 SIZES = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40}
 PROMPTS = [[5, 9, 11], [7], [20, 21, 22, 23, 24, 25, 26], [8, 8], [30, 31, 32, 33], [12]]
@@ -237,3 +240,42 @@ def test_generate_and_stream_are_sessions(model: Any) -> None:
     expected = alone(model, PROMPTS[2], max_new_tokens=10)
     assert generate(model, prompt, max_new_tokens=10)[0, len(PROMPTS[2]) :].tolist() == expected
     assert list(stream(model, prompt, max_new_tokens=10)) == expected
+
+
+def _transpose_storage(parameter: nn.Parameter) -> None:
+    parameter.data = parameter.data.t().contiguous().t()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "cast": lambda model: model.half(),
+    "new storage": lambda model: setattr(model.transformer.encoder.layers[1].down.weight, "data", torch.ones(32, 128)),
+    "other strides": lambda model: _transpose_storage(model.transformer.encoder.layers[0].out.weight),
+    "another parameter": lambda model: setattr(
+        model.transformer.encoder.layers[1].up, "weight", nn.Parameter(torch.ones(128, 32))
+    ),
+    "another module": lambda model: setattr(model.transformer.encoder.layers[0], "norm1", nn.LayerNorm(32)),
+    "no bias": lambda model: setattr(model.transformer.encoder.final_norm, "bias", None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_steps_validate_parameters_only_if_they_have_changed(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for few rows read parameters by address, so that no step may use what was found for others."""
+    model = models.GPT2LMHeadModel(models.GPT2Config(**SIZES)).eval()
+    decoder, ids = CachedDecoder(model.transformer, 40, 3, fused=True), torch.zeros(3, dtype=torch.int64)
+    validated: list[list[Any]] = []
+
+    def refuse(rows: int, device: torch.device, parameters: list[Any]) -> str:
+        validated.append(parameters)
+        return f"call {len(validated)} with {rows} rows"
+
+    monkeypatch.setattr(few_rows, "refuse", refuse)
+    assert [decoder._refuse_few_rows(ids) for _ in range(3)] == ["call 1 with 3 rows"] * 3
+    with torch.no_grad():
+        model.transformer.encoder.layers[0].up.weight.mul_(2)  # the kernels read values when they run
+    assert decoder._refuse_few_rows(ids) == "call 1 with 3 rows"
+    CHANGES[change](model)
+    assert [decoder._refuse_few_rows(ids) for _ in range(2)] == ["call 2 with 3 rows"] * 2
+    assert decoder._refuse_few_rows(ids[:2]) == "call 3 with 2 rows"
+    used = [each for name, each in model.transformer.named_parameters() if not name.startswith("embeddings")]
+    assert {id(each) for each in validated[-1]} == {id(each) for each in used}

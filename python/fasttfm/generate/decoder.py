@@ -43,6 +43,7 @@ class CachedDecoder:
         self.keys = self.values = torch.empty(0)  # [layers, sequences, H, capacity, D]
         self.lengths = torch.empty(0, dtype=torch.int32)  # [sequences]: tokens in the cache
         self._arrivals = torch.empty(0, dtype=torch.int32)  # counters of ops.decode_attention
+        self._few_rows: tuple[Any, str | None] = None, None  # a step's state, and what few_rows.refuse returned for it
 
     # ---- prompts ----
 
@@ -160,10 +161,15 @@ class CachedDecoder:
         return [module for layer in self.layers for module in (layer.norm1, *layer.block_modules(None)[:5])]
 
     def _refuse_few_rows(self, ids: Tensor) -> str | None:
-        """Why a step does not run on the kernels for few rows; None if it does."""
+        """Why a step does not run on the kernels for few rows; None if it does. The parameters are validated again only
+        if one of their properties that the reason depends on has changed."""
         modules = [*self._modules(), self.model.encoder.final_norm]
-        parameters = [given for module in modules for given in (module.weight, module.bias)]
-        return few_rows.refuse(len(ids), ids.device, parameters)
+        parameters = [each for module in modules for each in module._parameters.values() if each is not None]
+        properties = [(each.data_ptr(), each.dtype, each.device, each.shape, each.stride()) for each in parameters]
+        state = len(ids), ids.device, properties
+        if state != self._few_rows[0]:
+            self._few_rows = state, few_rows.refuse(len(ids), ids.device, parameters)
+        return self._few_rows[1]
 
     def _step_few_rows(self, ids: Tensor) -> Tensor:
         """Returns the hidden states after the final LayerNorm. The residual stream is fp32. Kernels overlap as in

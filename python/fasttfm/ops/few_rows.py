@@ -23,10 +23,9 @@ _ALIGNMENT = 16
 _MOST_COLUMNS = 8192  # of a LayerNorm
 
 
-def refuse(rows: int, device: torch.device, parameters: list[Tensor | None]) -> str | None:
+def refuse(rows: int, device: torch.device, parameters: list[Tensor]) -> str | None:
     """Why the kernels do not support layers with these parameters for this many rows; None if they do."""
-    present = [each for each in parameters if each is not None]
-    dtypes = {each.dtype for each in present}
+    dtypes = {each.dtype for each in parameters}
     if not 1 <= rows <= MOST_FEW_ROWS:
         return f"takes 1 to {MOST_FEW_ROWS} rows, got {rows}"
     if device.type != "cuda":
@@ -35,11 +34,11 @@ def refuse(rows: int, device: torch.device, parameters: list[Tensor | None]) -> 
         return reason
     if len(dtypes) != 1 or not dtypes <= {torch.bfloat16, torch.float16}:
         return f"takes parameters in bfloat16 or float16, got {', '.join(sorted(map(dtype_name, dtypes)))}"
-    if any(size % 8 for each in present for size in each.shape):
+    if any(size % 8 for each in parameters for size in each.shape):
         return "takes sizes that are multiples of 8"
-    if any(each.dim() == 2 and min(each.shape) > _MOST_COLUMNS for each in present):
+    if any(each.dim() == 2 and min(each.shape) > _MOST_COLUMNS for each in parameters):
         return f"takes up to {_MOST_COLUMNS} columns"
-    if any(each.device != device or not each.is_contiguous() or each.data_ptr() % _ALIGNMENT for each in present):
+    if any(each.device != device or not each.is_contiguous() or each.data_ptr() % _ALIGNMENT for each in parameters):
         return f"takes contiguous parameters on one device that start at a multiple of {_ALIGNMENT} bytes"
     return None
 
