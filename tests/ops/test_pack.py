@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 
 from fasttfm import ops
-from fasttfm.ops.pack import sequence_means
+from fasttfm.ops.pack import PACK, UNPACK, sequence_means
 from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.specs.pack import SPEC, UNPACK_SPEC
 
@@ -100,13 +103,143 @@ def test_nothing_synchronizes_with_the_gpu() -> None:
     assert torch.equal(restored, x)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("boundaries", [[0, 90, 5, 7], [-4, 2, 3, 5], [3, 9, 9, 100], [0, 0, 0, 2**31 - 1]])
-def test_wrong_boundaries_access_nothing_outside_of_the_tensors(boundaries: list[int]) -> None:
-    cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device="cuda")
-    packed = ops.pack(torch.ones(3, 4, 40, device="cuda"), cu_seqlens, total=7)
-    ops.unpack(packed, cu_seqlens, 4)
-    torch.cuda.synchronize()
+# ---- memory around the tensors ---------------------------------------------------------------------------------------
+
+
+UNWRITTEN = 9  # in results before a call
+
+
+class Guards:
+    """Places tensors in larger buffers that are full of a number. A kernel that reads outside of its tensors returns
+    this number or depends on it; one that writes outside overwrites it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._buffers: list[tuple[torch.Tensor, int]] = []
+        self._empty = torch.empty
+
+    def empty(self, *shape: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        """In place of ``torch.empty``."""
+        size = torch.Size(shape[0] if isinstance(shape[0], (tuple, list, torch.Size)) else shape)
+        around = 128 * max(16, size.numel())  # the number of elements before the tensor, and after it
+        buffer = self._empty(2 * around + size.numel(), dtype=dtype, device=device).fill_(self.number)
+        self._buffers.append((buffer, around))
+        return buffer[around : around + size.numel()].view(size).fill_(UNWRITTEN)
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+    def check(self) -> None:
+        for buffer, around in self._buffers:
+            assert bool((buffer[:around] == self.number).all()), "written before a tensor"
+            assert bool((buffer[-around:] == self.number).all()), "written after a tensor"
+
+
+def check_accesses(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[..., torch.Tensor], *tensors: torch.Tensor, ordered: bool = True
+) -> torch.Tensor:
+    """The result of ``call``, which accesses only its tensors and its result. Not ``ordered`` are calls that write an
+    element more than once in any order: their results may differ."""
+    results = []
+    for number in (1, 6):  # also possible boundaries of sequences
+        guards = Guards(number)
+        placed = [guards.place(each) for each in tensors]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", guards.empty)
+            results.append(call(*placed))
+        guards.check()
+        for each, given in zip(placed, tensors, strict=True):
+            assert torch.equal(each, given)
+        assert not bool((results[-1] == number).any()), "returns memory outside of the tensors"
+    if ordered:
+        assert torch.equal(*results), "depends on memory outside of the tensors"
+    return results[0]
+
+
+BOUNDARIES = {
+    "decreasing": [0, 90, 5, 7],
+    "negative": [-4, 2, 3, 5],
+    "past the end": [3, 9, 9, 100],
+    "huge": [0, 0, 0, 2**31 - 1],
+    "negative and huge": [-(2**31), -5, 2**31 - 1, 7],
+    "right": [0, 4, 4, 7],
+}
+COPIES = {
+    "rows of 160 bytes": ((40,), torch.float32),
+    "rows of 5 bytes": ((5,), torch.uint8),
+    "bytes": ((), torch.uint8),
+}
+
+
+def _copy_calls(backend: str, copy: str) -> dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor]]:
+    """The two ops as functions of a tensor and cu_seqlens that validate nothing, and their tensors."""
+    shape, dtype = COPIES[copy]
+    x = torch.arange(12 * math.prod(shape)).view(3, 4, *shape).remainder(200).add(20).to(dtype)
+    calls = {}
+    for name, op, tensor, size in (("pack", PACK, x, 7), ("unpack", UNPACK, x.flatten(0, 1)[:7], 4)):
+        (chosen,) = (each for each in op.table.backends if each.name == backend)
+        calls[name] = (partial(lambda run, size, *given: run(*given, size), chosen.forward, size), tensor)
+    return calls
+
+
+DEVICES = [
+    pytest.param("triton", "cpu", marks=interpreted),
+    pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+    pytest.param("cuda", "cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("boundaries", BOUNDARIES)
+@pytest.mark.parametrize(("backend", "device"), DEVICES)
+def test_wrong_boundaries_access_nothing_outside_of_the_tensors(
+    backend: str, device: str, boundaries: str, copy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu" and "huge" in boundaries:
+        pytest.skip("the interpreter would run millions of iterations")
+    cu_seqlens = torch.tensor(BOUNDARIES[boundaries], dtype=torch.int32, device=device)
+    references = _copy_calls("reference", copy)
+    for name, (call, tensor) in _copy_calls(backend, copy).items():
+        tensor = tensor.to(device)
+        scatters = backend == "triton" and name == "pack"  # not to rows outside of sequences; to some more than once
+        result = check_accesses(monkeypatch, call, tensor, cu_seqlens, ordered=device == "cpu" or not scatters)
+        expected = {0, *tensor.flatten().tolist()}
+        assert set(result.flatten().tolist()) <= (expected | {UNWRITTEN} if scatters else expected), name
+        if boundaries == "right":
+            assert torch.equal(result, references[name][0](tensor, cu_seqlens))
+
+
+@pytest.mark.parametrize("boundaries", BOUNDARIES)
+@pytest.mark.parametrize(("backend", "device"), DEVICES[:2])
+def test_means_with_wrong_boundaries_access_nothing_outside_of_the_tensors(
+    backend: str, device: str, boundaries: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fasttfm.kernels.pack.triton_mean import sequence_means_triton
+
+    cu_seqlens = torch.tensor(BOUNDARIES[boundaries], dtype=torch.int32, device=device)
+    x = torch.randn(7, 70, generator=torch.Generator().manual_seed(0)).to(device)
+    result = check_accesses(monkeypatch, lambda x, bounds: sequence_means_triton(x, bounds, 1), x, cu_seqlens)
+    assert not bool((result == UNWRITTEN).any())
+
+
+def test_guards_find_accesses_outside_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.arange(6.0).add(20)
+
+    def shifted(tensor: torch.Tensor, by: int) -> torch.Tensor:
+        return tensor.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() + by)
+
+    def copy(x: torch.Tensor, *, read: int = 0, write: int = 0) -> torch.Tensor:
+        result = torch.empty(6, dtype=x.dtype, device=x.device)
+        shifted(result, write)[:] = shifted(x, read)
+        return result
+
+    assert torch.equal(check_accesses(monkeypatch, copy, x), x)
+    for broken in ({"read": 1}, {"read": -700}, {"write": 1}, {"write": -1}):
+        with pytest.raises(AssertionError):
+            check_accesses(monkeypatch, partial(copy, **broken), x)
+
+
+# ---- helpers around cu_seqlens ---------------------------------------------------------------------------------------
 
 
 def test_lengths_may_be_given() -> None:
