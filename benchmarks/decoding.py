@@ -8,10 +8,16 @@ Weights are random, in bf16 on a GPU and fp32 on a CPU. All sequences have promp
 token's time is the difference between a call for many new tokens and one for a single token, over the number of steps
 between them. Times are wall-clock medians of synchronized calls. Contenders:
 
-    session            a ``GenerationSession``: on a GPU CUDA graphs with sampling inside
-    session top-k      the same with temperature, top_k 50 and top_p 0.9
-    transformers       ``generate`` of transformers
-    transformers static  the same with a static cache, which transformers compiles on a GPU
+    session               a ``GenerationSession``: on a GPU CUDA graphs with sampling inside
+    session temperature   the same with a temperature of 0.8
+    session top-k         the same with temperature, top_k 50 and top_p 0.9
+    graph replay, fused   the CUDA graph of the session's greedy step, replayed STEPS times in a row; up to 16 sequences
+                          with the kernels of ops.decode_linear, beyond with torch's GEMMs
+    graph replay, few rows  the same with the GEMMs for few rows, on Hopper
+    transformers          ``generate`` of transformers
+    transformers static   the same with a static cache, which transformers compiles on a GPU
+
+Rows are appended to the file: graph replays have no first token.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +36,19 @@ import torch
 
 from fasttfm import __version__, models
 from fasttfm.bench.timing import device_name, file_stem
-from fasttfm.generate import GenerationSession
+from fasttfm.generate import GenerationSession, decoder
 
 PROMPT = 128
 COLUMNS = (
     *("model", "batch", "prompt", "steps", "contender", "ms_per_token", "ms_first_token"),
-    *("device", "torch_version", "transformers_version", "fasttfm_version"),
+    *("device", "torch_version", "transformers_version", "fasttfm_version", "note"),
 )
+SAMPLING: dict[str, dict[str, Any]] = {
+    "session": {},
+    "session temperature": {"do_sample": True, "temperature": 0.8, "seed": 1},
+    "session top-k": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 1},
+}
+REPLAYS: dict[str, int | None] = {"graph replay, fused": None, "graph replay, few rows": 1}  # FEW_ROWS_FROM
 Call = Callable[[int], object]  # of a number of new tokens
 
 
@@ -66,6 +79,29 @@ def transformers_call(directory: str, prompts: torch.Tensor, dtype: torch.dtype,
         return found
 
     return run
+
+
+def replay_ms(model: Any, prompts: torch.Tensor, steps: int, rounds: int, few_rows_from: int | None) -> float:
+    """Milliseconds of a replay of the CUDA graph of a step."""
+    chosen, decoder.FEW_ROWS_FROM = decoder.FEW_ROWS_FROM, few_rows_from
+    try:
+        session = GenerationSession(model, max_batch=len(prompts), max_length=PROMPT + 8, graphs=True)
+        submitted = [session.submit(row, max_new_tokens=4, eos_token_id=[]) for row in prompts.tolist()]
+        for each in submitted:
+            each.result()
+    finally:
+        decoder.FEW_ROWS_FROM = chosen
+    assert session._graphs is not None
+    graph = session._graphs.captured[session._bucket(len(prompts))]
+    seconds = []
+    for _ in range(rounds + 1):  # the first is a warm-up
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            graph.replay()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(seconds[1:]) / steps
 
 
 def measured(call: Call, steps: int, rounds: int, device: torch.device) -> tuple[float, float]:
@@ -99,27 +135,56 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     model: Any = models.GPT2LMHeadModel(models.GPT2Config()).to(device, dtype).eval()
-    rows: list[dict[str, Any]] = []
+    rounds = 2 if settings.quick else 6
+    replays = {name: start for name, start in REPLAYS.items() if device.type == "cuda"}
     for batch in settings.batches:
         prompts = torch.randint(0, 50000, (batch, PROMPT), device=device)
         contenders: dict[str, Callable[[], Call]] = {
-            "session": lambda prompts=prompts: session_call(model, prompts, settings.steps),
-            "session top-k": lambda prompts=prompts: session_call(
-                model, prompts, settings.steps, do_sample=True, temperature=0.8, top_k=50, top_p=0.9, seed=1
-            ),
+            name: partial(session_call, model, prompts, settings.steps, **options) for name, options in SAMPLING.items()
         }
         for name, static in (("transformers", False), ("transformers static", True)):
             if ("static" if static else "eager") in settings.peers:
-                contenders[name] = lambda prompts=prompts, static=static: peer(model, prompts, dtype, static)
+                contenders[name] = partial(peer, model, prompts, dtype, static)
+        figures: dict[str, tuple[float, float | None]] = {}
         for name, make in contenders.items():
-            token, first = measured(make(), settings.steps, 2 if settings.quick else 6, device)
-            print(f"B{batch} {name}: {token:.3f} ms a token, {first:.2f} ms to the first", flush=True)
-            figures = {"ms_per_token": f"{token:.4f}", "ms_first_token": f"{first:.3f}"}
-            case = {"model": "gpt2-small", "batch": batch, "prompt": PROMPT, "steps": settings.steps}
-            rows.append({**case, "contender": name, **figures})
+            figures[name] = measured(make(), settings.steps, rounds, device)
             gc.collect()
-    if settings.out is not None:
-        write(settings.out, rows, device)
+        for name, few_rows_from in replays.items():
+            figures[name] = replay_ms(model, prompts, settings.steps, rounds, few_rows_from), None
+            gc.collect()
+        for name, (token, first) in figures.items():
+            ending = "" if first is None else f", {first:.2f} ms to the first"
+            print(f"B{batch} {name}: {token:.3f} ms a token{ending}", flush=True)
+        if settings.out is not None:
+            write(settings.out, rows_of(batch, settings.steps, figures, device), device)
+
+
+def rows_of(
+    batch: int, steps: int, figures: dict[str, tuple[float, float | None]], device: torch.device
+) -> list[dict[str, Any]]:
+    """Rows of the CSV file for the milliseconds of a token and of the first one."""
+    try:
+        from transformers import __version__ as transformers_version
+    except ImportError:
+        transformers_version = ""
+    case = {"model": "gpt2-small", "batch": batch, "prompt": PROMPT, "steps": steps}
+    versions = {
+        "device": device_name(device),
+        "torch_version": torch.__version__,
+        "transformers_version": transformers_version,
+        "fasttfm_version": __version__,
+        "note": "",
+    }
+    return [
+        {
+            **case,
+            "contender": name,
+            "ms_per_token": f"{token:.4f}",
+            "ms_first_token": "" if first is None else f"{first:.3f}",
+            **versions,
+        }
+        for name, (token, first) in figures.items()
+    ]
 
 
 def peer(model: Any, prompts: torch.Tensor, dtype: torch.dtype, static: bool) -> Call:
@@ -131,23 +196,17 @@ def peer(model: Any, prompts: torch.Tensor, dtype: torch.dtype, static: bool) ->
         return transformers_call(directory, prompts, dtype, static)
 
 
-def write(directory: Path, rows: list[dict[str, Any]], device: torch.device) -> None:
-    try:
-        from transformers import __version__ as transformers_version
-    except ImportError:
-        transformers_version = ""
-    versions = {
-        "device": device_name(device),
-        "torch_version": torch.__version__,
-        "transformers_version": transformers_version,
-        "fasttfm_version": __version__,
-    }
+def write(directory: Path, rows: list[dict[str, Any]], device: torch.device) -> Path:
+    """Appends rows to the device's file."""
     path = directory / f"{file_stem(device)}-decoding.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows({**row, **versions} for row in rows)
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
     print(f"wrote {path}")
+    return path
 
 
 if __name__ == "__main__":
