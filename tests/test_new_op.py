@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,11 +22,13 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tree")
     ignore = shutil.ignore_patterns("__pycache__", "results", "*.egg-info", "*.so")
     for folder in ("kernels", "csrc", "python", "tests", "benchmarks", "docs", "tools"):
-        shutil.copytree(ROOT / folder, root / folder, ignore=ignore)
-    for file in ("pyproject.toml", "README.md", "CONTRIBUTING.md"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=ignore, symlinks=True)
+    for file in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "mkdocs.yml"):
         shutil.copy(ROOT / file, root)
     shutil.copy(_C.__file__, root / "python" / "fasttfm")
-    (root / "python" / "fasttfm" / "kernels").symlink_to(root / "kernels")
+    link = root / "python" / "fasttfm" / "kernels"
+    if not link.exists():  # a developer's tree may have it
+        link.symlink_to(root / "kernels")
     return root
 
 
@@ -61,6 +64,15 @@ def test_it_lists_the_files_that_it_wrote(tree: Path, written: list[str]) -> Non
     assert names >= {"reference.py", "scale_rows.py", "test_scale_rows.py", "bench_scale_rows.py", "scale_rows.md"}
     assert all(path.is_file() for path in paths)
     assert not any("skeleton" in path.read_text().lower() for path in paths)
+
+
+def test_its_page_is_listed(tree: Path, written: list[str]) -> None:
+    entries = re.findall(r"^::: (\S+)$", (tree / "docs/api/ops.md").read_text(), re.MULTILINE)
+    after = entries[entries.index("fasttfm.ops.scale_rows.scale_rows") + 1]
+    assert after == "fasttfm.ops.pack.token_indices_from_mask"
+    pages = re.findall(r"- (.+): ops/(\w+)\.md$", (tree / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert pages[-1] == ("scale_rows", "scale_rows")
+    assert {page for _, page in pages} == {path.stem for path in (tree / "docs/ops").glob("*.md")}
 
 
 def test_the_new_files_are_formatted(tree: Path, written: list[str]) -> None:

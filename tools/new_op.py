@@ -1,8 +1,8 @@
 """Writes the skeleton of an op: ``python tools/new_op.py NAME``.
 
 The files under tools/op_skeleton/ make up a small op called "skeleton", with the reference as its only backend. They
-are copied to the same places in the tree with the new name in it, and the op is exported from fasttfm.ops. All its
-tests pass as written; CONTRIBUTING.md describes the next steps.
+are copied to the same places in the tree with the new name in it, the op is exported from fasttfm.ops, and its page is
+listed in the documentation. All its tests pass as written; CONTRIBUTING.md describes the next steps.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ def renamed(text: str, name: str) -> str:
 
 
 def write_op(name: str, root: Path) -> list[Path]:
-    """Writes the op's files, exports it, and returns every path that was written."""
+    """Writes the op's files, exports and lists it, and returns every path that was written."""
     written = targets(name, root)
     for source, target in zip(skeleton_files(), written, strict=True):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(renamed(source.read_text(), name))
-    exports = root / "python" / "fasttfm" / "ops" / "__init__.py"
-    exports.write_text(with_export(exports.read_text(), name))
-    return [*written, exports]
+    lists = {"python/fasttfm/ops/__init__.py": with_export, "docs/api/ops.md": with_entry, "mkdocs.yml": with_page}
+    for path, change in lists.items():
+        (root / path).write_text(change((root / path).read_text(), name))
+    return [*written, *(root / path for path in lists)]
 
 
 def with_export(text: str, name: str) -> str:
@@ -79,6 +80,21 @@ def with_export(text: str, name: str) -> str:
     one_line = "__all__ = [" + ", ".join(f'"{item}"' for item in names) + "]\n"
     text = text.replace(exported[0], one_line if len(one_line) <= 121 else f"__all__ = [\n{lines}]\n")
     return text.replace("".join(imports), block)
+
+
+def with_entry(text: str, name: str) -> str:
+    """``docs/api/ops.md`` with one more op, before the first op whose name follows it."""
+    entries = re.findall(r"^::: (?:\w+\.)+(\w+)\n", text, re.MULTILINE)
+    entry = f"::: fasttfm.ops.{name}.{name}\n"
+    following = next((other for other in entries if other.islower() and other > name), None)
+    place = rf"^::: (?:\w+\.)+{following}\n" if following else r"^## "
+    return re.sub(place, lambda match: f"{entry}\n{match[0]}", text, count=1, flags=re.MULTILINE)
+
+
+def with_page(text: str, name: str) -> str:
+    """``mkdocs.yml`` with one more page, after those of the other ops."""
+    last = re.findall(r"^ +- .*: ops/\w+\.md\n", text, re.MULTILINE)[-1]
+    return text.replace(last, f"{last}{last.partition('-')[0]}- {name}: ops/{name}.md\n")
 
 
 if __name__ == "__main__":
