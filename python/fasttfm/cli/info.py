@@ -107,7 +107,7 @@ def _layers(device: str, missing: str | None, library: Callable[[], str]) -> str
     """How transformer layers are run on a device."""
     if missing is not None:
         return f"on {device} op by op: {missing}"
-    return f"on {device} in one native call, products by {library()}"
+    return f"on {device} in one native call, GEMMs by {library()}"
 
 
 def _blas() -> str:
