@@ -64,6 +64,28 @@ def test_models_learn_as_in_bf16(kind: str) -> None:
     assert found != expected
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])  # ALBERT has no dropout
+def test_dropout_has_the_seeds_of_bf16(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are functions of seeds, so that the losses of both precisions compare for one seed of torch's generator."""
+    draw, drawn = torch.randint, list[Tensor]()
+
+    def record(*given: Any, **options: Any) -> Tensor:
+        drawn.append(draw(*given, **options))
+        return drawn[-1]
+
+    monkeypatch.setattr(torch, "randint", record)
+    network, ids, found = model(kind).train(), batch(), []
+    for scaling in (None, Fp8Training):
+        if scaling is not None:
+            scaling(network)
+        drawn.clear()
+        loss_of(network, ids, seed=3).backward()
+        found.append([each.tolist() for each in drawn])
+    assert found[0] == found[1]
+    assert [len(each) for each in found[0]] == [1, 2]  # of the embeddings, and three for each layer
+    assert len({number for layer in found[0][1] for number in layer}) == 6
+
+
 def test_evaluation_is_that_of_the_model() -> None:
     network = model()
     expected = loss_of(network.eval(), batch())
