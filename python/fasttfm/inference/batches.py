@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -107,6 +108,7 @@ class Bucket(NamedTuple):
     max_seqlen: int
 
 
+@functools.lru_cache(maxsize=4096)
 def bucket_for(tokens: int, sequences: int, max_seqlen: int, max_length: int) -> Bucket:
     """The smallest bucket for a batch; ``max_length`` is the maximum number of tokens that the model reads.
 
@@ -140,15 +142,16 @@ def write_bucket(buffer: np.ndarray, batch: Packed, bucket: Bucket, padding: int
     sequences follow them.
     """
     ids, segments, boundaries = split_buffer(buffer, bucket, batch.segments is not None)
-    ids[: batch.tokens] = batch.ids
-    ids[batch.tokens :] = padding
+    tokens, known = len(batch.ids), len(batch.cu_seqlens)
+    ids[:tokens] = batch.ids
+    if tokens < bucket.tokens:
+        ids[tokens:] = padding
     if segments is not None:
-        segments[: batch.tokens] = batch.segments
-        segments[batch.tokens :] = 0
-    known = len(batch.cu_seqlens)
+        segments[:tokens] = batch.segments
+        segments[tokens:] = 0
     boundaries[:known] = batch.cu_seqlens
     if known < len(boundaries):
-        more = np.arange(1, len(boundaries) - known + 1, dtype=np.int64) * bucket.max_seqlen + batch.tokens
+        more = np.arange(1, len(boundaries) - known + 1, dtype=np.int64) * bucket.max_seqlen + tokens
         boundaries[known:] = np.minimum(more, bucket.tokens)
 
 

@@ -24,7 +24,7 @@ from fasttfm.inference.batches import (
     write_bucket,
 )
 from fasttfm.inference.network import Inputs, Network, Output
-from fasttfm.ops.graph_launch import LaunchableGraph, Transfer
+from fasttfm.ops.graph_launch import HostMemory, LaunchableGraph
 
 Value = TypeVar("Value")
 _MIN_LOOKUPS = 2  # a key that is looked up this often gets a value
@@ -98,18 +98,20 @@ class _Key(NamedTuple):
 
 class _Graph(NamedTuple):
     graph: LaunchableGraph
-    result: Tensor  # fp32; if it is not small, in memory that all graphs share: copied before the next launch
+    # Of a row of the result, which is fp32. If the result is not small, it is in memory that all graphs share, and
+    # copied before the next launch.
+    shape: tuple[int, ...]
+    size: int  # the number of elements of a row
 
 
-class _Staging:
-    """Pinned memory for the inputs and small results of one launch at a time."""
+class _Staging(HostMemory):
+    """Host memory for the inputs and small results of one launch at a time."""
 
     def __init__(self, size: int, stream: torch.cuda.Stream) -> None:
-        self.inputs = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        self.results = torch.empty(_SMALL_RESULT // 4, dtype=torch.float32, pin_memory=True)
-        self.input_array, self.result_array = self.inputs.numpy(), self.results.numpy()
-        self.done = torch.cuda.Event()
-        self.done.record(stream)
+        inputs = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        results = torch.empty(_SMALL_RESULT // 4, dtype=torch.float32, pin_memory=True)
+        super().__init__(inputs, results, stream)
+        self.input_array, self.result_array = inputs.numpy(), results.numpy()
 
     def __del__(self) -> None:
         with contextlib.suppress(RuntimeError):  # CUDA may have ended before
@@ -186,15 +188,10 @@ class Graphs:
             return None
         staging = self._free.pop() if self._free else _Staging(len(self._static), self._stream)
         write_bucket(staging.input_array, batch, key.bucket, self._padding)
-        shape = (batch.sequences if per_sequence else batch.tokens, *found.result.shape[1:])
-        result_bytes = 4 * math.prod(shape)
-        large = torch.empty(shape, pin_memory=True) if result_bytes > _SMALL_RESULT else None
-        found.graph.launch(
-            Transfer(self._static, staging.inputs, 4 * buffer_size(key.bucket, key.segments)),
-            Transfer(found.result, staging.results if large is None else large, result_bytes),
-            staging.done,
-            self._stream,
-        )
+        rows = batch.sequences if per_sequence else batch.tokens
+        shape = (rows, *found.shape)
+        large = torch.empty(shape, pin_memory=True) if 4 * rows * found.size > _SMALL_RESULT else None
+        found.graph.launch(staging, rows, large)
         return _Launched(staging, shape, large, self._free)
 
     def bucket(self, batch: Packed) -> Bucket:
@@ -226,7 +223,9 @@ class Graphs:
                 rows = self._network.run(key.output, inputs).float().contiguous()
                 if result is not None:
                     result.copy_(rows)
-        return _Graph(LaunchableGraph(graph, self._network.device), rows if result is None else result)
+        results, shape = rows if result is None else result, tuple(rows.shape[1:])
+        copied = self._static[: buffer_size(bucket, key.segments)]
+        return _Graph(LaunchableGraph(graph, copied, results, self._stream), shape, math.prod(shape))
 
     def _result(self, output: Output, like: Tensor) -> Tensor:
         """A slice, in the shape of ``like``, of the memory that the graphs of an output share for their results. If it

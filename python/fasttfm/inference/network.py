@@ -81,16 +81,13 @@ class Network:
         if packed is not None:
             pack_linears(self.model, packed)
         self.base = base_of(self.model)
+        self.has_segments = self.base.embeddings.segment is not None
         self.layers.check(len(self.base.encoder.order))
         self.device, self.skipped = device, skipped
         after = (*settings.after, *([Normalize()] if settings.normalize else []))
         self._after = copy.deepcopy(nn.Sequential(*after)).to(device)
         self.head = _head_of(model)
         self.state_width = self.layers.widths * self.base.encoder.in_order()[0].width
-
-    @property
-    def has_segments(self) -> bool:
-        return self.base.embeddings.segment is not None
 
     @functools.cached_property
     def vector_width(self) -> int:

@@ -209,9 +209,9 @@ class Session:
         """
         kind = self._output(output)
         if _is_single(inputs):
-            return self._launch(self._tokenize([inputs]), kind)()[0]
+            return self._start([inputs], kind)()[0]
         if _is_one_window(inputs):
-            return self._launch(self._tokenize(inputs), kind)()
+            return self._start(inputs, kind)()
         if not isinstance(inputs, Iterable):
             got = type(inputs).__name__
             raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {got}")
@@ -284,6 +284,13 @@ class Session:
         for sequences in prefetch(_windows(inputs), self._tokenize):
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
 
+    def _start(self, inputs: Sequence[Any], output: Output) -> Callable[[], Any]:
+        """Tokenizes inputs and starts their computation, as ``_launch`` does."""
+        if self._are_arrays_of_ids(inputs):  # needs no object for each sequence: that would take longer than the rest
+            self._check_values(inputs)
+            return self._launch_ids(inputs, output)
+        return self._launch(self._tokenize(inputs), output)
+
     def _tokenize(self, inputs: Sequence[Any]) -> list[Tokens]:
         """The sequences of inputs. Inputs that are lists of ids get no special tokens."""
         if self._are_arrays_of_ids(inputs):  # the same as below, with fewer calls for each
@@ -314,10 +321,12 @@ class Session:
         return found  # type: ignore[return-value]
 
     def _are_arrays_of_ids(self, inputs: Sequence[Any]) -> bool:
-        if not inputs or not all(type(each) is np.ndarray for each in inputs):
-            return False
-        kinds = {(each.ndim, each.dtype.kind) for each in inputs}
-        return kinds <= {(1, "i"), (1, "u")} and max(map(len, inputs)) <= self._max_positions
+        for each in inputs:
+            if type(each) is not np.ndarray or each.ndim != 1 or each.dtype.kind not in "iu":
+                return False
+            if len(each) > self._max_positions:
+                return False
+        return len(inputs) > 0
 
     def _from_ids(self, given: Any) -> Tokens:
         """A sequence of given ids. ``_check_values`` validates the values of all sequences together."""
@@ -335,10 +344,14 @@ class Session:
         every = ids[0] if len(ids) == 1 else np.concatenate(ids)
         if not every.size:
             return
-        low, high = int(every.min()), int(every.max())
-        if low < 0 or high >= self._vocabulary:
-            got = f"{low} to {high}"
-            raise ValueError(f"Session: inputs: expected ids from 0 to {self._vocabulary - 1}, got {got}")
+        # As unsigned numbers, negative ids are larger than any other, so that one pass finds both.
+        signed = every.dtype.kind == "i"
+        largest = (every.view(every.dtype.str.replace("i", "u")) if signed else every).max()
+        if largest >= self._vocabulary or every.dtype.kind not in "iu":
+            low, high = int(every.min()), int(every.max())
+            if low < 0 or high >= self._vocabulary:
+                got = f"{low} to {high}"
+                raise ValueError(f"Session: inputs: expected ids from 0 to {self._vocabulary - 1}, got {got}")
 
     def _with_prompt(self, text: str) -> str:
         text = self.settings.prompt + text
@@ -374,16 +387,24 @@ class Session:
     def _launch(self, sequences: Sequence[Tokens], output: Output) -> Callable[[], Any]:
         """Starts the computation of sequences. Returns a function that waits for it and returns each one's result: an
         array with one row per sequence, or a list of arrays with one row per token."""
+        return self._launch_ids([each.ids for each in sequences], output, sequences)
+
+    def _launch_ids(
+        self, ids: Sequence[Sequence[int]], output: Output, sequences: Sequence[Tokens] = ()
+    ) -> Callable[[], Any]:
+        """The same for sequences given by their ids; ``sequences`` has their segments and cuts, if any."""
         begun = time.perf_counter()
         per_sequence = self.network.is_per_sequence(output)
-        lengths = [len(each.ids) for each in sequences]
+        lengths = list(map(len, ids))
         groups = deque(plan(lengths, self.max_tokens, self.max_batch))
         launched: deque[tuple[list[int], Packed, Callable[[], np.ndarray]]] = deque()
 
         def launch_next() -> None:
             group = groups.popleft()
-            own = [sequences[index] for index in group]
-            batch = pack([each.ids for each in own], segments_of(own) if self.network.has_segments else None)
+            segments = None
+            if sequences and self.network.has_segments:
+                segments = segments_of([sequences[index] for index in group])
+            batch = pack([ids[index] for index in group], segments)
             launched.append((group, batch, self.run(batch, output)))
 
         for _ in range(min(_IN_FLIGHT, len(groups))):
@@ -391,24 +412,24 @@ class Session:
 
         def finish() -> Any:
             self._count(lengths, [each.cut for each in sequences])  # while the device computes
-            found: Any = None if per_sequence else [None] * len(sequences)
+            found: Any = None if per_sequence else [None] * len(ids)
             while launched:
                 group, batch, wait = launched.popleft()
                 if groups:
                     launch_next()
                 rows = wait()
-                if per_sequence and len(sequences) == 1:
+                if per_sequence and len(ids) == 1:
                     found = rows.copy()  # pinned memory is not for keeping
                     continue
                 if per_sequence:
-                    found = np.zeros((len(sequences), *rows.shape[1:]), np.float32) if found is None else found
+                    found = np.zeros((len(ids), *rows.shape[1:]), np.float32) if found is None else found
                     found[group] = rows
                     continue
                 ends = batch.cu_seqlens.tolist()
                 for number, index in enumerate(group):
                     found[index] = rows[ends[number] : ends[number + 1]]
             if found is None:  # no sequence has a token
-                found = np.zeros((len(sequences), *self._empty_shape(output)), np.float32)
+                found = np.zeros((len(ids), *self._empty_shape(output)), np.float32)
             if not per_sequence and 0 in lengths:
                 nothing = np.zeros(self._empty_shape(output), np.float32)
                 found = [nothing if each is None else each for each in found]
@@ -496,7 +517,7 @@ def _is_single(inputs: Any) -> bool:
 
 def _is_one_window(inputs: Any) -> bool:
     """Whether inputs are tokenized at once."""
-    return isinstance(inputs, Sequence) and len(inputs) <= _WINDOWS[0]
+    return (type(inputs) is list or isinstance(inputs, Sequence)) and len(inputs) <= _WINDOWS[0]
 
 
 def _windows(inputs: Iterable[Any]) -> Iterator[list[Any]]:

@@ -6,7 +6,7 @@ With the native core this is one call without any of torch's; its time on the ho
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,55 +14,74 @@ from torch import Tensor
 from fasttfm import _native
 
 
-class Transfer(NamedTuple):
-    """A copy of the first ``nbytes`` bytes between the GPU and pinned memory; both tensors are contiguous."""
+class HostMemory:
+    """Pinned memory for the inputs and results of one launch at a time, and the event that ends the launch."""
 
-    device: Tensor
-    host: Tensor
-    nbytes: int
+    def __init__(self, inputs: Tensor, results: Tensor, stream: torch.cuda.Stream) -> None:
+        self.inputs, self.results = inputs, results
+        self.done = torch.cuda.Event()
+        self.done.record(stream)  # creates the event
+        # torch's calls for them take as long as a part of the launch
+        self.input_address, self.result_address = inputs.data_ptr(), results.data_ptr()
+        self.event_address: int = self.done.cuda_event
 
 
 class LaunchableGraph:
-    """A captured graph, made with ``keep_graph=True``, that contains no random numbers."""
+    """A captured graph, made with ``keep_graph=True``, that contains no random numbers.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-        self._graph, self._device = graph, device
+    Args:
+        inputs: What the graph reads: a contiguous tensor on the GPU, copied from the host before each launch.
+        results: What it writes: contiguous, with a row for each result; the first rows are copied to the host.
+        stream: Where it is launched.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, inputs: Tensor, results: Tensor, stream: torch.cuda.Stream) -> None:
+        self._graph, self._inputs, self._results, self._stream = graph, inputs, results, stream
+        self._device = results.device
+        self._row_bytes = results.nbytes // len(results)
         self._exec = 0
         if _native.missing_cuda() is not None:
             graph.instantiate()
             return
         handle = torch.zeros(1, dtype=torch.int64, device="cpu")
-        _native.core().graph_instantiate_cuda(graph=graph.raw_cuda_graph(), exec=handle.data_ptr(), device=device.index)
+        core, device = _native.core(), self._device.index
+        core.graph_instantiate_cuda(graph=graph.raw_cuda_graph(), exec=handle.data_ptr(), device=device)
         self._exec = int(handle)
+        self._launch = partial(
+            core.graph_launch_cuda,
+            exec=self._exec,
+            inputs=inputs.data_ptr(),
+            input_bytes=inputs.nbytes,
+            results=results.data_ptr(),
+            device=device,
+            stream=stream.cuda_stream,
+        )
 
     def __del__(self) -> None:
         if self._exec:
             with suppress(RuntimeError):  # when a process ends, the driver may have freed the graph already
                 _native.core().graph_destroy_cuda(exec=self._exec, device=self._device.index)
 
-    def launch(self, inputs: Transfer, results: Transfer, done: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        """Launches copy, graph and copy on the stream, and records ``done``, an event that was recorded before. The
-        host's memory must not be used until ``done`` has completed."""
-        if not self._exec:
-            with torch.cuda.stream(stream):
-                _bytes(inputs.device, inputs.nbytes).copy_(_bytes(inputs.host, inputs.nbytes), non_blocking=True)
-                self._graph.replay()
-                _bytes(results.host, results.nbytes).copy_(_bytes(results.device, results.nbytes), non_blocking=True)
-                done.record(stream)
+    def launch(self, host: HostMemory, rows: int, results: Tensor | None = None) -> None:
+        """Launches the copy of the inputs, the graph and the copy of the first ``rows`` results, to ``results`` if
+        given (pinned memory), and records ``host.done``. The host's memory must not be used until that has
+        completed."""
+        count = rows * self._row_bytes
+        if self._exec:
+            self._launch(
+                host_inputs=host.input_address,
+                host_results=host.result_address if results is None else results.data_ptr(),
+                result_bytes=count,
+                event=host.event_address,
+            )
             return
-        _native.core().graph_launch_cuda(
-            exec=self._exec,
-            inputs=inputs.device.data_ptr(),
-            host_inputs=inputs.host.data_ptr(),
-            input_bytes=inputs.nbytes,
-            results=results.device.data_ptr(),
-            host_results=results.host.data_ptr(),
-            result_bytes=results.nbytes,
-            event=done.cuda_event,
-            device=self._device.index,
-            stream=stream.cuda_stream,
-        )
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            _bytes(self._inputs).copy_(_bytes(host.inputs)[: self._inputs.nbytes], non_blocking=True)
+            self._graph.replay()
+            found = host.results if results is None else results
+            _bytes(found)[:count].copy_(_bytes(self._results)[:count], non_blocking=True)
+            host.done.record(self._stream)
 
 
-def _bytes(tensor: Tensor, count: int) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)[:count]
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
