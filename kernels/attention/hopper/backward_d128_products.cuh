@@ -77,7 +77,7 @@ struct KeyWarpgroupD128 {
       }
   }
 
-  // product = keys queries^T for 64 rows of a tile of keys and a tile of queries.
+  // product = keys queries^T for 64 rows of a key tile and a query tile.
   static __device__ __forceinline__ void multiply_rows(float (&product)[32], uint32_t keys, uint32_t queries) {
     wgmma_fence();
 #pragma unroll
@@ -95,14 +95,14 @@ struct KeyWarpgroupD128 {
                           c > 0 || add);
   }
 
-  // Issues S^T = K Q^T of a tile of queries.
+  // Issues S^T = K Q^T of a query tile.
   __device__ __forceinline__ void begin_scores(float (&scores)[32], uint32_t step) {
     memory.q_full[q_slot(step)].wait(step / kQueryStages % 2);
     multiply_rows(scores, opaque(shared_address(memory.k[k_slot()]) + number * 64 * kTileRowBytes),
                   shared_address(memory.q[q_slot(step)]));
   }
 
-  // Issues dK += dS^T Q of a tile of queries, from the warpgroup's own rows of dS^T in shared memory.
+  // Issues dK += dS^T Q of a query tile, from the warpgroup's own rows of dS^T in shared memory.
   __device__ __forceinline__ void begin_dk(uint32_t step, bool add) {
     const uint32_t dscores = opaque(shared_address(memory.dscores[step % kScoreStages]) + number * 64 * kTileRowBytes);
     const uint32_t q = shared_address(memory.q[q_slot(step)]);
@@ -113,7 +113,7 @@ struct KeyWarpgroupD128 {
                                     advance(mn_major(q, kQueryTileBytes), c * kMnMajorStep), c > 0 || add);
   }
 
-  // Issues 64 columns of dQ = dS K of a tile of queries.
+  // Issues 64 columns of dQ = dS K of a query tile.
   __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t step) {
     memory.dscores_full[step % kScoreStages].wait(step / kScoreStages % 2);
     const uint32_t dscores = shared_address(memory.dscores[step % kScoreStages]);
@@ -125,7 +125,8 @@ struct KeyWarpgroupD128 {
                                      advance(mn_major(k, 0), c * kMnMajorStep), c > 0);
   }
 
-  // Hands the completed dQ of a tile of queries over to sum_dq_d128(), or writes it if it is the last addition.
+  // Passes the completed dQ of a query tile to sum_dq_d128() through the staging tile, or writes it if it is the last
+  // addition.
   __device__ __forceinline__ void accumulate_dq(float (&dq)[32], int tile, uint32_t step) {
     const UnitD128<MASK>& unit = memory.unit[number];
     arrive_warp(memory.dscores_empty[step % kScoreStages]);
@@ -150,7 +151,7 @@ struct KeyWarpgroupD128 {
         dq[4 * i + 3] += part.w;
       }
     }
-    fence_operand(dq);  // the loaded values are added by here; late_loads.py checks that ptxas keeps it so
+    fence_operand(dq);  // the loads are complete, because their values were used; late_loads.py checks this in the SASS
     arrive_warp(memory.staging_done[number]);
     const int query = tile * kQueries;
     store_product(dq, p.dq_scale,
@@ -158,7 +159,7 @@ struct KeyWarpgroupD128 {
                   p.dq.token, unit.q.stored - query);
   }
 
-  // Computes P^T = exp(S^T - lse) of a tile of queries in 16 bits, and `left`, the same after dropout.
+  // Computes P^T = exp(S^T - lse) of a query tile in 16 bits, and `left`, the same after dropout.
   __device__ __forceinline__ void compute_weights(float (&scores)[32], uint32_t (&weights)[16], uint32_t (&left)[16],
                                                   int key, int tile, uint32_t step) {
     const UnitD128<MASK>& unit = memory.unit[number];
@@ -204,14 +205,14 @@ struct KeyWarpgroupD128 {
     }
   }
 
-  // Issues dP^T = V dO^T of a tile of queries.
+  // Issues dP^T = V dO^T of a query tile.
   __device__ __forceinline__ void begin_dweights(float (&dweights)[32], uint32_t step) {
     memory.dout_full[slot(step)].wait(parity(step));
     multiply_rows(dweights, opaque(shared_address(memory.v) + number * 64 * kTileRowBytes),
                   shared_address(memory.dout[slot(step)]));
   }
 
-  // Issues dV += P^T dO of a tile of queries, with P^T after dropout.
+  // Issues dV += P^T dO of a query tile, with P^T after dropout.
   __device__ __forceinline__ void begin_dv(uint32_t (&weights)[16], uint32_t (&left)[16], uint32_t step, bool add) {
     multiply_columns(dv, DROPOUT ? left : weights, shared_address(memory.dout[slot(step)]), add);
   }
@@ -288,7 +289,7 @@ struct KeyWarpgroupD128 {
     ++step;
   }
 
-  // Processes one tile of keys.
+  // Processes one key tile.
   __device__ __forceinline__ void process_key_tile(int key_tile) {
     const UnitD128<MASK>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;

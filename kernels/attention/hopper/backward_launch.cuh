@@ -1,4 +1,4 @@
-// attention backward for Hopper: the statistics kernel and the launch parameters that all head dims share.
+// attention backward for Hopper: the statistics kernel and the kernel parameters that are common to all head dims.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ __device__ __forceinline__ void rank_sequence(const Parameters& p, int sequence)
   if (threadIdx.x == 0) p.order[place] = sequence;
 }
 
-// Writes zeros to the gradients of a (sequence, head) that has no queries or no keys. Called by a whole block.
+// Writes zeros to the gradients of a (sequence, head) pair that has no queries or no keys. Called by a whole block.
 template <class T, int HEAD_DIM>
 __device__ __forceinline__ void store_empty_rows(const Parameters& p, int sequence, int head, const StoredSpan& q) {
   const StoredSpan k = span_of(p.cu_seqlens_k, p.lengths_k, sequence, p.keys, p.max_seqlen_k);
@@ -49,7 +49,8 @@ __device__ __forceinline__ void store_empty_rows(const Parameters& p, int sequen
   zeros(p.dv, k);
 }
 
-// Writes zeros to the gradients of packed rows after the last sequence. The last sequence's blocks share the rows.
+// Writes zeros to the gradients of packed rows after the last sequence. The rows are divided among the blocks of the
+// last sequence.
 template <class T, int HEAD_DIM>
 __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int head) {
   const auto zeros = [&](const Output& output, const int32_t* cu_seqlens, int size) {

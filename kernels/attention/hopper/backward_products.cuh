@@ -159,7 +159,7 @@ class KeyWarpgroup {
   }
 
  private:
-  // The last tile of keys of a sequence may have keys only for the first warpgroup.
+  // The last key tile of a sequence may have keys only for the first warpgroup.
   __device__ __forceinline__ bool has_keys() const { return first_key() < unit().k.length; }
   __device__ __forceinline__ int first_key() const { return key_tile * kKeys + number * 64; }
 
@@ -397,7 +397,7 @@ class KeyWarpgroup {
     wgmma_commit();
   }
 
-  // The rows of dk and dv of a tile of keys.
+  // The rows of dk and dv of a key tile.
   struct Place {
     int sequence, head, row, rows;
   };

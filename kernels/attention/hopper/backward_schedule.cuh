@@ -79,9 +79,9 @@ struct UnitWindow {};
 template <>
 struct UnitWindow<Mask::window> {
   Window window;
-  Tiles chunk;        // head dim 64: tiles of keys
+  Tiles chunk;        // head dim 64: key tiles
   bool has_next;      // whether another block processes the next chunk
-  Tiles query_range;  // head dim 64: tiles of queries of the task's tile of keys
+  Tiles query_range;  // head dim 64: query tiles of the task's key tile
 };
 
 // A (sequence, head) pair, and which query tiles attend to which key tiles.
@@ -107,11 +107,11 @@ struct Unit : UnitWindow<MASK> {
   }
 
   __device__ __forceinline__ int offset() const { return k.length - q.length; }
-  // Window: the tiles of queries that attend to a tile of keys.
+  // Window: the query tiles that attend to a key tile.
   __device__ __forceinline__ Tiles queries_of(int key_tile) const {
     return attending_tiles<kQueries>(this->window, key_tile * kKeys, kKeys, q.length, k.length);
   }
-  // The first tile of queries that attends to a tile of keys, and the tile after the last one.
+  // The first query tile that attends to a key tile, and the tile after the last one.
   __device__ __forceinline__ int begin(int key_tile) const {
     if constexpr (kWindow) return queries_of(key_tile).begin;
     return kCausal ? max(key_tile * kKeys - offset(), 0) / kQueries : 0;
@@ -120,16 +120,16 @@ struct Unit : UnitWindow<MASK> {
     if constexpr (kWindow) return queries_of(key_tile).end;
     return query_tiles;
   }
-  // The first tile of keys that any query attends to; all after it have queries.
+  // The first key tile to which any query attends. Queries attend to every key tile after it.
   __device__ __forceinline__ int first_key_tile() const {
     if constexpr (kWindow) return first_attended_key(this->window, q.length, k.length) / kKeys;
     return 0;
   }
-  // Window: the tiles of keys that a tile of queries attends to.
+  // Window: the key tiles to which a query tile attends.
   __device__ __forceinline__ Tiles keys_of(int query_tile) const {
     return attended_tiles<kKeys>(this->window, query_tile * kQueries, kQueries, q.length, k.length);
   }
-  // The first and the last tile of keys that a tile of queries attends to; the last one is -1 for none.
+  // The first and the last key tile to which a query tile attends; the last one is -1 if there is none.
   __device__ __forceinline__ int first_key_tile(int query_tile) const {
     if constexpr (kWindow) return keys_of(query_tile).begin;
     return 0;
@@ -149,8 +149,8 @@ __device__ __forceinline__ int unit_of_round(int round, int group, int groups) {
 }
 
 // The work that is assigned to a block: the (sequence, head) pairs unit_of_round() of every round, or only of the first
-// round if the following pairs are fetched from a counter; and of each pair every key tile whose
-// index is rank modulo blocks.
+// round if the following pairs are fetched from a counter; and of each pair every key tile whose index is rank modulo
+// blocks.
 struct Share {
   int rank, group, groups, units;
 

@@ -107,8 +107,8 @@ __device__ __forceinline__ void publish_task(Memory<ON_CHIP, MASK>& memory, int 
   if constexpr (DROPOUT) arrive_warp(memory.task_full[slot]);  // the warps that generate keep bits do not wait for k
 }
 
-// Increments a counter and returns its previous value; called by one thread. The compiler would turn atomicAdd() into a
-// warp-aggregated atomic followed by a shuffle, which waits for the result.
+// Increments a counter and returns its previous value; called by one thread. The compiler would compile atomicAdd() to
+// a warp-aggregated atomic followed by a shuffle, which waits for the result.
 __device__ __forceinline__ int atomic_increment(int* counter) {
   int before;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;" : "=r"(before) : "l"(counter) : "memory");
@@ -116,8 +116,8 @@ __device__ __forceinline__ int atomic_increment(int* counter) {
 }
 
 // The producer: loads tiles and publishes tasks. Rows past a sequence's end may belong to another sequence and are
-// replaced by zeros, because 0 * NaN would be NaN. With ON_CHIP the block may fetch its next (sequence, head) from a
-// counter; it does so early, to hide the latency of the atomic.
+// replaced by zeros, because 0 * NaN would be NaN. With ON_CHIP the block may fetch its next (sequence, head)
+// pair from a counter; it does so early, to hide the latency of the atomic.
 template <bool DROPOUT, Mask MASK, bool ON_CHIP>
 __device__ __forceinline__ void load_tiles(const Parameters& p, Memory<ON_CHIP, MASK>& memory) {
   const Share share(p);

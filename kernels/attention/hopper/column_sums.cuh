@@ -51,7 +51,7 @@ __device__ __forceinline__ float* column_place(const Parameters& p, int sequence
   return p.column_parts + ((part * 3 + which) * p.heads + head) * kHeadDim;
 }
 
-// Zeros all partial sums of a (sequence, head). Called by a whole block.
+// Zeros all partial sums of a (sequence, head) pair. Called by a whole block.
 __device__ __forceinline__ void clear_column_places(const Parameters& p, int sequence, int head) {
   constexpr int kRow = kHeadDim / 4;
   for (int i = threadIdx.x; i < p.blocks * kColumnPlaces * 3 * kRow; i += blockDim.x)

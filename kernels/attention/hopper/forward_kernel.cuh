@@ -430,12 +430,12 @@ class Consumer {
   RingPosition<S::kQuerySlots> q_at;  // slot of the tile's queries
   uint32_t turn = 0;                  // the warpgroup that has the tile's first queries
   uint32_t q_tile;                    // low word of the descriptor of the warpgroup's queries
-  int block;                          // index of the step's keys
+  int block;                          // index of the step's block of keys
   int first;                          // the warpgroup's first query of the tile
   int absent;                         // causal, window: number of steps to skip at the start of the tile
   int low, after;                     // window: block of the last step; number of steps to skip after it
   int k_length;                       // of the tile's sequence
-  int diagonal;                       // causal, window: one past the last key that its first query attends to
+  int diagonal;                       // causal, window: one past the last key to which its first query attends
 };
 
 template <class T, class S, Mask MASK, bool TURNS>

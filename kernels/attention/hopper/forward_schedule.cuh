@@ -10,7 +10,7 @@
 namespace fasttfm {
 namespace cuda {
 
-// One tile of queries of one head.
+// One query tile of one head.
 struct alignas(16) QueryTile {
   int sequence;  // -1: there are no more tiles
   int head;

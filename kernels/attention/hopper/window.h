@@ -126,7 +126,7 @@ struct ChunkStep {
   bool given;     // if last: another block completes the sum
   bool received;  // if last: another block has computed a partial sum, which this block adds
 };
-// attended: the tiles of keys to which the tile of queries attends; has_next: whether another chunk follows.
+// attended: the key tiles to which the query tile attends; has_next: whether another chunk follows.
 FASTTFM_HOST_DEVICE ChunkStep chunk_step(const Tiles& attended, const Tiles& chunk, bool has_next, int key_tile) {
   return {key_tile > most(attended.begin, chunk.begin), key_tile == least(attended.end, chunk.end) - 1,
           attended.begin<chunk.begin, attended.end> chunk.end && has_next};
