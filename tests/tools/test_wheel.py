@@ -69,6 +69,7 @@ def test_a_release_has_a_wheel_for_each_python_over_one_core(
     assert [words[0] for words, _ in builds] == pythons
     assert {variables["FASTTFM_BUILD_DIR"] for _, variables in builds} == {str(tmp_path / "core")}
     assert not [words for words, _ in builds if "--no-build-isolation" in words]
+    assert all({"PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"} <= variables.keys() for _, variables in builds)
     assert [words[0] for words, _ in calls if words[1:3] == ["-m", "venv"]] == pythons
     installed = [Path(words[-1]).name for words, _ in calls if "--no-index" in words]
     assert len(installed) == len(set(installed)) == 2
@@ -76,3 +77,23 @@ def test_a_release_has_a_wheel_for_each_python_over_one_core(
     torch = [words for words, _ in calls if "torch==2.9.0" in words]
     assert len(torch) == 2
     assert all("builds" in words for words in torch)
+
+
+def test_without_isolation_there_are_no_constraints_of_the_build(
+    wheel: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip exits with an error if it gets both."""
+    calls: list[tuple[tuple[str | Path, ...], dict[str, str]]] = []
+
+    def run(*command: str | Path, **variables: str) -> None:
+        calls.append((command, variables))
+        (tmp_path / "wheels").mkdir()
+        zipfile.ZipFile(tmp_path / "wheels" / "fasttfm-0-py3-none-any.whl", "w").close()
+
+    monkeypatch.setattr(wheel, "OBJECTS", tmp_path)
+    monkeypatch.setattr(wheel, "run", run)
+    monkeypatch.setattr(wheel, "repair", lambda raw, output: raw)
+    wheel.build(tmp_path / "dist")
+    ((command, variables),) = calls
+    assert "--no-build-isolation" in command
+    assert variables.keys() == {"FASTTFM_BUILD_DIR"}
