@@ -206,6 +206,7 @@ def test_a_prompt_that_is_excluded_from_pooling(wordpiece: Tokenizer, tmp_path: 
         (lambda s: s.encode([[1] * 129]), "inputs: expected up to 128 ids, got 129"),
         (lambda s: s.encode([np.array([1, 300])]), "inputs: expected ids from 0 to 299, got 1 to 300"),
         (lambda s: s.encode([np.array([]), np.array([-1])]), "inputs: expected ids from 0 to 299, got -1 to -1"),
+        (lambda s: s.encode([np.array([-1, 2], np.int8)]), "inputs: expected ids from 0 to 299, got -1 to 2"),
         (lambda s: s.encode([np.array([1]), np.array([1.5])]), "inputs: expected texts, pairs of texts or lists of"),
         (lambda s: s.encode([np.array([[1]])]), "inputs: expected texts, pairs of texts or lists of ids"),
         (lambda s: s.encode([np.ones(129, np.uint8)]), "inputs: expected up to 128 ids, got 129"),

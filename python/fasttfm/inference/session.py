@@ -344,10 +344,9 @@ class Session:
         every = ids[0] if len(ids) == 1 else np.concatenate(ids)
         if not every.size:
             return
-        # As unsigned numbers, negative ids are larger than any other, so that one pass finds both.
-        signed = every.dtype.kind == "i"
-        largest = (every.view(every.dtype.str.replace("i", "u")) if signed else every).max()
-        if largest >= self._vocabulary or every.dtype.kind not in "iu":
+        # As unsigned numbers of 32 or 64 bits, negative ids are larger than any vocabulary: one pass finds both limits.
+        one_pass = every.dtype.kind == "i" and every.itemsize >= 4
+        if not one_pass or every.view(every.dtype.str.replace("i", "u")).max() >= self._vocabulary:
             low, high = int(every.min()), int(every.max())
             if low < 0 or high >= self._vocabulary:
                 got = f"{low} to {high}"
