@@ -4,20 +4,35 @@
 
 namespace fasttfm {
 
-#define STEP(MEMBER) FASTTFM_FIELD(AdamW, MEMBER)
-#define CALL                                                                                                        \
-  STEP(table), STEP(workspace), STEP(partial_norms), STEP(norm), STEP(max_norm), STEP(grad_scale), STEP(found_inf), \
-      STEP(tensors), STEP(groups), STEP(chunks), STEP(device), STEP(stream)
+FASTTFM_CONSTANT(adamw_chunk, cuda::kAdamWChunk)
+FASTTFM_CONSTANT(adamw_tensor_bytes, sizeof(AdamWTensor))
+FASTTFM_CONSTANT(adamw_group_bytes, sizeof(AdamWGroup))
 
-FASTTFM_BINDING(adamw) {
-  bind_constant(module, "adamw_chunk", cuda::kAdamWChunk);
-  bind_constant(module, "adamw_tensor_bytes", sizeof(AdamWTensor));
-  bind_constant(module, "adamw_group_bytes", sizeof(AdamWGroup));
 #ifdef FASTTFM_WITH_CUDA
-  bind_workspace(module, "adamw_workspace_cuda", &cuda::adamw_workspace, {"tensors", "groups"});
-  bind_launcher(module, "adamw_step_cuda", &cuda::adamw_step, CALL);
-  bind_launcher(module, "adamw_norm_cuda", &cuda::adamw_norm, CALL);
-#endif
+FASTTFM_FUNCTION(int64_t, adamw_workspace_cuda, int64_t tensors, int64_t groups) {
+  return cuda::adamw_workspace(tensors, groups);
 }
+
+// `norm_only`: writes the norm of the gradients and nothing else.
+FASTTFM_FUNCTION(Status, adamw_cuda, const void* table, int64_t tensors, int64_t groups, int64_t chunks,
+                 const Tensor& workspace, const OptionalTensor& partial_norms, const OptionalTensor& norm,
+                 float max_norm, const OptionalTensor& grad_scale, const OptionalTensor& found_inf, int norm_only) {
+  const AdamW params{
+      .table = table,
+      .workspace = workspace.data,
+      .partial_norms = partial_norms.as<float>(),
+      .norm = norm.as<float>(),
+      .max_norm = max_norm,
+      .grad_scale = grad_scale.as<float>(),
+      .found_inf = found_inf.as<float>(),
+      .tensors = tensors,
+      .groups = groups,
+      .chunks = chunks,
+      .device = context.device,
+      .stream = context.stream,
+  };
+  return norm_only != 0 ? cuda::adamw_norm(params) : cuda::adamw_step(params);
+}
+#endif
 
 }  // namespace fasttfm

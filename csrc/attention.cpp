@@ -43,17 +43,15 @@ bool has_layout(const Tensor& q, const Tensor& k, const Tensor& v, bool packed) 
   return k.dimensions == dimensions && v.dimensions == dimensions && k.strides[last] == 1 && v.strides[last] == 1;
 }
 
-// AttentionProblem of problem.py: where the sequences are, and the numbers in its order.
-struct Problem {
-  const Tensor &cu_seqlens, &cu_seqlens_k, &lengths, &lengths_k, &seed;
-  int64_t max_seqlen, max_seqlen_k, window_left, window_right;
-  double scale;
-  int64_t threshold;
-  double dropout_scale;
-};
+// attention_native.py passes them in this order.
+#define PROBLEM(F)                                                                                                     \
+  F(const OptionalTensor&, cu_seqlens), F(const OptionalTensor&, cu_seqlens_k), F(const OptionalTensor&, lengths),     \
+      F(const OptionalTensor&, lengths_k), F(const OptionalTensor&, seed), F(int64_t, max_seqlen),                     \
+      F(int64_t, max_seqlen_k), F(int64_t, window_left), F(int64_t, window_right), F(float, scale), F(int, threshold), \
+      F(float, dropout_scale)
 
-AttentionCall call_of(const Place& place, const Operands& given, const Problem& problem, DType dtype,
-                      const Tensor& workspace) {
+AttentionCall call_of(const CallContext& context, const Operands& given, const Tensor& workspace, DType dtype,
+                      PROBLEM(FASTTFM_PARAMETER)) {
   const Heads &q = given.q, &k = given.k, &v = given.v;
   return {
       .q = q.data,
@@ -68,76 +66,66 @@ AttentionCall call_of(const Place& place, const Operands& given, const Problem& 
       .v_sequence_stride = v.sequence_stride,
       .v_token_stride = v.token_stride,
       .v_head_stride = v.head_stride,
-      .cu_seqlens = static_cast<const int32_t*>(problem.cu_seqlens.data),
-      .cu_seqlens_k = static_cast<const int32_t*>(problem.cu_seqlens_k.data),
-      .lengths = static_cast<const int32_t*>(problem.lengths.data),
-      .lengths_k = static_cast<const int32_t*>(problem.lengths_k.data),
-      .seed = static_cast<const int64_t*>(problem.seed.data),
-      .sequences = problem.cu_seqlens.given ? problem.cu_seqlens.shape[0] - 1 : q.sequences,
+      .cu_seqlens = cu_seqlens.as<int32_t>(),
+      .cu_seqlens_k = cu_seqlens_k.as<int32_t>(),
+      .lengths = lengths.as<int32_t>(),
+      .lengths_k = lengths_k.as<int32_t>(),
+      .seed = seed.as<int64_t>(),
+      .sequences = cu_seqlens.given ? cu_seqlens.shape[0] - 1 : q.sequences,
       .heads = q.heads,
       .kv_heads = k.heads,
       .head_dim = q.head_dim,
       .queries = q.tokens,
       .keys = k.tokens,
-      .max_seqlen = problem.max_seqlen,
-      .max_seqlen_k = problem.max_seqlen_k,
-      .window_left = problem.window_left,
-      .window_right = problem.window_right,
-      .scale = static_cast<float>(problem.scale),
-      .threshold = static_cast<int>(problem.threshold),
-      .dropout_scale = static_cast<float>(problem.dropout_scale),
+      .max_seqlen = max_seqlen,
+      .max_seqlen_k = max_seqlen_k,
+      .window_left = window_left,
+      .window_right = window_right,
+      .scale = scale,
+      .threshold = threshold,
+      .dropout_scale = dropout_scale,
       .dtype = dtype,
-      .workspace = static_cast<float*>(workspace.data),
-      .threads = place.threads,
-      .device = place.device,
-      .stream = place.stream,
+      .workspace = workspace.as<float>(),
+      .threads = context.threads,
+      .device = context.device,
+      .stream = context.stream,
   };
 }
 
 constexpr Status kBadLayout{StatusCode::bad_size, "attention: q, k and v must be [B, S, H, D] or [T, H, D]"};
 
-#ifdef FASTTFM_WITH_HOPPER
-#define LAUNCH_ATTENTION FASTTFM_LAUNCH
-#else
-#define LAUNCH_ATTENTION(PLACE, LAUNCHER, PARAMS) \
-  ((PLACE).is_cuda() ? bad_size("the core was built without Hopper's kernels") : cpu::LAUNCHER(PARAMS))
-#endif
+}  // namespace
 
 // In floats.
-int64_t forward_workspace(const Place& place, const Tensor& q) {
-  return place.is_cuda() ? 1 : cpu::attention_forward_workspace(q.columns(), place.threads);
+FASTTFM_FUNCTION(int64_t, attention_forward_workspace, const Tensor& q) {
+  return context.is_cuda() ? 1 : cpu::attention_forward_workspace(q.columns(), context.threads);
 }
 
-Status forward(const Place& place, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v,
-               const OptionalTensor& cu_seqlens, const OptionalTensor& cu_seqlens_k, const OptionalTensor& lengths,
-               const OptionalTensor& lengths_k, const OptionalTensor& seed, int64_t max_seqlen, int64_t max_seqlen_k,
-               int64_t window_left, int64_t window_right, double scale, int64_t threshold, double dropout_scale,
-               const Tensor& out, const Tensor& lse, const Tensor& workspace) {
+FASTTFM_FUNCTION(Status, attention_forward, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v,
+                 PROBLEM(FASTTFM_PARAMETER), const Tensor& out, const Tensor& lse, const Tensor& workspace) {
   if (!has_layout(q, k, v, cu_seqlens.given)) return kBadLayout;
-  const Problem problem{cu_seqlens,   cu_seqlens_k, lengths,      lengths_k, seed,      max_seqlen,
-                        max_seqlen_k, window_left,  window_right, scale,     threshold, dropout_scale};
-  const AttentionForward params{call_of(place, Operands(q, k, v), problem, q.dtype(), workspace), out.data,
-                                static_cast<float*>(lse.data)};
-  return LAUNCH_ATTENTION(place, attention_forward, params);
+  const AttentionForward params{call_of(context, Operands(q, k, v), workspace, q.dtype(), PROBLEM(FASTTFM_NAME)),
+                                out.data, lse.as<float>()};
+  return FASTTFM_LAUNCH_HOPPER(attention_forward, params);
 }
 
-// Floats for the backward, and for the sums of the gradients over all tokens.
-int64_t backward_workspace(const Place& place, const Tensor& q, const OptionalTensor& k, int64_t sequences,
-                           int64_t max_seqlen, int64_t max_seqlen_k) {
-  static_cast<void>(sequences);  // of use on a GPU
+// In floats.
+FASTTFM_FUNCTION(int64_t, attention_backward_workspace, const Tensor& q, const OptionalTensor& k, int64_t sequences,
+                 int64_t max_seqlen, int64_t max_seqlen_k) {
+  static_cast<void>(sequences);  // used on a GPU
   const Heads heads(q, k.given ? -1 : 0);
 #ifdef FASTTFM_WITH_HOPPER
-  if (place.is_cuda())
+  if (context.is_cuda())
     return cuda::attention_backward_workspace(sequences, heads.heads, heads.head_dim, heads.sequences * heads.tokens,
                                               std::max(max_seqlen, max_seqlen_k));
 #endif
-  return cpu::attention_backward_workspace(max_seqlen, max_seqlen_k, heads.head_dim, place.threads);
+  return cpu::attention_backward_workspace(max_seqlen, max_seqlen_k, heads.head_dim, context.threads);
 }
 
-// How evenly Hopper's backward for head dim 64 spreads its work over the multiprocessors, in thousandths.
-int64_t backward_efficiency(int64_t sequences, int64_t heads, int64_t max_seqlen, int64_t max_seqlen_k,
-                            int64_t processors) {
-  if (sequences * heads == 0 || max_seqlen_k == 0 || processors == 0) return 1000;  // there is no work to share
+// How evenly Hopper's backward for head dim 64 distributes its work over the SMs, in thousandths.
+FASTTFM_FUNCTION(int64_t, attention_backward_efficiency, int64_t sequences, int64_t heads, int64_t max_seqlen,
+                 int64_t max_seqlen_k, int64_t processors) {
+  if (sequences * heads == 0 || max_seqlen_k == 0 || processors == 0) return 1000;  // no work
   AttentionCall call{};
   call.sequences = sequences;
   call.heads = heads;
@@ -148,28 +136,24 @@ int64_t backward_efficiency(int64_t sequences, int64_t heads, int64_t max_seqlen
 }
 
 #ifdef FASTTFM_WITH_HOPPER
-int64_t column_parts(const Place&, const Tensor& q, const OptionalTensor& k, int64_t sequences, int64_t max_seqlen) {
+FASTTFM_FUNCTION(int64_t, attention_column_parts_cuda, const Tensor& q, const OptionalTensor& k, int64_t sequences,
+                 int64_t max_seqlen) {
   const Heads heads(q, k.given ? -1 : 0);
   return cuda::attention_column_parts(sequences, heads.heads, heads.head_dim, max_seqlen);
 }
 #endif
 
-Status backward(const Place& place, const Tensor& dout, const Tensor& q, const OptionalTensor& k,
-                const OptionalTensor& v, const OptionalTensor& cu_seqlens, const OptionalTensor& cu_seqlens_k,
-                const OptionalTensor& lengths, const OptionalTensor& lengths_k, const OptionalTensor& seed,
-                int64_t max_seqlen, int64_t max_seqlen_k, int64_t window_left, int64_t window_right, double scale,
-                int64_t threshold, double dropout_scale, const Tensor& out, const Tensor& lse, const Tensor& dq,
-                const OptionalTensor& dk, const OptionalTensor& dv, const Tensor& workspace,
-                const OptionalTensor& column_sums, const OptionalTensor& parts) {
+FASTTFM_FUNCTION(Status, attention_backward, const Tensor& dout, const Tensor& q, const OptionalTensor& k,
+                 const OptionalTensor& v, PROBLEM(FASTTFM_PARAMETER), const Tensor& out, const Tensor& lse,
+                 const Tensor& dq, const OptionalTensor& dk, const OptionalTensor& dv, const Tensor& workspace,
+                 const OptionalTensor& column_sums, const OptionalTensor& column_parts) {
   if (!has_layout(q, k, v, cu_seqlens.given) || !has_layout(dq, dk, dv, cu_seqlens.given)) return kBadLayout;
-  const Problem problem{cu_seqlens,   cu_seqlens_k, lengths,      lengths_k, seed,      max_seqlen,
-                        max_seqlen_k, window_left,  window_right, scale,     threshold, dropout_scale};
   const Operands gradients(dq, dk, dv);
   const AttentionBackward params{
-      call_of(place, Operands(q, k, v), problem, q.dtype(), workspace),
+      call_of(context, Operands(q, k, v), workspace, q.dtype(), PROBLEM(FASTTFM_NAME)),
       dout.data,
       out.data,
-      static_cast<const float*>(lse.data),
+      lse.as<float>(),
       gradients.q.data,
       gradients.k.data,
       gradients.v.data,
@@ -184,28 +168,9 @@ Status backward(const Place& place, const Tensor& dout, const Tensor& q, const O
       gradients.v.head_stride,
       column_sums.data,
       column_sums.given ? column_sums.dtype() : q.dtype(),
-      static_cast<float*>(parts.data),
+      column_parts.as<float>(),
   };
-  return LAUNCH_ATTENTION(place, attention_backward, params);
-}
-
-#define PROBLEM                                                                                                      \
-  "cu_seqlens, cu_seqlens_k, lengths, lengths_k, seed, max_seqlen, max_seqlen_k, window_left, window_right, scale, " \
-  "threshold, dropout_scale"
-
-}  // namespace
-
-FASTTFM_BINDING(attention) {
-  bind_call(module, "attention_forward_workspace", "q", &forward_workspace);
-  bind_call(module, "attention_forward", "q, k, v, " PROBLEM ", out, lse, workspace", &forward);
-  bind_call(module, "attention_backward_workspace", "q, k, sequences, max_seqlen, max_seqlen_k", &backward_workspace);
-  bind_workspace(module, "attention_backward_efficiency", &backward_efficiency,
-                 {"sequences", "heads", "max_seqlen", "max_seqlen_k", "processors"});
-#ifdef FASTTFM_WITH_HOPPER
-  bind_call(module, "attention_column_parts_cuda", "q, k, sequences, max_seqlen", &column_parts);
-#endif
-  bind_call(module, "attention_backward",
-            "dout, q, k, v, " PROBLEM ", out, lse, dq, dk, dv, workspace, column_sums, column_parts", &backward);
+  return FASTTFM_LAUNCH_HOPPER(attention_backward, params);
 }
 
 }  // namespace fasttfm

@@ -1,8 +1,12 @@
-// Shared by the binding files: one per op, each adds its functions to the module inside FASTTFM_BINDING. They know
-// nothing of Python and compile in a moment; module.cpp and calls.cpp do, once for all functions.
+// Shared by the binding files, one per op. They do not include Python.h, and so compile quickly: only module.cpp and
+// calls.cpp include it.
+//
+//   FASTTFM_FUNCTION(Status, layer_norm_forward, const Tensor& x, const OptionalTensor& weight, float eps) { ... }
+//
+// defines a function of tensors and numbers and adds it to the module. Its parameter list is the only one: the
+// conversion from Python, the error messages and the signature in _C.pyi follow from it.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -18,9 +22,8 @@ namespace fasttfm {
 
 class Module;  // the extension module, while it is set up
 
-// ---- calls: a function of tensors and numbers ------------------------------------------------------------------------
-
-enum class ArgumentType { tensor, optional_tensor, integer, number };
+// An address is an integer: of an array in host memory that is not a tensor's, or a handle of the CUDA runtime.
+enum class ArgumentType { tensor, optional_tensor, int64, int32, number, address };
 
 struct Value {
   OptionalTensor tensor;
@@ -33,17 +36,19 @@ struct Outcome {
   int64_t number = 0;  // of a function that returns one
 };
 
-struct Call {
-  std::string name;
+// A function as calls.cpp calls it.
+struct Function {
+  const char* name;
   std::vector<std::string> arguments;
   std::vector<ArgumentType> types;
   bool returns_number;
-  std::function<Outcome(const Place&, const Value*)> function;
+  std::function<Outcome(const CallContext&, const Value*)> call;
 };
 
-constexpr std::size_t kMaxArguments = 24;
+constexpr std::size_t kMaxArguments = 56;
 
-template <class Argument>
+// How an argument of each C++ type is read.
+template <class Argument, class = void>
 struct Convert;
 template <>
 struct Convert<const Tensor&> {
@@ -55,110 +60,51 @@ struct Convert<const OptionalTensor&> {
   static constexpr ArgumentType type = ArgumentType::optional_tensor;
   static const OptionalTensor& from(const Value& value) { return value.tensor; }
 };
-template <>
-struct Convert<int64_t> {
-  static constexpr ArgumentType type = ArgumentType::integer;
-  static int64_t from(const Value& value) { return value.integer; }
+template <class Number>
+struct Convert<Number, std::enable_if_t<std::is_integral_v<Number> || std::is_enum_v<Number>>> {
+  static_assert(sizeof(Number) == 4 || sizeof(Number) == 8, "flags are ints");
+  static constexpr ArgumentType type = sizeof(Number) == 8 ? ArgumentType::int64 : ArgumentType::int32;
+  static Number from(const Value& value) { return static_cast<Number>(value.integer); }
 };
 template <>
-struct Convert<double> {
+struct Convert<float> {
   static constexpr ArgumentType type = ArgumentType::number;
-  static double from(const Value& value) { return value.number; }
+  static float from(const Value& value) { return static_cast<float>(value.number); }
+};
+template <class Element>
+struct Convert<Element*> {
+  static constexpr ArgumentType type = ArgumentType::address;
+  static Element* from(const Value& value) { return reinterpret_cast<Element*>(value.integer); }
 };
 
 template <class Return, class... Arguments, std::size_t... I>
-Outcome call_with(Return (*function)(const Place&, Arguments...), const Place& place, const Value* values,
+Outcome call_with(Return (*function)(const CallContext&, Arguments...), const CallContext& context, const Value* values,
                   std::index_sequence<I...>) {
+  static_cast<void>(values);  // of a function without arguments
   if constexpr (std::is_same_v<Return, Status>)
-    return {function(place, Convert<Arguments>::from(values[I])...)};
+    return {function(context, Convert<Arguments>::from(values[I])...)};
   else
-    return {Status{}, function(place, Convert<Arguments>::from(values[I])...)};
+    return {Status{}, function(context, Convert<Arguments>::from(values[I])...)};
 }
 
-void add_call(Module& module, Call call);
+// The names in the text of a parameter list: "const Tensor& x, float eps" has x and eps.
+std::vector<std::string> parameter_names(const char* parameters);
 
-// Adds `name(...)`, which takes its arguments by position; `arguments` has their names: "x, weight, eps". All tensors
-// are on one device, where the call runs: torch's current stream there, or torch's number of CPU threads. The function
-// returns a status, which becomes an exception, or a number. The docstring has the signature of _C.pyi.
+void add_function(Module& module, Function function);
+
 template <class Return, class... Arguments>
-void bind_call(Module& module, const char* name, const char* arguments,
-               Return (*function)(const Place&, Arguments...)) {
+void bind_function(Module& module, const char* name, const char* parameters,
+                   Return (*function)(const CallContext&, Arguments...)) {
   static_assert(sizeof...(Arguments) <= kMaxArguments, "raise kMaxArguments");
-  Call call{name, {}, {Convert<Arguments>::type...}, !std::is_same_v<Return, Status>, nullptr};
-  for (const char* letter = arguments; *letter != '\0'; ++letter) {
-    if (letter == arguments || *letter == ',') call.arguments.emplace_back();
-    if (*letter != ',' && *letter != ' ') call.arguments.back() += *letter;
-  }
-  call.function = [function](const Place& place, const Value* values) {
-    return call_with(function, place, values, std::index_sequence_for<Arguments...>{});
-  };
-  add_call(module, std::move(call));
+  static_assert(std::is_same_v<Return, Status> || std::is_same_v<Return, int64_t>, "a status or a number");
+  add_function(module, {name,
+                        parameter_names(parameters),
+                        {Convert<Arguments>::type...},
+                        std::is_same_v<Return, int64_t>,
+                        [function](const CallContext& context, const Value* values) {
+                          return call_with(function, context, values, std::index_sequence_for<Arguments...>{});
+                        }});
 }
-
-// The CPU's or the GPU's launcher of a name, by the call's place.
-#ifdef FASTTFM_WITH_CUDA
-#define FASTTFM_LAUNCH(PLACE, LAUNCHER, PARAMS) ((PLACE).is_cuda() ? cuda::LAUNCHER(PARAMS) : cpu::LAUNCHER(PARAMS))
-#else
-#define FASTTFM_LAUNCH(PLACE, LAUNCHER, PARAMS) \
-  ((PLACE).is_cuda() ? bad_size("the core was built without CUDA") : cpu::LAUNCHER(PARAMS))
-#endif
-
-// ---- launchers: the fields of a params struct by keyword -------------------------------------------------------------
-
-// The value types that Python passes: addresses and sizes as integers, enumerations as their codes.
-enum class FieldType { pointer, int64, int32, float32 };
-
-// One member of a params struct and the keyword that fills it.
-struct Field {
-  const char* name;
-  FieldType type;
-  std::ptrdiff_t offset;  // in the struct
-};
-
-template <class Member>
-constexpr FieldType field_type() {
-  if constexpr (std::is_pointer_v<Member>) return FieldType::pointer;
-  if constexpr (std::is_same_v<Member, float>) return FieldType::float32;
-  if constexpr (std::is_integral_v<Member> && sizeof(Member) == 8) return FieldType::int64;
-  static_assert(std::is_pointer_v<Member> || std::is_same_v<Member, float> ||
-                    ((std::is_integral_v<Member> || std::is_enum_v<Member>) && sizeof(Member) >= 4),
-                "a type that the binding does not support");
-  return FieldType::int32;
-}
-
-template <class Params, class Member>
-Field make_field(const char* name, Member Params::* member) {
-  static const Params params{};
-  const auto* start = reinterpret_cast<const char*>(&params);
-  return {name, field_type<Member>(), reinterpret_cast<const char*>(&(params.*member)) - start};
-}
-
-constexpr std::size_t kMaxParamsSize = 512;
-
-// Adds `name(**fields)`: fills the params struct from keywords (each exactly once, none unknown), runs the launcher
-// without the GIL and turns its status into an exception. Its docstring lists the fields; a test holds _C.pyi against
-// it.
-void add_launcher(Module& module, const char* name, std::vector<Field> fields,
-                  std::function<Status(const void* params)> launcher);
-
-template <class Params, class... Fields>
-void bind_launcher(Module& module, const char* name, Status (*launcher)(const Params&), Fields... fields) {
-  static_assert(std::is_trivially_copyable_v<Params> && sizeof(Params) <= kMaxParamsSize, "plain and small");
-  add_launcher(module, name, {fields...},
-               [launcher](const void* params) { return launcher(*static_cast<const Params*>(params)); });
-}
-
-// Adds `name(arguments...)`, which returns the number of elements of a workspace or of bytes of a block. Arguments
-// outside of [0, 2^40] raise an error.
-template <class... Numbers>
-void bind_workspace(Module& module, const char* name, int64_t (*size)(Numbers...),
-                    std::array<const char*, sizeof...(Numbers)> arguments);
-inline void bind_workspace(Module& module, const char* name, int64_t (*size)(int64_t, int64_t)) {
-  bind_workspace(module, name, size, {"rows", "columns"});
-}
-
-// Adds `name()`: a number that is looked up at each call.
-void bind_number(Module& module, const char* name, int64_t (*number)());
 
 void bind_constant(Module& module, const char* name, int64_t value);
 
@@ -169,11 +115,40 @@ struct BinderRegistration {
 
 }  // namespace fasttfm
 
-// The cast makes a member of a base struct one of PARAMS.
-#define FASTTFM_FIELD(PARAMS, MEMBER) \
-  ::fasttfm::make_field(#MEMBER, static_cast<decltype(PARAMS::MEMBER) PARAMS::*>(&PARAMS::MEMBER))
+#define FASTTFM_TEXT_(...) #__VA_ARGS__
+#define FASTTFM_TEXT(...) FASTTFM_TEXT_(__VA_ARGS__)  // after the expansion of macros
 
-#define FASTTFM_BINDING(NAME)                                    \
-  static void bind_##NAME(Module& module);                       \
-  static const BinderRegistration register_##NAME(&bind_##NAME); \
-  static void bind_##NAME(Module& module)
+// Defines `NAME(parameters)` and adds it to the module, where it takes its arguments by position. RETURN is Status,
+// which becomes an exception, or int64_t, for example the number of elements of a workspace. The integer arguments of a
+// function that returns a number are sizes from 0 to 2^40. The function runs without the GIL. All its tensors are on
+// one device; `context` has that device with torch's current stream, or, for the CPU, torch's number of threads.
+#define FASTTFM_FUNCTION(RETURN, NAME, ...)                                                    \
+  static RETURN NAME(const CallContext& context __VA_OPT__(, ) __VA_ARGS__);                   \
+  static const BinderRegistration register_##NAME(                                             \
+      [](Module& module) { bind_function(module, #NAME, FASTTFM_TEXT(__VA_ARGS__), &NAME); }); \
+  static RETURN NAME([[maybe_unused]] const CallContext& context __VA_OPT__(, ) __VA_ARGS__)
+
+#define FASTTFM_CONSTANT(NAME, VALUE) \
+  static const BinderRegistration register_##NAME([](Module& module) { bind_constant(module, #NAME, VALUE); });
+
+// For a list of parameters that several functions share: with
+//   #define INPUTS(F) F(const Tensor&, x), F(float, eps)
+// INPUTS(FASTTFM_PARAMETER) declares them and INPUTS(FASTTFM_NAME) passes them on.
+#define FASTTFM_PARAMETER(TYPE, NAME) TYPE NAME
+#define FASTTFM_NAME(TYPE, NAME) NAME
+
+// Calls cpu::LAUNCHER or cuda::LAUNCHER, depending on the device of the tensors.
+#define FASTTFM_LAUNCH_CPU(LAUNCHER, PARAMS, WITHOUT) \
+  (context.is_cuda() ? bad_size("the core was built without " WITHOUT) : cpu::LAUNCHER(PARAMS))
+#define FASTTFM_LAUNCH_BOTH(LAUNCHER, PARAMS) (context.is_cuda() ? cuda::LAUNCHER(PARAMS) : cpu::LAUNCHER(PARAMS))
+
+#ifdef FASTTFM_WITH_CUDA
+#define FASTTFM_LAUNCH(LAUNCHER, PARAMS) FASTTFM_LAUNCH_BOTH(LAUNCHER, PARAMS)
+#else
+#define FASTTFM_LAUNCH(LAUNCHER, PARAMS) FASTTFM_LAUNCH_CPU(LAUNCHER, PARAMS, "CUDA")
+#endif
+#ifdef FASTTFM_WITH_HOPPER  // for launchers whose only CUDA kernels are Hopper's
+#define FASTTFM_LAUNCH_HOPPER(LAUNCHER, PARAMS) FASTTFM_LAUNCH_BOTH(LAUNCHER, PARAMS)
+#else
+#define FASTTFM_LAUNCH_HOPPER(LAUNCHER, PARAMS) FASTTFM_LAUNCH_CPU(LAUNCHER, PARAMS, "Hopper's kernels")
+#endif

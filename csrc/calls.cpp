@@ -1,9 +1,10 @@
-// Functions of tensors: how they read torch's tensors, find torch's stream, and are called from Python.
+// Calls from Python: the conversion of arguments, torch's tensors and torch's current stream.
 //
-// torch 2.10 and later publish a table of C functions for that (dlpack.h); tensors of earlier ones are read by their
-// attributes, which takes longer.
+// torch 2.10 and later publish a table of C functions for tensors and streams (dlpack.h). Tensors of earlier versions
+// are read by their attributes, which takes longer.
 #include <algorithm>
 #include <array>
+#include <cctype>
 #include <cstring>
 #include <memory>
 
@@ -20,25 +21,25 @@ namespace {
 
 constexpr int32_t kMaxDimensions = 8;
 
-// What the core asks torch for. Objects are held for the lifetime of the process.
+// Objects of torch, which are never released.
 struct Torch {
   PyObject* tensor = nullptr;  // types
   PyObject* parameter = nullptr;
   PyObject* is_neg = nullptr;  // functions
   PyObject* threads = nullptr;
   PyObject* stream = nullptr;
-  std::array<PyObject*, 3> watchers = {};  // count what else wants to see ops: not 0 or False where something does
-  std::array<PyObject*, 7> dtypes = {};    // in the order of ElementType
+  std::array<PyObject*, 3> tracers = {};  // functions whose result is 0 unless modes, transforms or tracers are active
+  std::array<PyObject*, 7> dtypes = {};   // in the order of ElementType
   const dlpack::ExchangeApi* exchange = nullptr;
 };
 Torch torch;
 
-// Shape and strides of tensors that were read by their attributes.
+// Memory for the shapes and strides of tensors that are read by their attributes.
 struct Shapes {
   std::array<std::array<int64_t, 2 * kMaxDimensions>, kMaxArguments> numbers;
 };
 
-// An exception that is set already.
+// For a Python exception that is already set.
 [[noreturn]] void rethrow() { throw py::error_already_set(); }
 
 int64_t as_integer(PyObject* object) {
@@ -68,7 +69,7 @@ ElementType element_type(dlpack::DataType type) {
   }
 }
 
-// Both readers return false where kernels cannot read the tensor, with or without a Python exception.
+// Both readers return false for tensors that kernels cannot read. A Python exception may be set then.
 bool read_exchanged(PyObject* object, Tensor& tensor) {
   dlpack::Tensor found;
   if (torch.exchange->tensor_from_py_object_no_sync(object, &found) != 0) return false;
@@ -104,9 +105,18 @@ bool read_attributes(PyObject* object, Tensor& tensor, int64_t* numbers) {
   return true;
 }
 
+bool is_plain_type(PyObject* object) {
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return type == torch.tensor || type == torch.parameter;
+}
+
+// Where torch's table does not support a tensor's element type, as FP8 in some versions, the attributes are read.
 bool read_tensor(PyObject* object, Tensor& tensor, int64_t* numbers) {
   tensor.given = true;
-  return torch.exchange != nullptr ? read_exchanged(object, tensor) : read_attributes(object, tensor, numbers);
+  if (torch.exchange == nullptr) return read_attributes(object, tensor, numbers);
+  if (read_exchanged(object, tensor)) return true;
+  PyErr_Clear();
+  return is_plain_type(object) && read_attributes(object, tensor, numbers);
 }
 
 bool is_tensor(PyObject* object) {
@@ -121,106 +131,125 @@ int64_t elements(const Tensor& tensor) {
 
 // ---- calls -----------------------------------------------------------------------------------------------------------
 
-[[noreturn]] void wrong_argument(const Call& call, size_t place, const char* expected, PyObject* got) {
-  throw py::type_error(call.name + ": " + call.arguments[place] + ": expected " + expected + ", got " +
-                       py::repr(py::handle(got)).cast<std::string>());
+// Larger than any real size, and small enough that sizes can be rounded up and multiplied by constants.
+constexpr int64_t kMaxSize = int64_t{1} << 40;
+
+std::string describe(const Function& function, size_t index) {
+  return std::string(function.name) + ": " + function.arguments[index] + ": expected ";
 }
 
-void read_argument_tensor(const Call& call, size_t place, PyObject* given, Tensor& tensor, int64_t* numbers) {
-  if (!is_tensor(given)) wrong_argument(call, place, "a tensor", given);
+[[noreturn]] void wrong_argument(const Function& function, size_t index, const char* expected, PyObject* got) {
+  PyErr_Clear();
+  throw py::type_error(describe(function, index) + expected + ", got " + py::repr(py::handle(got)).cast<std::string>());
+}
+
+void read_tensor_argument(const Function& function, size_t index, PyObject* given, Tensor& tensor, int64_t* numbers) {
+  if (!is_tensor(given)) wrong_argument(function, index, "a tensor", given);
   if (!read_tensor(given, tensor, numbers)) {
     PyErr_Clear();
-    throw py::type_error(call.name + ": " + call.arguments[place] +
-                         ": expected a CPU or CUDA tensor with memory of its own, got " +
+    throw py::type_error(describe(function, index) + "a CPU or CUDA tensor with memory of its own, got " +
                          py::str(py::type::handle_of(given).attr("__name__")).cast<std::string>());
   }
-  if (tensor.data == nullptr && elements(tensor) != 0)  // a subclass: it must not pass for None
-    throw py::type_error(call.name + ": " + call.arguments[place] + ": expected a tensor with memory of its own");
+  if (tensor.data == nullptr && elements(tensor) != 0)  // a subclass: its null must not be taken for None
+    throw py::type_error(describe(function, index) + "a tensor with memory of its own");
 }
 
-void read_argument(const Call& call, size_t place, PyObject* given, Value& value, int64_t* numbers) {
-  switch (call.types[place]) {
+// Accepts only integers, not objects that convert to one: a tensor with one element is no address.
+int64_t read_integer(const Function& function, size_t index, PyObject* given) {
+  int overflow = 0;
+  const int64_t integer = PyLong_Check(given) ? PyLong_AsLongLongAndOverflow(given, &overflow) : 0;
+  const ArgumentType type = function.types[index];
+  const bool fits = type == ArgumentType::address ? integer >= 0
+                    : type == ArgumentType::int32 ? integer == static_cast<int32_t>(integer)
+                                                  : true;
+  if (!PyLong_Check(given) || overflow != 0 || !fits)
+    wrong_argument(function, index, type == ArgumentType::int32 ? "an integer of 32 bits" : "an integer of 64 bits",
+                   given);
+  if (function.returns_number && (integer < 0 || integer > kMaxSize))
+    throw py::value_error(describe(function, index) + "a number in [0, 2^40], got " + std::to_string(integer));
+  return integer;
+}
+
+void read_argument(const Function& function, size_t index, PyObject* given, Value& value, int64_t* numbers) {
+  switch (function.types[index]) {
     case ArgumentType::optional_tensor:
       if (given == Py_None) return;
       [[fallthrough]];
-    case ArgumentType::tensor: return read_argument_tensor(call, place, given, value.tensor, numbers);
-    case ArgumentType::integer:
-      if (!PyLong_Check(given)) wrong_argument(call, place, "an integer", given);
-      value.integer = as_integer(given);
-      if (call.returns_number) check_count(call.name, call.arguments[place].c_str(), value.integer);
-      return;
+    case ArgumentType::tensor: return read_tensor_argument(function, index, given, value.tensor, numbers);
     case ArgumentType::number:
       value.number = PyFloat_AsDouble(given);
-      if (value.number == -1.0 && PyErr_Occurred() != nullptr) {
-        PyErr_Clear();
-        wrong_argument(call, place, "a number", given);
-      }
+      if (value.number == -1.0 && PyErr_Occurred() != nullptr) wrong_argument(function, index, "a number", given);
       return;
+    default: value.integer = read_integer(function, index, given);
   }
 }
 
-// Where the tensors of a call are.
-Place place_of(const Call& call, const Value* values) {
+CallContext context_of(const Function& function, const Value* values) {
   const Tensor* first = nullptr;
-  for (size_t i = 0; i < call.types.size(); ++i) {
+  for (size_t i = 0; i < function.types.size(); ++i) {
     const Tensor& tensor = values[i].tensor;
     if (!tensor.given) continue;
     if (first == nullptr) first = &tensor;
     if (tensor.device != first->device)
-      throw py::value_error(call.name + ": " + call.arguments[i] + ": expected a tensor where the first one is");
+      throw py::value_error(describe(function, i) + "a tensor on the device of the first one");
   }
-  Place place{first == nullptr ? -1 : first->device, nullptr, 1};
-  if (!place.is_cuda()) {
-    place.threads = static_cast<int>(number_of(torch.threads));
+  CallContext context{-1, nullptr, 1};
+  if (first == nullptr) return context;
+  context.device = first->device;
+  if (!context.is_cuda()) {
+    context.threads = static_cast<int>(number_of(torch.threads));
   } else if (torch.exchange != nullptr) {
-    if (torch.exchange->current_work_stream(dlpack::kCuda, place.device, &place.stream) != 0) rethrow();
+    if (torch.exchange->current_work_stream(dlpack::kCuda, context.device, &context.stream) != 0) rethrow();
   } else {
-    const py::int_ index(place.device);
-    place.stream = reinterpret_cast<void*>(number_of(torch.stream, index.ptr()));
+    const py::int_ index(context.device);
+    context.stream = reinterpret_cast<void*>(number_of(torch.stream, index.ptr()));
   }
-  return place;
+  return context;
 }
 
-PyObject* run(const Call& call, PyObject* const* given, Py_ssize_t count) {
-  if (static_cast<size_t>(count) != call.types.size())
-    throw py::type_error(call.name + ": expected " + std::to_string(call.types.size()) + " arguments, got " +
-                         std::to_string(count));
-  std::array<Value, kMaxArguments> values;
+PyObject* run(const Function& function, PyObject* const* given, size_t count) {
+  if (count != function.types.size())
+    throw py::type_error(std::string(function.name) + ": expected " + std::to_string(function.types.size()) +
+                         " arguments, got " + std::to_string(count));
+  alignas(Value) char memory[kMaxArguments * sizeof(Value)];  // only those that are given are initialized
+  auto* values = reinterpret_cast<Value*>(memory);
+  std::uninitialized_value_construct_n(values, count);
   Shapes shapes;
-  for (size_t i = 0; i < call.types.size(); ++i) read_argument(call, i, given[i], values[i], shapes.numbers[i].data());
-  const Place place = place_of(call, values.data());
+  for (size_t i = 0; i < count; ++i) read_argument(function, i, given[i], values[i], shapes.numbers[i].data());
+  const CallContext context = context_of(function, values);
   Outcome outcome;
   {
     py::gil_scoped_release unlocked;
-    outcome = call.function(place, values.data());
+    outcome = function.call(context, values);
   }
   raise_unless_ok(outcome.status);
   if (outcome.number == kTooMany)
-    throw py::value_error(call.name + ": expected a size that fits 64 bits, got a larger one");
-  if (call.returns_number) return PyLong_FromLongLong(outcome.number);
+    throw py::value_error(std::string(function.name) + ": expected a size that fits 64 bits, got a larger one");
+  if (function.returns_number) return PyLong_FromLongLong(outcome.number);
   Py_RETURN_NONE;
 }
 
-// The signature in the words of _C.pyi.
-std::string signature_of(const Call& call) {
-  std::string text = call.name + "(";
-  for (size_t i = 0; i < call.types.size(); ++i) {
-    static const char* const names[] = {"Tensor", "Tensor | None", "int", "float"};
-    text += (i == 0 ? "" : ", ") + call.arguments[i] + ": " + names[static_cast<size_t>(call.types[i])];
+// The signature as _C.pyi has it; the docstring of the function.
+std::string signature_of(const Function& function) {
+  std::string text = std::string(function.name) + "(";
+  for (size_t i = 0; i < function.types.size(); ++i) {
+    static const char* const names[] = {"Tensor", "Tensor | None", "int", "int", "float", "int"};
+    text += (i == 0 ? "" : ", ") + function.arguments[i] + ": " + names[static_cast<size_t>(function.types[i])];
   }
-  return text + (text.back() == '(' ? "" : ", /") + ") -> " + (call.returns_number ? "int" : "None");
+  return text + (text.back() == '(' ? "" : ", /") + ") -> " + (function.returns_number ? "int" : "None");
 }
 
-// A Call as a Python function; lives as long as the process.
+// A function of the module; lives as long as the process.
 struct Bound {
-  Call call;
+  Function function;
   std::string doc;
   PyMethodDef definition;
 };
 
 PyObject* entry(PyObject* self, PyObject* const* given, Py_ssize_t count) noexcept {
   try {
-    return run(static_cast<const Bound*>(PyCapsule_GetPointer(self, nullptr))->call, given, count);
+    const auto* bound = static_cast<const Bound*>(PyCapsule_GetPointer(self, nullptr));
+    return run(bound->function, given, static_cast<size_t>(count));
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (const py::builtin_exception& error) {
@@ -233,7 +262,9 @@ PyObject* entry(PyObject* self, PyObject* const* given, Py_ssize_t count) noexce
 
 // ---- signatures ------------------------------------------------------------------------------------------------------
 
-// Gathers what a call's checks and its choice of a backend depend on; as a key of a Python dictionary.
+constexpr size_t kMaxKeyTensors = 8;
+
+// The properties of tensors that a call's checks and its choice of a backend depend on, as a key of a dictionary.
 class Key {
  public:
   void add(int64_t number) {
@@ -244,7 +275,7 @@ class Key {
   }
 
  private:
-  std::array<int64_t, 8 * kMaxArguments> numbers_;
+  std::array<int64_t, 8 * kMaxKeyTensors> numbers_;
   size_t size_ = 0;
 };
 
@@ -254,7 +285,7 @@ bool same_shape(const Tensor& a, const Tensor& b) {
   return a.dimensions == b.dimensions && std::memcmp(a.shape, b.shape, a.dimensions * sizeof(int64_t)) == 0;
 }
 
-// Each adds what matters of one tensor, or returns false: the call is then for the path that takes anything.
+// Each adds the properties of one tensor, or returns false for one that every call has to check.
 bool add_rows(Key& key, const Tensor& tensor) {
   if (!tensor.has_rows() || elements(tensor) == 0 || elements(tensor) >= int64_t{1} << 31) return false;
   bool whole_vectors = true;
@@ -271,7 +302,7 @@ bool add_parameter(Key& key, const Tensor& tensor, int64_t columns) {
 
 bool is_floating(const Tensor& tensor) { return tensor.type <= ElementType::f16; }
 
-// Queries, keys or values, [B, S, H, D] or [T, H, D], or [..., 3, H, D]: all but the numbers of sequences and tokens.
+// Queries, keys or values, [B, S, H, D] or [T, H, D], or [..., 3, H, D], without the numbers of sequences and tokens.
 bool add_heads(Key& key, const Tensor& tensor, int32_t dimensions) {
   const int32_t last = tensor.dimensions - 1;
   if (last < dimensions || tensor.strides[last] != 1 || elements(tensor) == 0) return false;
@@ -299,9 +330,9 @@ bool add_indices(Key& key, const Tensor& tensor, ElementType type, int64_t lengt
   return length < 0 ? tensor.shape[0] > 1 : tensor.shape[0] == length;
 }
 
-// What each letter means, which may depend on the tensors before it.
-bool add_tensor(Key& key, char kind, const Tensor* tensors, size_t place) {
-  const Tensor &tensor = tensors[place], &first = tensors[0];
+// The meaning of each letter. Some relate a tensor to those before it.
+bool add_tensor(Key& key, char kind, const Tensor* tensors, size_t index) {
+  const Tensor &tensor = tensors[index], &first = tensors[0];
   switch (kind) {
     case 'r': key.add(tensor.columns()); return is_floating(tensor) && add_rows(key, tensor);    // rows
     case 'l': return is_floating(tensor) && same_shape(tensor, first) && add_rows(key, tensor);  // rows like the first
@@ -309,7 +340,7 @@ bool add_tensor(Key& key, char kind, const Tensor* tensors, size_t place) {
     case 'q': return is_floating(tensor) && add_heads(key, tensor, 2);                           // queries
     case 'f': return is_floating(tensor) && add_heads(key, tensor, 3);                     // queries, keys and values
     case 'k': return is_floating(tensor) && add_keys(key, tensor, first);                  // keys
-    case 'v': return same_shape(tensor, tensors[place - 1]) && add_heads(key, tensor, 0);  // values
+    case 'v': return same_shape(tensor, tensors[index - 1]) && add_heads(key, tensor, 0);  // values
     case 'c': return add_indices(key, tensor, ElementType::int32, -1);                     // cu_seqlens
     case 'n': return add_indices(key, tensor, ElementType::int32, first.shape[0]);         // lengths
     case 's': return add_indices(key, tensor, ElementType::int64, 1);                      // a seed
@@ -317,28 +348,24 @@ bool add_tensor(Key& key, char kind, const Tensor* tensors, size_t place) {
   }
 }
 
-bool is_plain_type(PyObject* object) {
-  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  return type == torch.tensor || type == torch.parameter;
-}
-
-// Whether a tensor is a view that has the negative of its memory, which kernels would read without the sign.
-// torch's dispatcher resolves it. It is made of complex numbers, not of parameters.
+// Whether a tensor has torch's negative bit, which kernels would ignore and torch's dispatcher resolves. Only views of
+// complex tensors have it, never parameters.
 bool is_negative(PyObject* object) {
   return reinterpret_cast<PyObject*>(Py_TYPE(object)) == torch.tensor && number_of(torch.is_neg, object) != 0;
 }
 
-bool is_watched() {
-  for (PyObject* watcher : torch.watchers)
-    if (number_of(watcher) != 0) return true;
+bool is_traced() {
+  for (PyObject* tracer : torch.tracers)
+    if (number_of(tracer) != 0) return true;
   return false;
 }
 
-// One letter of `kinds` per tensor; None is taken for all but the first.
+// The key of tensors, with a letter of `kinds` for each; None if the call has to be checked or is traced. All tensors
+// but the first may be None.
 py::object find_signature(const char* kinds, PyObject* const* given) {
-  if (torch.exchange == nullptr || is_watched()) return py::none();
+  if (torch.exchange == nullptr || is_traced()) return py::none();
   Key key;
-  std::array<Tensor, kMaxArguments> tensors;
+  std::array<Tensor, kMaxKeyTensors> tensors;
   for (size_t i = 0; kinds[i] != '\0'; ++i) {
     if (given[i] == Py_None && i > 0) {
       key.add(-1);
@@ -359,7 +386,7 @@ py::object find_signature(const char* kinds, PyObject* const* given) {
 
 PyObject* signature(PyObject*, PyObject* const* given, Py_ssize_t count) noexcept {
   const char* kinds = count == 0 ? nullptr : PyUnicode_AsUTF8(given[0]);
-  if (kinds == nullptr || std::strlen(kinds) > std::min<size_t>(count - 1, kMaxArguments)) {
+  if (kinds == nullptr || std::strlen(kinds) > std::min<size_t>(count - 1, kMaxKeyTensors)) {
     PyErr_SetString(PyExc_TypeError, "signature: expected kinds and as many tensors or Nones");
     return nullptr;
   }
@@ -387,9 +414,9 @@ bool is_alike(const Tensor& a, const Tensor& b) {
   return a.given == b.given && (!a.given || (a.type == b.type && a.device == b.device && same_shape(a, b)));
 }
 
-// Writes the addresses of tensors, 0 for None, to `target`. Returns the code of their type, if all are contiguous (on a
-// GPU also aligned), of one type and on one device, and of the shapes of the first `period` of them again and again;
-// kMixed otherwise, and kUnread where some are no plain tensors or torch does not say how to read them.
+// Writes the addresses of tensors, 0 for None, to `target`. Returns the code of their type if all are contiguous (on a
+// GPU also aligned), of one type and on one device, and if the shapes of the first `period` of them repeat; otherwise
+// kMixed, or kUnread if some are not plain tensors or torch has no table of C functions.
 int64_t tensor_table(const py::list& tensors, uintptr_t target, size_t period) {
   constexpr int64_t kMixed = -1, kUnread = -2;
   if (torch.exchange == nullptr || period == 0) return kUnread;
@@ -431,8 +458,8 @@ void use_torch(const py::module_& module) {
   torch.is_neg = held(module.attr("Tensor"), "is_neg");
   torch.threads = held(module, "get_num_threads");
   torch.stream = held(core, "_cuda_getCurrentRawStream");
-  torch.watchers = {held(core, "_len_torch_dispatch_stack"), held(core, "_are_functorch_transforms_active"),
-                    held(core, "_is_tracing")};
+  torch.tracers = {held(core, "_len_torch_dispatch_stack"), held(core, "_are_functorch_transforms_active"),
+                   held(core, "_is_tracing")};
   const char* const dtypes[] = {"float32", "bfloat16", "float16", "float64", "int64", "int32", "bool"};
   for (size_t i = 0; i < torch.dtypes.size(); ++i) torch.dtypes[i] = held(module, dtypes[i]);
   const py::object capsule = py::getattr(module.attr("Tensor"), "__dlpack_c_exchange_api__", py::none());
@@ -445,17 +472,32 @@ void use_torch(const py::module_& module) {
 
 }  // namespace
 
-void add_call(Module& module, Call call) {
-  auto* bound = new Bound{std::move(call), {}, {}};
-  bound->doc = signature_of(bound->call);
-  bound->definition = {bound->call.name.c_str(), reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(entry)),
-                       METH_FASTCALL, bound->doc.c_str()};
-  const py::capsule self(bound);
-  module.python.attr(bound->call.name.c_str()) =
-      py::reinterpret_steal<py::object>(PyCFunction_New(&bound->definition, self.ptr()));
+std::vector<std::string> parameter_names(const char* parameters) {
+  std::vector<std::string> names;
+  std::string word;
+  for (const char* letter = parameters; *letter != '\0'; ++letter) {
+    if (*letter == ',') names.push_back(word);
+    if (std::isalnum(static_cast<unsigned char>(*letter)) || *letter == '_') {
+      word += *letter;
+    } else {
+      word.clear();
+    }
+  }
+  if (!word.empty()) names.push_back(word);
+  return names;
 }
 
-void bind_tensors(py::module_& python) {
+void add_function(Module& module, Function function) {
+  auto* bound = new Bound{std::move(function), {}, {}};
+  const char* name = bound->function.name;
+  bound->doc = signature_of(bound->function);
+  bound->definition = {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(entry)), METH_FASTCALL,
+                       bound->doc.c_str()};
+  const py::capsule self(bound);
+  module.python.attr(name) = py::reinterpret_steal<py::object>(PyCFunction_New(&bound->definition, self.ptr()));
+}
+
+void bind_torch(py::module_& python) {
   python.def("use_torch", &use_torch, py::arg("torch"));
   python.def("tensor_table", &tensor_table, py::arg("tensors"), py::arg("target"), py::arg("period"));
   python.attr("signature") = py::reinterpret_steal<py::object>(PyCFunction_New(&signature_definition, nullptr));

@@ -1,20 +1,39 @@
 #include "column_sum/op.h"
 
 #include "binding.h"
+#include "common/cuda/device.h"
 
 namespace fasttfm {
 
-#define SUM(MEMBER) FASTTFM_FIELD(ColumnSum, MEMBER)
+namespace {
 
-FASTTFM_BINDING(column_sum) {
-  bind_workspace(module, "column_sum_workspace", &cpu::column_sum_workspace);
-  bind_constant(module, "column_sum_strip", cuda::kColumnSumStrip);
-  bind_launcher(module, "column_sum_cpu", &cpu::column_sum, SUM(x), SUM(sum), SUM(workspace), SUM(rows), SUM(columns),
-                SUM(x_stride), SUM(dtype), SUM(threads));
-#ifdef FASTTFM_WITH_CUDA
-  bind_launcher(module, "column_sum_cuda", &cuda::column_sum, SUM(x), SUM(sum), SUM(workspace), SUM(rows), SUM(columns),
-                SUM(x_stride), SUM(dtype), SUM(sum_dtype), SUM(parts), SUM(device), SUM(stream));
-#endif
+int64_t parts_of(const CallContext& context, const Tensor& x) {
+  return cuda::column_sum_parts(x.rows(), x.columns(), cuda::multiprocessors(context.device));
+}
+
+}  // namespace
+
+FASTTFM_FUNCTION(int64_t, column_sum_workspace, const Tensor& x) {
+  return context.is_cuda() ? parts_of(context, x) * x.columns() : cpu::column_sum_workspace(x.rows(), x.columns());
+}
+
+FASTTFM_FUNCTION(Status, column_sum, const Tensor& x, const Tensor& sum, const Tensor& workspace) {
+  if (!x.has_rows()) return bad_size("column_sum: x must have adjacent columns and one stride between rows");
+  const ColumnSum params{
+      .x = x.data,
+      .sum = sum.data,
+      .workspace = workspace.as<float>(),
+      .rows = x.rows(),
+      .columns = x.columns(),
+      .x_stride = x.row_stride(),
+      .dtype = x.dtype(),
+      .sum_dtype = sum.dtype(),
+      .threads = context.threads,
+      .parts = context.is_cuda() ? static_cast<int>(parts_of(context, x)) : 0,
+      .device = context.device,
+      .stream = context.stream,
+  };
+  return FASTTFM_LAUNCH(column_sum, params);
 }
 
 }  // namespace fasttfm

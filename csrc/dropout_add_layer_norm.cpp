@@ -15,16 +15,23 @@ struct Rows {
         tokens_per_sequence(x.dimensions > 1 ? x.shape[x.dimensions - 2] : 1) {}
 };
 
-Status forward(const Place& place, const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
-               const OptionalTensor& bias, const OptionalTensor& linear_bias, const OptionalTensor& cu_seqlens,
-               const OptionalTensor& seed, int64_t threshold, double scale, double eps, const Tensor& y,
-               const OptionalTensor& z, const Tensor& statistics) {
-  if (!x.has_rows() || !residual.has_rows())
-    return bad_size("dropout_add_layer_norm: x and residual must have adjacent columns and one stride between rows");
+#define FORWARD(F)                                                                                                   \
+  F(const Tensor&, x), F(const Tensor&, residual), F(const OptionalTensor&, weight), F(const OptionalTensor&, bias), \
+      F(const OptionalTensor&, linear_bias), F(const OptionalTensor&, cu_seqlens), F(const OptionalTensor&, seed),   \
+      F(int, threshold), F(float, scale), F(float, eps), F(const Tensor&, y), F(const OptionalTensor&, z),           \
+      F(const Tensor&, statistics)
+
+bool has_layout(const Tensor& x, const Tensor& residual) { return x.has_rows() && residual.has_rows(); }
+
+constexpr Status kBadLayout{
+    StatusCode::bad_size,
+    "dropout_add_layer_norm: x and residual must have adjacent columns and one stride between rows"};
+
+DropoutAddLayerNormForward params_of(const CallContext& context, FORWARD(FASTTFM_PARAMETER)) {
   const Rows rows(y, cu_seqlens);  // x may be a copy as [rows, columns]
   const Tensor& parameter = weight.given ? weight : bias.given ? bias : linear_bias;
-  float* mean = static_cast<float*>(statistics.data);
-  const DropoutAddLayerNormForward params{
+  float* mean = statistics.as<float>();
+  return {
       .x = x.data,
       .residual = residual.data,
       .weight = weight.data,
@@ -38,96 +45,92 @@ Status forward(const Place& place, const Tensor& x, const Tensor& residual, cons
       .columns = x.columns(),
       .x_stride = x.row_stride(),
       .residual_stride = residual.row_stride(),
-      .eps = static_cast<float>(eps),
-      .seed = static_cast<const int64_t*>(seed.data),
-      .cu_seqlens = static_cast<const int32_t*>(cu_seqlens.data),
+      .eps = eps,
+      .seed = seed.as<int64_t>(),
+      .cu_seqlens = cu_seqlens.as<int32_t>(),
       .sequences = rows.sequences,
       .tokens_per_sequence = rows.tokens_per_sequence,
-      .threshold = static_cast<int>(threshold),
-      .scale = static_cast<float>(scale),
+      .threshold = threshold,
+      .scale = scale,
       .dtype = x.dtype(),
       .residual_dtype = residual.dtype(),
       .parameter_dtype = parameter.dtype(),
-      .threads = place.threads,
-      .device = place.device,
-      .stream = place.stream,
+      .threads = context.threads,
+      .device = context.device,
+      .stream = context.stream,
   };
-  return FASTTFM_LAUNCH(place, dropout_add_layer_norm_forward, params);
-}
-
-// As many blocks as the GPU has multiprocessors share the rows.
-int64_t backward_workspace(const Place& place, const Tensor& z) {
-  return place.is_cuda() ? 3 * cuda::multiprocessors(place.device) * z.columns()
-                         : cpu::dropout_add_layer_norm_workspace(z.rows(), z.columns());
-}
-
-Status backward(const Place& place, const Tensor& dy, const OptionalTensor& dz, const Tensor& z,
-                const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& cu_seqlens,
-                const OptionalTensor& seed, int64_t threshold, double scale, const Tensor& dresidual,
-                const OptionalTensor& dx, const OptionalTensor& dweight, const OptionalTensor& dbias,
-                const OptionalTensor& dlinear_bias, const Tensor& workspace) {
-  const Rows rows(z, cu_seqlens);
-  const float* mean = static_cast<const float*>(statistics.data);
-  const WithBlockMemory<DropoutAddLayerNormBackward> params{
-      {
-          .dy = dy.data,
-          .dz = dz.data,
-          .z = z.data,
-          .weight = weight.data,
-          .mean = mean,
-          .rstd = mean + z.rows(),
-          .dresidual = dresidual.data,
-          .dx = dx.data,
-          .dweight = dweight.data,
-          .dbias = dbias.data,
-          .dlinear_bias = dlinear_bias.data,
-          .workspace = static_cast<float*>(workspace.data),
-          .rows = z.rows(),
-          .columns = z.columns(),
-          .seed = static_cast<const int64_t*>(seed.data),
-          .cu_seqlens = static_cast<const int32_t*>(cu_seqlens.data),
-          .sequences = rows.sequences,
-          .tokens_per_sequence = rows.tokens_per_sequence,
-          .threshold = static_cast<int>(threshold),
-          .scale = static_cast<float>(scale),
-          .dtype = dy.dtype(),
-          .residual_dtype = z.dtype(),
-          .weight_dtype = weight.dtype(),
-          .bias_dtype = dbias.dtype(),
-          .linear_bias_dtype = dlinear_bias.dtype(),
-          .threads = place.threads,
-          .blocks = static_cast<int>(cuda::multiprocessors(place.device)),
-          .device = place.device,
-          .stream = place.stream,
-      },
-      cuda::block_memory(place.device)};
-  return FASTTFM_LAUNCH(place, dropout_add_layer_norm_backward, params);
 }
 
 }  // namespace
 
-#define FP8(MEMBER) FASTTFM_FIELD(DropoutAddLayerNormFp8, MEMBER)
-
-FASTTFM_BINDING(dropout_add_layer_norm) {
-  bind_call(module, "dropout_add_layer_norm_forward",
-            "x, residual, weight, bias, linear_bias, cu_seqlens, seed, threshold, scale, eps, y, z, statistics",
-            &forward);
-  bind_call(module, "dropout_add_layer_norm_backward_workspace", "z", &backward_workspace);
-  bind_call(module, "dropout_add_layer_norm_backward",
-            "dy, dz, z, statistics, weight, cu_seqlens, seed, threshold, scale, dresidual, dx, dweight, dbias, "
-            "dlinear_bias, workspace",
-            &backward);
-#ifdef FASTTFM_WITH_CUDA
-  bind_workspace(module, "dropout_add_layer_norm_backward_memory_cuda", &cuda::dropout_add_layer_norm_backward_memory,
-                 {"columns", "dtype", "residual_dtype", "linear_bias", "limit"});
-#endif
-#ifdef FASTTFM_WITH_HOPPER
-  bind_launcher(module, "dropout_add_layer_norm_fp8_cuda", &cuda::dropout_add_layer_norm_fp8, FP8(x), FP8(residual),
-                FP8(weight), FP8(bias), FP8(linear_bias), FP8(y), FP8(z), FP8(mean), FP8(rstd), FP8(rows), FP8(columns),
-                FP8(x_stride), FP8(residual_stride), FP8(eps), FP8(seed), FP8(cu_seqlens), FP8(sequences),
-                FP8(threshold), FP8(scale), FP8(dtype), FP8(residual_dtype), FP8(parameter_dtype), FP8(device),
-                FP8(stream), FP8(y_scale), FP8(y_amax), FP8(as_rows), FP8(as_columns));
-#endif
+FASTTFM_FUNCTION(Status, dropout_add_layer_norm_forward, FORWARD(FASTTFM_PARAMETER)) {
+  if (!has_layout(x, residual)) return kBadLayout;
+  return FASTTFM_LAUNCH(dropout_add_layer_norm_forward, params_of(context, FORWARD(FASTTFM_NAME)));
 }
+
+// The rows are shared by one block per SM.
+FASTTFM_FUNCTION(int64_t, dropout_add_layer_norm_backward_workspace, const Tensor& z) {
+  return context.is_cuda() ? 3 * cuda::multiprocessors(context.device) * z.columns()
+                           : cpu::dropout_add_layer_norm_workspace(z.rows(), z.columns());
+}
+
+FASTTFM_FUNCTION(Status, dropout_add_layer_norm_backward, const Tensor& dy, const OptionalTensor& dz, const Tensor& z,
+                 const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& cu_seqlens,
+                 const OptionalTensor& seed, int threshold, float scale, const Tensor& dresidual,
+                 const OptionalTensor& dx, const OptionalTensor& dweight, const OptionalTensor& dbias,
+                 const OptionalTensor& dlinear_bias, const Tensor& workspace) {
+  const Rows rows(z, cu_seqlens);
+  const float* mean = statistics.as<float>();
+  const DropoutAddLayerNormBackward params{
+      .dy = dy.data,
+      .dz = dz.data,
+      .z = z.data,
+      .weight = weight.data,
+      .mean = mean,
+      .rstd = mean + z.rows(),
+      .dresidual = dresidual.data,
+      .dx = dx.data,
+      .dweight = dweight.data,
+      .dbias = dbias.data,
+      .dlinear_bias = dlinear_bias.data,
+      .workspace = workspace.as<float>(),
+      .rows = z.rows(),
+      .columns = z.columns(),
+      .seed = seed.as<int64_t>(),
+      .cu_seqlens = cu_seqlens.as<int32_t>(),
+      .sequences = rows.sequences,
+      .tokens_per_sequence = rows.tokens_per_sequence,
+      .threshold = threshold,
+      .scale = scale,
+      .dtype = dy.dtype(),
+      .residual_dtype = z.dtype(),
+      .weight_dtype = weight.dtype(),
+      .bias_dtype = dbias.dtype(),
+      .linear_bias_dtype = dlinear_bias.dtype(),
+      .threads = context.threads,
+      .blocks = static_cast<int>(cuda::multiprocessors(context.device)),
+      .device = context.device,
+      .stream = context.stream,
+  };
+  const WithBlockMemory<DropoutAddLayerNormBackward> with_memory{params, cuda::block_memory(context.device)};
+  return FASTTFM_LAUNCH(dropout_add_layer_norm_backward, with_memory);
+}
+
+#ifdef FASTTFM_WITH_CUDA
+FASTTFM_FUNCTION(int64_t, dropout_add_layer_norm_backward_memory_cuda, int64_t columns, int64_t dtype,
+                 int64_t residual_dtype, int64_t linear_bias, int64_t limit) {
+  return cuda::dropout_add_layer_norm_backward_memory(columns, dtype, residual_dtype, linear_bias, limit);
+}
+#endif
+
+#ifdef FASTTFM_WITH_HOPPER
+// The forward that also writes y in e4m3, as rows and, if `as_columns` is given, as columns.
+FASTTFM_FUNCTION(Status, dropout_add_layer_norm_fp8_cuda, FORWARD(FASTTFM_PARAMETER), const Tensor& y_scale,
+                 const OptionalTensor& y_amax, const Tensor& as_rows, const OptionalTensor& as_columns) {
+  if (!has_layout(x, residual)) return kBadLayout;
+  return cuda::dropout_add_layer_norm_fp8({params_of(context, FORWARD(FASTTFM_NAME)), y_scale.as<float>(),
+                                           y_amax.as<float>(), as_rows.data, as_columns.data});
+}
+#endif
 
 }  // namespace fasttfm

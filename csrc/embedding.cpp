@@ -1,120 +1,148 @@
 #include "embedding/op.h"
 
+#include <algorithm>
+
 #include "binding.h"
 
 namespace fasttfm {
 
-#ifdef FASTTFM_WITH_CUDA
+// The inputs of both directions.
+#define INPUTS(F)                                                                                                    \
+  F(const Tensor&, ids), F(const Tensor&, word_table), F(const OptionalTensor&, position_table),                     \
+      F(const OptionalTensor&, segment_table), F(const OptionalTensor&, position_ids),                               \
+      F(const OptionalTensor&, segment_ids), F(const OptionalTensor&, cu_seqlens), F(const OptionalTensor&, weight), \
+      F(const OptionalTensor&, seed), F(const Tensor&, statistics), F(int, layer_norm), F(int, threshold),           \
+      F(float, scale)
+
+// ---- CPU ------------------------------------------------------------------------------------------------------------
+
 namespace {
 
-struct Inputs {
-  const Tensor& ids;
-  const Tensor& word_table;
-  const OptionalTensor& position_table;
-  const OptionalTensor& segment_table;
-  const OptionalTensor& position_ids;
-  const OptionalTensor& segment_ids;
-  const OptionalTensor& cu_seqlens;
-  const OptionalTensor& weight;
-  const OptionalTensor& seed;
-  const Tensor& statistics;
-};
-
-EmbeddingGpuRows rows_of(const Place& place, const Inputs& given, const Tensor& output, DType bias_dtype,
-                         int64_t layer_norm, int64_t threshold, double scale) {
-  const Tensor& ids = given.ids;
+EmbeddingRows rows_of(const CallContext& context, const Tensor& output, INPUTS(FASTTFM_PARAMETER)) {
+  static_cast<void>(statistics);
   return {
-      .word_table = given.word_table.data,
-      .position_table = given.position_table.data,
-      .segment_table = given.segment_table.data,
-      .ids = static_cast<const int64_t*>(ids.data),
-      .position_ids = static_cast<const int64_t*>(given.position_ids.data),
-      .segment_ids = static_cast<const int64_t*>(given.segment_ids.data),
-      .cu_seqlens = static_cast<const int32_t*>(given.cu_seqlens.data),
-      .weight = given.weight.data,
-      .seed = static_cast<const int64_t*>(given.seed.data),
-      .statistics = static_cast<float*>(given.statistics.data),
-      .word_rows = given.word_table.rows(),
-      .position_rows = given.position_table.given ? given.position_table.rows() : 0,
-      .segment_rows = given.segment_table.given ? given.segment_table.rows() : 0,
-      .sequences = given.cu_seqlens.given ? given.cu_seqlens.columns() - 1 : 0,
-      .tokens_per_sequence = ids.columns() < 1 ? 1 : ids.columns(),
+      .word_table = word_table.data,
+      .position_table = position_table.data,
+      .segment_table = segment_table.data,
+      .ids = ids.as<int64_t>(),
+      .position_ids = position_ids.as<int64_t>(),
+      .segment_ids = segment_ids.as<int64_t>(),
+      .cu_seqlens = cu_seqlens.as<int32_t>(),
+      .weight = weight.as<float>(),
+      .seed = seed.as<int64_t>(),
+      .sequences = cu_seqlens.given ? cu_seqlens.shape[0] - 1 : 0,
+      .tokens_per_sequence = std::max<int64_t>(1, ids.columns()),
       .rows = ids.rows() * ids.columns(),
-      .columns = given.word_table.columns(),
-      .threshold = static_cast<int>(threshold),
-      .scale = static_cast<float>(scale),
-      .layer_norm = layer_norm != 0,
-      .table_dtype = given.word_table.dtype(),
+      .columns = word_table.columns(),
+      .threshold = threshold,
+      .scale = scale,
+      .layer_norm = layer_norm,
+      .table_dtype = word_table.dtype(),
       .dtype = output.dtype(),
-      .weight_dtype = given.weight.dtype(),
-      .bias_dtype = bias_dtype,
-      .device = place.device,
-      .stream = place.stream,
+      .threads = context.threads,
   };
 }
 
-Status forward(const Place& place, const Tensor& ids, const Tensor& word_table, const OptionalTensor& position_table,
-               const OptionalTensor& segment_table, const OptionalTensor& position_ids,
-               const OptionalTensor& segment_ids, const OptionalTensor& cu_seqlens, const OptionalTensor& weight,
-               const OptionalTensor& bias, const OptionalTensor& seed, const Tensor& y, const Tensor& statistics,
-               const Tensor& errors, int64_t layer_norm, double eps, int64_t threshold, double scale) {
-  const Inputs given{ids,         word_table, position_table, segment_table, position_ids,
-                     segment_ids, cu_seqlens, weight,         seed,          statistics};
-  return cuda::embedding_forward({rows_of(place, given, y, bias.dtype(), layer_norm, threshold, scale), bias.data,
-                                  y.data, static_cast<int64_t*>(errors.data), static_cast<float>(eps)});
+}  // namespace
+
+FASTTFM_FUNCTION(Status, embedding_forward_cpu, INPUTS(FASTTFM_PARAMETER), const OptionalTensor& bias, const Tensor& y,
+                 float eps) {
+  const EmbeddingRows rows = rows_of(context, y, INPUTS(FASTTFM_NAME));
+  float* mean = statistics.as<float>();
+  return cpu::embedding_forward({rows, bias.as<float>(), y.data, mean, statistics.from<float>(rows.rows), eps});
 }
 
-Status backward(const Place& place, const Tensor& dy, const Tensor& ids, const Tensor& word_table,
-                const OptionalTensor& position_table, const OptionalTensor& segment_table,
-                const OptionalTensor& position_ids, const OptionalTensor& segment_ids, const OptionalTensor& cu_seqlens,
-                const OptionalTensor& weight, const OptionalTensor& seed, const Tensor& statistics,
-                const OptionalTensor& dword, const OptionalTensor& dposition, const OptionalTensor& dsegment,
-                const OptionalTensor& dweight, const OptionalTensor& dbias, const Tensor& workspace, int64_t layer_norm,
-                int64_t threshold, double scale, int64_t padding_index) {
-  const Inputs given{ids,         word_table, position_table, segment_table, position_ids,
-                     segment_ids, cu_seqlens, weight,         seed,          statistics};
-  return cuda::embedding_backward({rows_of(place, given, dy, dbias.dtype(), layer_norm, threshold, scale), dy.data,
-                                   dword.data, dposition.data, dsegment.data, dweight.data, dbias.data,
-                                   static_cast<float*>(workspace.data), padding_index});
+FASTTFM_FUNCTION(int64_t, embedding_workspace_cpu, int64_t rows, int64_t columns) {
+  return cpu::embedding_workspace(rows, columns);
+}
+
+FASTTFM_FUNCTION(Status, embedding_backward_cpu, const Tensor& dy, INPUTS(FASTTFM_PARAMETER), const Tensor& dx,
+                 const OptionalTensor& positions, const OptionalTensor& dweight, const OptionalTensor& dbias,
+                 const Tensor& workspace) {
+  const EmbeddingRows rows = rows_of(context, dy, INPUTS(FASTTFM_NAME));
+  return cpu::embedding_backward({rows, dy.data, statistics.as<float>(), statistics.from<float>(rows.rows),
+                                  dx.as<float>(), positions.as<int64_t>(), dweight.as<float>(), dbias.as<float>(),
+                                  workspace.as<float>()});
+}
+
+FASTTFM_FUNCTION(Status, embedding_table_backward_cpu, const Tensor& dx, const Tensor& indices, const Tensor& dtable,
+                 const Tensor& first, const Tensor& next, int64_t excluded) {
+  return cpu::embedding_table_backward({
+      .dx = dx.as<float>(),
+      .indices = indices.as<int64_t>(),
+      .dtable = dtable.data,
+      .first = first.as<int32_t>(),
+      .next = next.as<int32_t>(),
+      .rows = dx.shape[0],
+      .columns = dx.shape[1],
+      .table_rows = dtable.shape[0],
+      .excluded = excluded,
+      .dtype = dtable.dtype(),
+      .threads = context.threads,
+  });
+}
+
+// ---- CUDA, for batches of few tokens --------------------------------------------------------------------------------
+
+FASTTFM_CONSTANT(embedding_gpu_rows, kEmbeddingGpuRows)
+FASTTFM_CONSTANT(embedding_gpu_columns, kEmbeddingGpuColumns)
+FASTTFM_CONSTANT(embedding_gpu_segments, kEmbeddingSegments)
+
+#ifdef FASTTFM_WITH_CUDA
+namespace {
+
+EmbeddingGpuRows gpu_rows_of(const CallContext& context, const Tensor& output, DType bias_dtype,
+                             INPUTS(FASTTFM_PARAMETER)) {
+  return {
+      .word_table = word_table.data,
+      .position_table = position_table.data,
+      .segment_table = segment_table.data,
+      .ids = ids.as<int64_t>(),
+      .position_ids = position_ids.as<int64_t>(),
+      .segment_ids = segment_ids.as<int64_t>(),
+      .cu_seqlens = cu_seqlens.as<int32_t>(),
+      .weight = weight.data,
+      .seed = seed.as<int64_t>(),
+      .statistics = statistics.as<float>(),
+      .word_rows = word_table.rows(),
+      .position_rows = position_table.given ? position_table.rows() : 0,
+      .segment_rows = segment_table.given ? segment_table.rows() : 0,
+      .sequences = cu_seqlens.given ? cu_seqlens.shape[0] - 1 : 0,
+      .tokens_per_sequence = std::max<int64_t>(1, ids.columns()),
+      .rows = ids.rows() * ids.columns(),
+      .columns = word_table.columns(),
+      .threshold = threshold,
+      .scale = scale,
+      .layer_norm = layer_norm != 0,
+      .table_dtype = word_table.dtype(),
+      .dtype = output.dtype(),
+      .weight_dtype = weight.dtype(),
+      .bias_dtype = bias_dtype,
+      .device = context.device,
+      .stream = context.stream,
+  };
 }
 
 }  // namespace
-#endif
 
-#define FORWARD(MEMBER) FASTTFM_FIELD(EmbeddingForward, MEMBER)
-#define BACKWARD(MEMBER) FASTTFM_FIELD(EmbeddingBackward, MEMBER)
-#define TABLE(MEMBER) FASTTFM_FIELD(EmbeddingTableBackward, MEMBER)
-#define ROWS(FIELD)                                                                                                    \
-  FIELD(word_table), FIELD(position_table), FIELD(segment_table), FIELD(ids), FIELD(position_ids), FIELD(segment_ids), \
-      FIELD(cu_seqlens), FIELD(weight), FIELD(seed), FIELD(sequences), FIELD(tokens_per_sequence), FIELD(rows),        \
-      FIELD(columns), FIELD(threshold), FIELD(scale), FIELD(layer_norm), FIELD(table_dtype), FIELD(dtype),             \
-      FIELD(threads)
-
-FASTTFM_BINDING(embedding) {
-  bind_workspace(module, "embedding_workspace", &cpu::embedding_workspace);
-  bind_launcher(module, "embedding_forward_cpu", &cpu::embedding_forward, ROWS(FORWARD), FORWARD(bias), FORWARD(y),
-                FORWARD(mean), FORWARD(rstd), FORWARD(eps));
-  bind_launcher(module, "embedding_backward_cpu", &cpu::embedding_backward, ROWS(BACKWARD), BACKWARD(dy),
-                BACKWARD(mean), BACKWARD(rstd), BACKWARD(dx), BACKWARD(positions), BACKWARD(dweight), BACKWARD(dbias),
-                BACKWARD(workspace));
-  bind_launcher(module, "embedding_table_backward_cpu", &cpu::embedding_table_backward, TABLE(dx), TABLE(indices),
-                TABLE(dtable), TABLE(first), TABLE(next), TABLE(rows), TABLE(columns), TABLE(table_rows),
-                TABLE(excluded), TABLE(dtype), TABLE(threads));
-  bind_constant(module, "embedding_gpu_rows", kEmbeddingGpuRows);
-  bind_constant(module, "embedding_gpu_columns", kEmbeddingGpuColumns);
-  bind_constant(module, "embedding_gpu_segments", kEmbeddingSegments);
-#ifdef FASTTFM_WITH_CUDA
-  bind_call(module, "embedding_forward_cuda",
-            "ids, word_table, position_table, segment_table, position_ids, segment_ids, cu_seqlens, weight, bias, seed,"
-            "y, statistics, errors, layer_norm, eps, threshold, scale",
-            &forward);
-  bind_call(module, "embedding_backward_cuda",
-            "dy, ids, word_table, position_table, segment_table, position_ids, segment_ids, cu_seqlens, weight, seed,"
-            "statistics, dword, dposition, dsegment, dweight, dbias, workspace, layer_norm, threshold, scale,"
-            "padding_index",
-            &backward);
-  bind_workspace(module, "embedding_workspace_cuda", &cuda::embedding_gpu_workspace, {"rows", "columns"});
-#endif
+FASTTFM_FUNCTION(Status, embedding_forward_cuda, INPUTS(FASTTFM_PARAMETER), const OptionalTensor& bias, const Tensor& y,
+                 float eps, const Tensor& errors) {
+  return cuda::embedding_forward(
+      {gpu_rows_of(context, y, bias.dtype(), INPUTS(FASTTFM_NAME)), bias.data, y.data, errors.as<int64_t>(), eps});
 }
+
+FASTTFM_FUNCTION(int64_t, embedding_workspace_cuda, int64_t rows, int64_t columns) {
+  return cuda::embedding_gpu_workspace(rows, columns);
+}
+
+FASTTFM_FUNCTION(Status, embedding_backward_cuda, const Tensor& dy, INPUTS(FASTTFM_PARAMETER),
+                 const OptionalTensor& dword, const OptionalTensor& dposition, const OptionalTensor& dsegment,
+                 const OptionalTensor& dweight, const OptionalTensor& dbias, const Tensor& workspace,
+                 int64_t padding_index) {
+  return cuda::embedding_backward({gpu_rows_of(context, dy, dbias.dtype(), INPUTS(FASTTFM_NAME)), dy.data, dword.data,
+                                   dposition.data, dsegment.data, dweight.data, dbias.data, workspace.as<float>(),
+                                   padding_index});
+}
+#endif
 
 }  // namespace fasttfm

@@ -5,34 +5,90 @@
 
 namespace fasttfm {
 
-int64_t few_rows_tile(int64_t rows, int64_t columns, int64_t inner, int64_t processors, int64_t partial) {
+// The tile, and the number of parts of K, for a GEMM of these sizes on a GPU with `processors` SMs. `partial` is not 0
+// if there may be several parts.
+FASTTFM_FUNCTION(int64_t, few_rows_tile, int64_t rows, int64_t columns, int64_t inner, int64_t processors,
+                 int64_t partial) {
   return few_rows::plan_product(rows, columns, inner, processors, partial != 0).tile;
 }
-int64_t few_rows_parts(int64_t rows, int64_t columns, int64_t inner, int64_t processors, int64_t partial) {
+
+FASTTFM_FUNCTION(int64_t, few_rows_parts, int64_t rows, int64_t columns, int64_t inner, int64_t processors,
+                 int64_t partial) {
   return few_rows::plan_product(rows, columns, inner, processors, partial != 0).parts;
 }
 
-#define PRODUCT(MEMBER) FASTTFM_FIELD(FewRowsProduct, MEMBER)
-#define NORM(MEMBER) FASTTFM_FIELD(FewRowsAddNorm, MEMBER)
-#define ATTENTION(MEMBER) FASTTFM_FIELD(FewRowsAttention, MEMBER)
-
-FASTTFM_BINDING(few_rows) {
-  bind_workspace(module, "few_rows_tile", &few_rows_tile, {"rows", "columns", "inner", "processors", "partial"});
-  bind_workspace(module, "few_rows_parts", &few_rows_parts, {"rows", "columns", "inner", "processors", "partial"});
 #ifdef FASTTFM_WITH_HOPPER
-  bind_launcher(module, "few_rows_product_cuda", &cuda::few_rows_product, PRODUCT(x), PRODUCT(weight), PRODUCT(bias),
-                PRODUCT(y), PRODUCT(parts), PRODUCT(rows), PRODUCT(columns), PRODUCT(inner), PRODUCT(tile),
-                PRODUCT(part_count), PRODUCT(activates), PRODUCT(activation), PRODUCT(dtype), PRODUCT(bias_dtype),
-                PRODUCT(dependent), PRODUCT(device), PRODUCT(stream));
-  bind_launcher(module, "few_rows_add_norm_cuda", &cuda::few_rows_add_norm, NORM(parts), NORM(residual),
-                NORM(linear_bias), NORM(weight), NORM(bias), NORM(y), NORM(z), NORM(rows), NORM(columns),
-                NORM(part_count), NORM(eps), NORM(dtype), NORM(residual_dtype), NORM(parameter_dtype), NORM(dependent),
-                NORM(device), NORM(stream));
-  bind_launcher(module, "few_rows_attention_cuda", &cuda::few_rows_attention, ATTENTION(qkv), ATTENTION(out),
-                ATTENTION(cu_seqlens), ATTENTION(tokens), ATTENTION(sequences), ATTENTION(heads), ATTENTION(head_dim),
-                ATTENTION(max_seqlen), ATTENTION(window_left), ATTENTION(window_right), ATTENTION(scale),
-                ATTENTION(split_keys), ATTENTION(dtype), ATTENTION(dependent), ATTENTION(device), ATTENTION(stream));
-#endif
+FASTTFM_FUNCTION(Status, few_rows_product_cuda, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                 const OptionalTensor& y, const OptionalTensor& parts, int tile, int part_count, int activates,
+                 Activation activation, int dependent) {
+  return cuda::few_rows_product({
+      .x = x.data,
+      .weight = weight.data,
+      .bias = bias.data,
+      .y = y.data,
+      .parts = parts.as<float>(),
+      .rows = x.shape[0],
+      .columns = weight.shape[0],
+      .inner = x.shape[1],
+      .tile = tile,
+      .part_count = part_count,
+      .activates = activates,
+      .activation = activation,
+      .dtype = x.dtype(),
+      .bias_dtype = bias.given ? bias.dtype() : x.dtype(),
+      .dependent = dependent,
+      .device = context.device,
+      .stream = context.stream,
+  });
 }
+
+FASTTFM_FUNCTION(Status, few_rows_add_norm_cuda, const Tensor& parts, const Tensor& residual,
+                 const OptionalTensor& linear_bias, const OptionalTensor& weight, const OptionalTensor& bias,
+                 const Tensor& y, const OptionalTensor& z, float eps, int dependent) {
+  const Tensor& parameter = weight.given ? weight : bias.given ? bias : linear_bias;
+  return cuda::few_rows_add_norm({
+      .parts = parts.as<float>(),
+      .residual = residual.data,
+      .linear_bias = linear_bias.data,
+      .weight = weight.data,
+      .bias = bias.data,
+      .y = y.data,
+      .z = z.data,
+      .rows = y.rows(),
+      .columns = y.columns(),
+      .part_count = static_cast<int>(parts.shape[0]),
+      .eps = eps,
+      .dtype = y.dtype(),
+      .residual_dtype = residual.dtype(),
+      .parameter_dtype = parameter.dtype(),
+      .dependent = dependent,
+      .device = context.device,
+      .stream = context.stream,
+  });
+}
+
+FASTTFM_FUNCTION(Status, few_rows_attention_cuda, const Tensor& qkv, const Tensor& out, const Tensor& cu_seqlens,
+                 int64_t max_seqlen, int64_t window_left, int64_t window_right, float scale, int split_keys,
+                 int dependent) {
+  return cuda::few_rows_attention({
+      .qkv = qkv.data,
+      .out = out.data,
+      .cu_seqlens = cu_seqlens.as<int32_t>(),
+      .tokens = out.shape[0],
+      .sequences = cu_seqlens.shape[0] - 1,
+      .heads = out.shape[1],
+      .head_dim = out.shape[2],
+      .max_seqlen = max_seqlen,
+      .window_left = window_left,
+      .window_right = window_right,
+      .scale = scale,
+      .split_keys = split_keys,
+      .dtype = qkv.dtype(),
+      .dependent = dependent,
+      .device = context.device,
+      .stream = context.stream,
+  });
+}
+#endif
 
 }  // namespace fasttfm

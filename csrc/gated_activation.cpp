@@ -7,8 +7,17 @@ namespace fasttfm {
 
 namespace {
 
-Status forward(const Place& place, const Tensor& x, const OptionalTensor& bias, const Tensor& y, int64_t activation,
-               int64_t gate_first) {
+int64_t backward_parts(const CallContext& context, int64_t columns) {
+#ifdef FASTTFM_WITH_CUDA
+  if (context.is_cuda()) return cuda::gated_activation_parts(columns, cuda::multiprocessors(context.device));
+#endif
+  return 0;
+}
+
+}  // namespace
+
+FASTTFM_FUNCTION(Status, gated_activation_forward, const Tensor& x, const OptionalTensor& bias, const Tensor& y,
+                 Activation activation, int gate_first) {
   if (!x.has_rows()) return bad_size("gated_activation: x must have adjacent columns and one stride between rows");
   const GatedActivationForward params{
       .x = x.data,
@@ -17,32 +26,26 @@ Status forward(const Place& place, const Tensor& x, const OptionalTensor& bias, 
       .rows = x.rows(),
       .columns = x.columns() / 2,
       .x_stride = x.row_stride(),
-      .activation = static_cast<Activation>(activation),
-      .gate_first = static_cast<int>(gate_first),
+      .activation = activation,
+      .gate_first = gate_first,
       .dtype = x.dtype(),
       .bias_dtype = bias.dtype(),
-      .threads = place.threads,
-      .device = place.device,
-      .stream = place.stream,
+      .threads = context.threads,
+      .device = context.device,
+      .stream = context.stream,
   };
-  return FASTTFM_LAUNCH(place, gated_activation_forward, params);
+  return FASTTFM_LAUNCH(gated_activation_forward, params);
 }
 
-int64_t backward_parts(const Place& place, int64_t columns) {
-#ifdef FASTTFM_WITH_CUDA
-  if (place.is_cuda()) return cuda::gated_activation_parts(columns, cuda::multiprocessors(place.device));
-#endif
-  return 0;
-}
-
-int64_t backward_workspace(const Place& place, const Tensor& x) {
+FASTTFM_FUNCTION(int64_t, gated_activation_backward_workspace, const Tensor& x) {
   const int64_t columns = x.columns() / 2;
-  return place.is_cuda() ? 2 * backward_parts(place, columns) * columns
-                         : cpu::gated_activation_workspace(x.rows(), columns);
+  return context.is_cuda() ? 2 * backward_parts(context, columns) * columns
+                           : cpu::gated_activation_workspace(x.rows(), columns);
 }
 
-Status backward(const Place& place, const Tensor& dy, const Tensor& x, const OptionalTensor& bias, const Tensor& dx,
-                const OptionalTensor& dbias, const OptionalTensor& workspace, int64_t activation, int64_t gate_first) {
+FASTTFM_FUNCTION(Status, gated_activation_backward, const Tensor& dy, const Tensor& x, const OptionalTensor& bias,
+                 const Tensor& dx, const OptionalTensor& dbias, const OptionalTensor& workspace, Activation activation,
+                 int gate_first) {
   if (!x.has_rows()) return bad_size("gated_activation: x must have adjacent columns and one stride between rows");
   const int64_t columns = x.columns() / 2;
   const GatedActivationBackward params{
@@ -51,29 +54,20 @@ Status backward(const Place& place, const Tensor& dy, const Tensor& x, const Opt
       .bias = bias.data,
       .dx = dx.data,
       .dbias = dbias.data,
-      .workspace = static_cast<float*>(workspace.data),
+      .workspace = workspace.as<float>(),
       .rows = x.rows(),
       .columns = columns,
       .x_stride = x.row_stride(),
-      .activation = static_cast<Activation>(activation),
-      .gate_first = static_cast<int>(gate_first),
+      .activation = activation,
+      .gate_first = gate_first,
       .dtype = x.dtype(),
       .bias_dtype = bias.dtype(),
-      .threads = place.threads,
-      .parts = static_cast<int>(backward_parts(place, columns)),
-      .device = place.device,
-      .stream = place.stream,
+      .threads = context.threads,
+      .parts = static_cast<int>(backward_parts(context, columns)),
+      .device = context.device,
+      .stream = context.stream,
   };
-  return FASTTFM_LAUNCH(place, gated_activation_backward, params);
-}
-
-}  // namespace
-
-FASTTFM_BINDING(gated_activation) {
-  bind_call(module, "gated_activation_forward", "x, bias, y, activation, gate_first", &forward);
-  bind_call(module, "gated_activation_backward_workspace", "x", &backward_workspace);
-  bind_call(module, "gated_activation_backward", "dy, x, bias, dx, dbias, workspace, activation, gate_first",
-            &backward);
+  return FASTTFM_LAUNCH(gated_activation_backward, params);
 }
 
 }  // namespace fasttfm

@@ -2,23 +2,60 @@
 
 #include "binding.h"
 
+#ifdef FASTTFM_WITH_HOPPER
 namespace fasttfm {
 
-#define FORWARD(MEMBER) FASTTFM_FIELD(GeluProductForward, MEMBER)
-#define BACKWARD(MEMBER) FASTTFM_FIELD(GeluProductBackward, MEMBER)
+FASTTFM_FUNCTION(int64_t, gelu_product_workspace_cuda, int64_t rows, int64_t columns) {
+  return cuda::gelu_product_workspace(rows, columns);
+}
 
-FASTTFM_BINDING(gelu_product) {
-#ifdef FASTTFM_WITH_HOPPER
-  bind_workspace(module, "gelu_product_workspace_cuda", &cuda::gelu_product_workspace);
-  bind_launcher(module, "gelu_product_forward_cuda", &cuda::gelu_product_forward, FORWARD(x), FORWARD(weight),
-                FORWARD(bias), FORWARD(h), FORWARD(derivative), FORWARD(a), FORWARD(rows), FORWARD(inputs),
-                FORWARD(columns), FORWARD(x_stride), FORWARD(activation), FORWARD(dtype), FORWARD(bias_dtype),
-                FORWARD(device), FORWARD(stream));
-  bind_launcher(module, "gelu_product_backward_cuda", &cuda::gelu_product_backward, BACKWARD(dy), BACKWARD(weight),
-                BACKWARD(bias), BACKWARD(h), BACKWARD(derivative), BACKWARD(dh), BACKWARD(a), BACKWARD(dbias),
-                BACKWARD(workspace), BACKWARD(rows), BACKWARD(outputs), BACKWARD(columns), BACKWARD(dy_stride),
-                BACKWARD(activation), BACKWARD(dtype), BACKWARD(bias_dtype), BACKWARD(device), BACKWARD(stream));
-#endif
+FASTTFM_FUNCTION(Status, gelu_product_forward_cuda, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                 const OptionalTensor& h, const OptionalTensor& derivative, const Tensor& a, Activation activation) {
+  if (!x.has_rows()) return bad_size("gelu_product: x must have adjacent columns and one stride between rows");
+  return cuda::gelu_product_forward({
+      .x = x.data,
+      .weight = weight.data,
+      .bias = bias.data,
+      .h = h.data,
+      .derivative = derivative.data,
+      .a = a.data,
+      .rows = x.rows(),
+      .inputs = x.columns(),
+      .columns = weight.shape[0],
+      .x_stride = x.row_stride(),
+      .activation = activation,
+      .dtype = x.dtype(),
+      .bias_dtype = bias.dtype(),
+      .device = context.device,
+      .stream = context.stream,
+  });
+}
+
+FASTTFM_FUNCTION(Status, gelu_product_backward_cuda, const Tensor& dy, const Tensor& weight, const OptionalTensor& bias,
+                 const OptionalTensor& h, const OptionalTensor& derivative, const Tensor& dh, const OptionalTensor& a,
+                 const OptionalTensor& dbias, const Tensor& workspace, Activation activation) {
+  if (!dy.has_rows()) return bad_size("gelu_product: dy must have adjacent columns and one stride between rows");
+  return cuda::gelu_product_backward({
+      .dy = dy.data,
+      .weight = weight.data,
+      .bias = bias.data,
+      .h = h.data,
+      .derivative = derivative.data,
+      .dh = dh.data,
+      .a = a.data,
+      .dbias = dbias.data,
+      .workspace = workspace.as<float>(),
+      .rows = dy.rows(),
+      .outputs = dy.columns(),
+      .columns = weight.shape[1],
+      .dy_stride = dy.row_stride(),
+      .activation = activation,
+      .dtype = dh.dtype(),
+      .bias_dtype = bias.given ? bias.dtype() : dbias.dtype(),
+      .device = context.device,
+      .stream = context.stream,
+  });
 }
 
 }  // namespace fasttfm
+#endif

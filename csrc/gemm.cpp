@@ -2,22 +2,66 @@
 
 #include "binding.h"
 
+#ifdef FASTTFM_WITH_CUDA
 namespace fasttfm {
 
-#define GEMM(MEMBER) FASTTFM_FIELD(Gemm, MEMBER)
+FASTTFM_FUNCTION(int64_t, gemm_workspace_bytes_cuda) { return cuda::kGemmWorkspace; }
+FASTTFM_FUNCTION(int64_t, gemm_library_version_cuda) { return cuda::gemm_library_version(); }
 
-FASTTFM_BINDING(gemm) {
-#ifdef FASTTFM_WITH_CUDA
-  bind_number(module, "gemm_workspace_bytes_cuda", [] { return cuda::kGemmWorkspace; });
-  bind_number(module, "gemm_library_version_cuda", &cuda::gemm_library_version);
-  bind_launcher(module, "gemm_cuda", &cuda::gemm, GEMM(a), GEMM(b), GEMM(bias), GEMM(c), GEMM(d), GEMM(workspace),
-                GEMM(rows), GEMM(columns), GEMM(inner), GEMM(transposed_a), GEMM(transposed_b), GEMM(dtype),
-                GEMM(out_dtype), GEMM(device), GEMM(stream));
-  bind_launcher(module, "fp8_gemm_cuda", &cuda::gemm, GEMM(a), GEMM(b), GEMM(bias), GEMM(c), GEMM(d), GEMM(workspace),
-                GEMM(rows), GEMM(columns), GEMM(inner), GEMM(transposed_a), GEMM(transposed_b), GEMM(dtype),
-                GEMM(out_dtype), GEMM(device), GEMM(stream), GEMM(a_fp8), GEMM(b_fp8), GEMM(a_scale), GEMM(b_scale),
-                GEMM(fast_accumulation));
-#endif
+FASTTFM_FUNCTION(Status, gemm_cuda, const Tensor& a, const Tensor& b, const OptionalTensor& bias,
+                 const OptionalTensor& c, const Tensor& d, const Tensor& workspace, int transposed_a,
+                 int transposed_b) {
+  return cuda::gemm({
+      .a = a.data,
+      .b = b.data,
+      .bias = bias.data,
+      .c = c.data,
+      .d = d.data,
+      .workspace = workspace.data,
+      .rows = d.shape[0],
+      .columns = d.shape[1],
+      .inner = a.shape[transposed_a != 0 ? 0 : 1],
+      .transposed_a = transposed_a,
+      .transposed_b = transposed_b,
+      .dtype = a.dtype(),
+      .out_dtype = d.dtype(),
+      .device = context.device,
+      .stream = context.stream,
+      .a_fp8 = Fp8Format::none,
+      .b_fp8 = Fp8Format::none,
+      .a_scale = nullptr,
+      .b_scale = nullptr,
+      .fast_accumulation = 0,
+  });
+}
+
+// a [M, K] and b [N, K], each to be multiplied by its scale.
+FASTTFM_FUNCTION(Status, fp8_gemm_cuda, const Tensor& a, const Tensor& b, const OptionalTensor& bias,
+                 const OptionalTensor& c, const Tensor& d, const Tensor& workspace, Fp8Format a_fp8, Fp8Format b_fp8,
+                 const Tensor& a_scale, const Tensor& b_scale, int fast_accumulation) {
+  return cuda::gemm({
+      .a = a.data,
+      .b = b.data,
+      .bias = bias.data,
+      .c = c.data,
+      .d = d.data,
+      .workspace = workspace.data,
+      .rows = a.shape[0],
+      .columns = b.shape[0],
+      .inner = a.shape[1],
+      .transposed_a = 0,
+      .transposed_b = 1,
+      .dtype = d.dtype(),
+      .out_dtype = d.dtype(),
+      .device = context.device,
+      .stream = context.stream,
+      .a_fp8 = a_fp8,
+      .b_fp8 = b_fp8,
+      .a_scale = a_scale.as<float>(),
+      .b_scale = b_scale.as<float>(),
+      .fast_accumulation = fast_accumulation,
+  });
 }
 
 }  // namespace fasttfm
+#endif

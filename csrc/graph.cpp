@@ -2,21 +2,32 @@
 
 #include "binding.h"
 
+#ifdef FASTTFM_WITH_CUDA
 namespace fasttfm {
 
-#define INSTANTIATE(MEMBER) FASTTFM_FIELD(GraphInstantiate, MEMBER)
-#define DESTROY(MEMBER) FASTTFM_FIELD(GraphDestroy, MEMBER)
-#define LAUNCH(MEMBER) FASTTFM_FIELD(GraphLaunch, MEMBER)
+// These take handles of the CUDA runtime and pinned memory as addresses, with the device and the stream that they use.
+FASTTFM_FUNCTION(Status, graph_instantiate_cuda, void* graph, void** exec, int device) {
+  return cuda::graph_instantiate({graph, exec, device});
+}
 
-FASTTFM_BINDING(graph) {
-#ifdef FASTTFM_WITH_CUDA
-  bind_launcher(module, "graph_instantiate_cuda", &cuda::graph_instantiate, INSTANTIATE(graph), INSTANTIATE(exec),
-                INSTANTIATE(device));
-  bind_launcher(module, "graph_destroy_cuda", &cuda::graph_destroy, DESTROY(exec), DESTROY(device));
-  bind_launcher(module, "graph_launch_cuda", &cuda::graph_launch, LAUNCH(exec), LAUNCH(inputs), LAUNCH(host_inputs),
-                LAUNCH(input_bytes), LAUNCH(results), LAUNCH(host_results), LAUNCH(result_bytes), LAUNCH(event),
-                LAUNCH(device), LAUNCH(stream));
-#endif
+FASTTFM_FUNCTION(Status, graph_destroy_cuda, void* exec, int device) { return cuda::graph_destroy({exec, device}); }
+
+// The parameters that are the same for every launch of a graph come first.
+FASTTFM_FUNCTION(Status, graph_launch_cuda, void* exec, int device, void* stream, void* inputs, int64_t input_bytes,
+                 const void* results, const void* host_inputs, void* host_results, int64_t result_bytes, void* event) {
+  return cuda::graph_launch({
+      .exec = exec,
+      .inputs = inputs,
+      .host_inputs = host_inputs,
+      .input_bytes = input_bytes,
+      .results = results,
+      .host_results = host_results,
+      .result_bytes = result_bytes,
+      .event = event,
+      .device = device,
+      .stream = stream,
+  });
 }
 
 }  // namespace fasttfm
+#endif

@@ -4,13 +4,29 @@
 
 namespace fasttfm {
 
-#define FIELD(MEMBER) FASTTFM_FIELD(Int8Linear, MEMBER)
+FASTTFM_FUNCTION(int64_t, int8_products_cpu) { return cpu::int8_products(); }
 
-FASTTFM_BINDING(int8_linear) {
-  bind_number(module, "int8_products_cpu", &cpu::int8_products);
-  bind_launcher(module, "int8_linear_cpu", &cpu::int8_linear, FIELD(x), FIELD(w), FIELD(sums), FIELD(scales),
-                FIELD(bias), FIELD(y), FIELD(rounded), FIELD(row_scales), FIELD(rows), FIELD(x_columns),
-                FIELD(y_columns), FIELD(inner), FIELD(columns), FIELD(activation), FIELD(products), FIELD(threads));
+FASTTFM_FUNCTION(Status, int8_linear_cpu, const Tensor& x, const Tensor& w, const Tensor& sums, const Tensor& scales,
+                 const OptionalTensor& bias, const Tensor& y, const Tensor& rounded, const Tensor& row_scales,
+                 int activation, Int8Products products) {
+  return cpu::int8_linear({
+      .x = x.as<float>(),
+      .w = w.as<int8_t>(),
+      .sums = sums.as<int32_t>(),
+      .scales = scales.as<float>(),
+      .bias = bias.as<float>(),
+      .y = y.as<float>(),
+      .rounded = rounded.as<int8_t>(),
+      .row_scales = row_scales.as<float>(),
+      .rows = x.rows(),
+      .x_columns = x.columns(),
+      .y_columns = y.columns(),
+      .inner = rounded.columns(),
+      .columns = sums.columns(),
+      .activation = activation,
+      .products = products,
+      .threads = context.threads,
+  });
 }
 
 }  // namespace fasttfm

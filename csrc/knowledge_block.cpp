@@ -1,36 +1,59 @@
 #include "knowledge_block/op.h"
 
 #include "binding.h"
+#include "common/cuda/device.h"
+#include "transformer_call.h"
 
 namespace fasttfm {
 
-#define SIZES(MEMBER) FASTTFM_FIELD(KnowledgeSizes, MEMBER)
-#define FORWARD(MEMBER) FASTTFM_FIELD(KnowledgeForward, MEMBER)
-#define BACKWARD(MEMBER) FASTTFM_FIELD(KnowledgeBackward, MEMBER)
-#define SHAPE(FIELD)                                                                                                  \
-  FIELD(layers), FIELD(tokens), FIELD(width), FIELD(intermediate), FIELD(heads), FIELD(sequences), FIELD(max_seqlen), \
-      FIELD(processors), FIELD(pre_norm), FIELD(training), FIELD(recompute), FIELD(keep_activation), FIELD(dtype),    \
-      FIELD(residual_dtype), FIELD(entities), FIELD(entity_width), FIELD(entity_stride), FIELD(entity_heads),         \
-      FIELD(entity_head_dim), FIELD(entity_max_seqlen), FIELD(entity_attention), FIELD(last)
-#define CALL(FIELD)                                                                                                   \
-  SHAPE(FIELD), FIELD(parameters), FIELD(x), FIELD(cu_seqlens), FIELD(seeds), FIELD(kept), FIELD(scratch),            \
-      FIELD(window_left), FIELD(window_right), FIELD(activation), FIELD(attention_threshold), FIELD(attention_scale), \
-      FIELD(threshold_a), FIELD(scale_a), FIELD(threshold_b), FIELD(scale_b), FIELD(eps_a), FIELD(eps_b),             \
-      FIELD(parameter_dtype), FIELD(device), FIELD(stream), FIELD(entity_x), FIELD(entity_cu_seqlens),                \
-      FIELD(positions), FIELD(entity_eps_a), FIELD(entity_eps_b)
+// The fields of Python's EntityShape, in its order: those of EntityShape in op.h.
+#define ENTITY_SHAPE(F)                                                                                \
+  F(int64_t, entities), F(int64_t, entity_width), F(int64_t, entity_stride), F(int64_t, entity_heads), \
+      F(int64_t, entity_head_dim), F(int64_t, entity_max_seqlen), F(int, entity_attention), F(int, last)
+#define ENTITY_INPUTS(F)                                                                        \
+  F(const Tensor&, entity_x), F(const Tensor&, entity_cu_seqlens), F(const Tensor&, positions), \
+      F(float, entity_eps_a), F(float, entity_eps_b)
+#define PARAMETERS                                                                                               \
+  TRANSFORMER_SHAPE(FASTTFM_PARAMETER), ENTITY_SHAPE(FASTTFM_PARAMETER), TRANSFORMER_OPTIONS(FASTTFM_PARAMETER), \
+      TRANSFORMER_INPUTS(FASTTFM_PARAMETER), ENTITY_INPUTS(FASTTFM_PARAMETER)
+#define ENTITY_CALL entity_call_of({ENTITY_SHAPE(FASTTFM_NAME)}, ENTITY_INPUTS(FASTTFM_NAME))
 
-FASTTFM_BINDING(knowledge_block) {
-#define BIND(DEVICE)                                                                                                   \
-  bind_launcher(module, "knowledge_block_sizes_" #DEVICE, &DEVICE::knowledge_block_sizes, SHAPE(SIZES), SIZES(sizes)); \
-  bind_launcher(module, "knowledge_block_forward_" #DEVICE, &DEVICE::knowledge_block_forward, CALL(FORWARD),           \
-                FORWARD(y), FORWARD(entity_y));                                                                        \
-  bind_launcher(module, "knowledge_block_backward_" #DEVICE, &DEVICE::knowledge_block_backward, CALL(BACKWARD),        \
-                BACKWARD(dy), BACKWARD(dx), BACKWARD(gradients), BACKWARD(block_memory), BACKWARD(entity_dy),          \
-                BACKWARD(entity_dx), BACKWARD(ddown))
-  BIND(cpu);
+namespace {
+
+EntityCall entity_call_of(const EntityShape& shape, ENTITY_INPUTS(FASTTFM_PARAMETER)) {
+  return {shape, entity_x.data, entity_cu_seqlens.as<int32_t>(), positions.as<int64_t>(), entity_eps_a, entity_eps_b};
+}
+
+}  // namespace
+
+// Writes three numbers of bytes to `sizes`.
+FASTTFM_FUNCTION(Status, knowledge_block_sizes_cpu, TRANSFORMER_SHAPE(FASTTFM_PARAMETER),
+                 ENTITY_SHAPE(FASTTFM_PARAMETER), int64_t* sizes) {
+  return cpu::knowledge_block_sizes({shape_of(TRANSFORMER_SHAPE(FASTTFM_NAME)), {ENTITY_SHAPE(FASTTFM_NAME)}, sizes});
+}
+
 #ifdef FASTTFM_WITH_HOPPER
-  BIND(cuda);
+FASTTFM_FUNCTION(Status, knowledge_block_sizes_cuda, TRANSFORMER_SHAPE(FASTTFM_PARAMETER),
+                 ENTITY_SHAPE(FASTTFM_PARAMETER), int64_t* sizes) {
+  return cuda::knowledge_block_sizes({shape_of(TRANSFORMER_SHAPE(FASTTFM_NAME)), {ENTITY_SHAPE(FASTTFM_NAME)}, sizes});
+}
 #endif
+
+FASTTFM_FUNCTION(Status, knowledge_block_forward, PARAMETERS, const Tensor& y, const OptionalTensor& entity_y) {
+  const TransformerForward layer{TRANSFORMER_CALL, nullptr, y.data, nullptr, 0, 0};
+  const KnowledgeForward params{layer, ENTITY_CALL, entity_y.data};
+  return FASTTFM_LAUNCH_HOPPER(knowledge_block_forward, params);
+}
+
+// `gradients` is a table of addresses.
+FASTTFM_FUNCTION(Status, knowledge_block_backward, PARAMETERS, const Tensor& dy, const Tensor& dx,
+                 const int64_t* gradients, const OptionalTensor& entity_dy, const Tensor& entity_dx,
+                 const OptionalTensor& ddown) {
+  const TransformerBackward layer{
+      TRANSFORMER_CALL,    nullptr, dy.data, nullptr, dx.data, nullptr, gradients, cuda::block_memory(context.device),
+      BackwardPart::whole, nullptr, nullptr};
+  const KnowledgeBackward params{layer, ENTITY_CALL, entity_dy.data, entity_dx.data, ddown.data};
+  return FASTTFM_LAUNCH_HOPPER(knowledge_block_backward, params);
 }
 
 }  // namespace fasttfm

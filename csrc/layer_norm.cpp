@@ -5,12 +5,10 @@
 
 namespace fasttfm {
 
-namespace {
-
-Status forward(const Place& place, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-               const Tensor& y, const Tensor& statistics, double eps) {
+FASTTFM_FUNCTION(Status, layer_norm_forward, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                 const Tensor& y, const Tensor& statistics, float eps) {
   if (!x.has_rows()) return bad_size("layer_norm: x must have adjacent columns and one stride between rows");
-  float* mean = static_cast<float*>(statistics.data);
+  float* mean = statistics.as<float>();
   const LayerNormForward params{
       .x = x.data,
       .weight = weight.data,
@@ -21,62 +19,56 @@ Status forward(const Place& place, const Tensor& x, const OptionalTensor& weight
       .rows = x.rows(),
       .columns = x.columns(),
       .x_stride = x.row_stride(),
-      .eps = static_cast<float>(eps),
+      .eps = eps,
       .dtype = x.dtype(),
       .parameter_dtype = weight.given ? weight.dtype() : bias.dtype(),
-      .threads = place.threads,
-      .device = place.device,
-      .stream = place.stream,
+      .threads = context.threads,
+      .device = context.device,
+      .stream = context.stream,
   };
-  return FASTTFM_LAUNCH(place, layer_norm_forward, params);
+  return FASTTFM_LAUNCH(layer_norm_forward, params);
 }
 
-// As many blocks as the GPU has multiprocessors share the rows.
-int64_t backward_workspace(const Place& place, const Tensor& x) {
-  return place.is_cuda() ? 2 * cuda::multiprocessors(place.device) * x.columns()
-                         : cpu::layer_norm_workspace(x.rows(), x.columns());
+// The rows are shared by one block per SM.
+FASTTFM_FUNCTION(int64_t, layer_norm_backward_workspace, const Tensor& x) {
+  return context.is_cuda() ? 2 * cuda::multiprocessors(context.device) * x.columns()
+                           : cpu::layer_norm_workspace(x.rows(), x.columns());
 }
 
-Status backward(const Place& place, const Tensor& dy, const Tensor& x, const OptionalTensor& weight,
-                const Tensor& statistics, const Tensor& dx, const OptionalTensor& dweight, const OptionalTensor& dbias,
-                const Tensor& workspace) {
+FASTTFM_FUNCTION(Status, layer_norm_backward, const Tensor& dy, const Tensor& x, const OptionalTensor& weight,
+                 const Tensor& statistics, const Tensor& dx, const OptionalTensor& dweight, const OptionalTensor& dbias,
+                 const Tensor& workspace) {
   if (!x.has_rows()) return bad_size("layer_norm: x must have adjacent columns and one stride between rows");
-  const float* mean = static_cast<const float*>(statistics.data);
-  const WithBlockMemory<LayerNormBackward> params{{
-                                                      .dy = dy.data,
-                                                      .x = x.data,
-                                                      .weight = weight.data,
-                                                      .mean = mean,
-                                                      .rstd = mean + x.rows(),
-                                                      .dx = dx.data,
-                                                      .dweight = dweight.data,
-                                                      .dbias = dbias.data,
-                                                      .workspace = static_cast<float*>(workspace.data),
-                                                      .rows = x.rows(),
-                                                      .columns = x.columns(),
-                                                      .x_stride = x.row_stride(),
-                                                      .dtype = x.dtype(),
-                                                      .weight_dtype = weight.dtype(),
-                                                      .bias_dtype = dbias.dtype(),
-                                                      .threads = place.threads,
-                                                      .blocks = static_cast<int>(cuda::multiprocessors(place.device)),
-                                                      .device = place.device,
-                                                      .stream = place.stream,
-                                                  },
-                                                  cuda::block_memory(place.device)};
-  return FASTTFM_LAUNCH(place, layer_norm_backward, params);
+  const float* mean = statistics.as<float>();
+  const LayerNormBackward params{
+      .dy = dy.data,
+      .x = x.data,
+      .weight = weight.data,
+      .mean = mean,
+      .rstd = mean + x.rows(),
+      .dx = dx.data,
+      .dweight = dweight.data,
+      .dbias = dbias.data,
+      .workspace = workspace.as<float>(),
+      .rows = x.rows(),
+      .columns = x.columns(),
+      .x_stride = x.row_stride(),
+      .dtype = x.dtype(),
+      .weight_dtype = weight.dtype(),
+      .bias_dtype = dbias.dtype(),
+      .threads = context.threads,
+      .blocks = static_cast<int>(cuda::multiprocessors(context.device)),
+      .device = context.device,
+      .stream = context.stream,
+  };
+  const WithBlockMemory<LayerNormBackward> with_memory{params, cuda::block_memory(context.device)};
+  return FASTTFM_LAUNCH(layer_norm_backward, with_memory);
 }
 
-}  // namespace
-
-FASTTFM_BINDING(layer_norm) {
-  bind_call(module, "layer_norm_forward", "x, weight, bias, y, statistics, eps", &forward);
-  bind_call(module, "layer_norm_backward_workspace", "x", &backward_workspace);
-  bind_call(module, "layer_norm_backward", "dy, x, weight, statistics, dx, dweight, dbias, workspace", &backward);
 #ifdef FASTTFM_WITH_CUDA
-  bind_workspace(module, "layer_norm_backward_memory_cuda", &cuda::layer_norm_backward_memory,
-                 {"columns", "dtype", "limit"});
-#endif
+FASTTFM_FUNCTION(int64_t, layer_norm_backward_memory_cuda, int64_t columns, int64_t dtype, int64_t limit) {
+  return cuda::layer_norm_backward_memory(columns, dtype, limit);
 }
+#endif
 
 }  // namespace fasttfm

@@ -4,13 +4,33 @@
 
 namespace fasttfm {
 
-#define FIELD(MEMBER) FASTTFM_FIELD(LinearCrossEntropy, MEMBER)
-
-FASTTFM_BINDING(linear_cross_entropy) {
-  bind_launcher(module, "linear_cross_entropy_cpu", &cpu::linear_cross_entropy, FIELD(logits), FIELD(bias),
-                FIELD(labels), FIELD(coefficients), FIELD(seed), FIELD(losses), FIELD(correct), FIELD(samples),
-                FIELD(rows), FIELD(first_row), FIELD(vocabulary), FIELD(stride), FIELD(ignore_index),
-                FIELD(label_smoothing), FIELD(z_loss), FIELD(temperature), FIELD(gradient), FIELD(threads));
+// `logits` is a block of rows; labels, coefficients and outputs have an element for each row of the call, of which the
+// block's start at `first_row`.
+FASTTFM_FUNCTION(Status, linear_cross_entropy_cpu, const Tensor& logits, const OptionalTensor& bias,
+                 const Tensor& labels, const OptionalTensor& coefficients, const OptionalTensor& seed,
+                 const Tensor& losses, const OptionalTensor& correct, const OptionalTensor& samples, int64_t first_row,
+                 int64_t vocabulary, int64_t ignore_index, float label_smoothing, float z_loss, float temperature,
+                 int gradient) {
+  return cpu::linear_cross_entropy({
+      .logits = logits.as<float>(),
+      .bias = bias.as<float>(),
+      .labels = labels.from<int64_t>(first_row),
+      .coefficients = coefficients.from<float>(first_row),
+      .seed = seed.as<int64_t>(),
+      .losses = losses.from<float>(first_row),
+      .correct = correct.from<bool>(first_row),
+      .samples = samples.from<int64_t>(first_row),
+      .rows = logits.shape[0],
+      .first_row = first_row,
+      .vocabulary = vocabulary,
+      .stride = logits.strides[0],
+      .ignore_index = ignore_index,
+      .label_smoothing = label_smoothing,
+      .z_loss = z_loss,
+      .temperature = temperature,
+      .gradient = gradient,
+      .threads = context.threads,
+  });
 }
 
 }  // namespace fasttfm

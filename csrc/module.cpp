@@ -1,12 +1,9 @@
-// The extension module fasttfm._C: build information, thread and instruction-set control, and the ops' bindings.
-#include <cstring>
+// The extension module fasttfm._C: build information, instruction sets, threads, and the ops' bindings.
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 
 #include "binding.h"
-#include "common/count.h"
 #include "common/cpu/blas.h"
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
@@ -19,60 +16,13 @@ namespace py = pybind11;
 
 namespace {
 
-// Larger than any real size, and small enough that sizes can be rounded up and multiplied by constants.
-constexpr int64_t kMaxCounted = int64_t{1} << 40;
-
 std::vector<Binder>& binders() {
   static std::vector<Binder> all;
   return all;
 }
 
-// A field with its keyword, interned for the module's lifetime.
-struct KeyedField {
-  Field field;
-  PyObject* key;
-};
-
-template <class Member>
-void put(void* params, std::ptrdiff_t offset, Member value) {
-  std::memcpy(static_cast<char*>(params) + offset, &value, sizeof(value));
-}
-
-// Accepts only integers, not objects that convert to one: a tensor with one element is not an address.
-void put_number(void* params, const Field& field, py::handle value) {
-  if (field.type != FieldType::float32 && !PyLong_Check(value.ptr())) throw py::cast_error();
-  switch (field.type) {
-    case FieldType::pointer: return put(params, field.offset, py::cast<uintptr_t>(value));
-    case FieldType::int64: return put(params, field.offset, py::cast<int64_t>(value));
-    case FieldType::int32: return put(params, field.offset, py::cast<int32_t>(value));
-    case FieldType::float32: return put(params, field.offset, py::cast<float>(value));
-  }
-}
-
-void fill(void* params, const std::string& launcher, const std::vector<KeyedField>& fields, const py::kwargs& given) {
-  for (const auto& [field, key] : fields) {
-    PyObject* value = PyDict_GetItemWithError(given.ptr(), key);
-    if (value == nullptr) throw py::type_error(launcher + ": missing argument '" + field.name + "'");
-    try {
-      put_number(params, field, value);
-    } catch (const py::cast_error&) {
-      throw py::type_error(launcher + ": " + field.name + ": expected a number that fits its field, got " +
-                           py::repr(py::handle(value)).cast<std::string>());
-    }
-  }
-  if (given.size() == fields.size()) return;
-  std::string unknown;
-  for (const auto& item : given) {
-    const auto name = py::cast<std::string>(item.first);
-    bool known = false;
-    for (const auto& keyed : fields) known = known || name == keyed.field.name;
-    if (!known) unknown += " '" + name + "'";
-  }
-  throw py::type_error(launcher + ": unknown arguments:" + unknown);
-}
-
 // Python's exception for StatusCode::does_not_fit. It is set as Python's error rather than thrown as a C++ type of its
-// own, so that every way into the core (pybind11's functions and those of calls.cpp) raises the same exception.
+// own, so that pybind11's functions and those of calls.cpp raise the same exception.
 PyObject* does_not_fit = nullptr;
 
 Isa parse_isa(const std::string& name) {
@@ -93,12 +43,6 @@ const char* isa_name(Isa isa) {
 
 }  // namespace
 
-void check_count(const std::string& function, const char* argument, int64_t number) {
-  if (number < 0 || number > kMaxCounted)
-    throw py::value_error(function + ": " + argument + ": expected a number in [0, 2^40], got " +
-                          std::to_string(number));
-}
-
 void raise_unless_ok(const Status& status) {
   switch (status.code) {
     case StatusCode::ok: return;
@@ -107,54 +51,6 @@ void raise_unless_ok(const Status& status) {
     default: throw py::value_error(status.detail);
   }
 }
-
-void add_launcher(Module& module, const char* name, std::vector<Field> fields,
-                  std::function<Status(const void* params)> launcher) {
-  std::string doc = "fields:";  // tools/make_stub.py reads them
-  std::vector<KeyedField> keyed;
-  for (const Field& field : fields) {
-    doc += std::string(" ") + field.name + (field.type == FieldType::float32 ? ":float" : ":int");
-    keyed.push_back({field, PyUnicode_InternFromString(field.name)});
-  }
-  module.python.def(
-      name,
-      [name = std::string(name), keyed, launcher](const py::kwargs& given) {
-        alignas(std::max_align_t) char params[kMaxParamsSize] = {};
-        fill(params, name, keyed, given);
-        Status status;
-        {
-          py::gil_scoped_release unlocked;
-          status = launcher(params);
-        }
-        raise_unless_ok(status);
-      },
-      doc.c_str());
-}
-
-template <class... Numbers>
-void bind_workspace(Module& module, const char* name, int64_t (*size)(Numbers...),
-                    std::array<const char*, sizeof...(Numbers)> arguments) {
-  const auto checked = [name = std::string(name), size, arguments](Numbers... numbers) {
-    size_t place = 0;
-    for (int64_t number : {numbers...}) {
-      check_count(name, arguments[place], number);
-      ++place;
-    }
-    const int64_t elements = size(numbers...);
-    if (elements == kTooMany) throw py::value_error(name + ": expected a size that fits 64 bits, got a larger one");
-    return elements;
-  };
-  std::apply([&](auto... argument) { module.python.def(name, checked, py::arg(argument)...); }, arguments);
-}
-
-template void bind_workspace(Module&, const char*, int64_t (*)(int64_t, int64_t), std::array<const char*, 2>);
-template void bind_workspace(Module&, const char*, int64_t (*)(int64_t, int64_t, int64_t), std::array<const char*, 3>);
-template void bind_workspace(Module&, const char*, int64_t (*)(int64_t, int64_t, int64_t, int64_t),
-                             std::array<const char*, 4>);
-template void bind_workspace(Module&, const char*, int64_t (*)(int64_t, int64_t, int64_t, int64_t, int64_t),
-                             std::array<const char*, 5>);
-
-void bind_number(Module& module, const char* name, int64_t (*number)()) { module.python.def(name, number); }
 
 void bind_constant(Module& module, const char* name, int64_t value) { module.python.attr(name) = value; }
 
@@ -200,7 +96,7 @@ PYBIND11_MODULE(_C, python) {
   python.def("parallel_runtime", &parallel_runtime);
   python.def("use_plain_threads", &use_plain_threads);
 
-  bind_tensors(python);
+  bind_torch(python);
   Module module{python};
   for (Binder bind : binders()) bind(module);
 }

@@ -6,37 +6,32 @@ namespace fasttfm {
 
 namespace {
 
-PackCopy copy_of(const Place& place, const Tensor& source, const Tensor& target, const Tensor& cu_seqlens,
+PackCopy copy_of(const CallContext& context, const Tensor& source, const Tensor& target, const Tensor& cu_seqlens,
                  int64_t max_seqlen, int64_t total, int64_t token_bytes) {
   return {
       .source = source.data,
       .target = target.data,
-      .cu_seqlens = static_cast<const int32_t*>(cu_seqlens.data),
+      .cu_seqlens = cu_seqlens.as<int32_t>(),
       .sequences = cu_seqlens.columns() - 1,
       .max_seqlen = max_seqlen,
       .total = total,
       .token_bytes = token_bytes,
-      .threads = place.threads,
-      .device = place.device,
-      .stream = place.stream,
+      .threads = context.threads,
+      .device = context.device,
+      .stream = context.stream,
   };
-}
-
-Status pack_tokens(const Place& place, const Tensor& x, const Tensor& packed, const Tensor& cu_seqlens,
-                   int64_t max_seqlen, int64_t total, int64_t token_bytes) {
-  return FASTTFM_LAUNCH(place, pack, copy_of(place, x, packed, cu_seqlens, max_seqlen, total, token_bytes));
-}
-
-Status unpack_tokens(const Place& place, const Tensor& packed, const Tensor& x, const Tensor& cu_seqlens,
-                     int64_t max_seqlen, int64_t total, int64_t token_bytes) {
-  return FASTTFM_LAUNCH(place, unpack, copy_of(place, packed, x, cu_seqlens, max_seqlen, total, token_bytes));
 }
 
 }  // namespace
 
-FASTTFM_BINDING(pack) {
-  bind_call(module, "pack", "x, packed, cu_seqlens, max_seqlen, total, token_bytes", &pack_tokens);
-  bind_call(module, "unpack", "packed, x, cu_seqlens, max_seqlen, total, token_bytes", &unpack_tokens);
+FASTTFM_FUNCTION(Status, pack, const Tensor& x, const Tensor& packed, const Tensor& cu_seqlens, int64_t max_seqlen,
+                 int64_t total, int64_t token_bytes) {
+  return FASTTFM_LAUNCH(pack, copy_of(context, x, packed, cu_seqlens, max_seqlen, total, token_bytes));
+}
+
+FASTTFM_FUNCTION(Status, unpack, const Tensor& packed, const Tensor& x, const Tensor& cu_seqlens, int64_t max_seqlen,
+                 int64_t total, int64_t token_bytes) {
+  return FASTTFM_LAUNCH(unpack, copy_of(context, packed, x, cu_seqlens, max_seqlen, total, token_bytes));
 }
 
 }  // namespace fasttfm

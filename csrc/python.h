@@ -3,9 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <cstdint>
-#include <string>
-
 #include "common/status.h"
 
 namespace fasttfm {
@@ -17,10 +14,7 @@ class Module {
 
 void raise_unless_ok(const Status& status);
 
-// Raises for a size that no machine has so much of: sizes can be rounded up and multiplied by constants.
-void check_count(const std::string& function, const char* argument, int64_t number);
-
-// Adds what calls of tensors need: use_torch(), signature() and tensor_table().
-void bind_tensors(pybind11::module_& python);
+// Adds use_torch(), signature() and tensor_table().
+void bind_torch(pybind11::module_& python);
 
 }  // namespace fasttfm

@@ -2,16 +2,27 @@
 
 #include "binding.h"
 
+#ifdef FASTTFM_WITH_HOPPER
 namespace fasttfm {
 
-#define FIELD(MEMBER) FASTTFM_FIELD(QkvProjection, MEMBER)
-
-FASTTFM_BINDING(qkv_projection) {
-#ifdef FASTTFM_WITH_HOPPER
-  bind_launcher(module, "qkv_projection_cuda", &cuda::qkv_projection, FIELD(x), FIELD(weight), FIELD(bias), FIELD(qkv),
-                FIELD(rows), FIELD(inputs), FIELD(columns), FIELD(x_stride), FIELD(dtype), FIELD(bias_dtype),
-                FIELD(device), FIELD(stream));
-#endif
+FASTTFM_FUNCTION(Status, qkv_projection_cuda, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                 const Tensor& qkv) {
+  if (!x.has_rows()) return bad_size("qkv_projection: x must have adjacent columns and one stride between rows");
+  return cuda::qkv_projection({
+      .x = x.data,
+      .weight = weight.data,
+      .bias = bias.data,
+      .qkv = qkv.data,
+      .rows = x.rows(),
+      .inputs = x.columns(),
+      .columns = weight.shape[0],
+      .x_stride = x.row_stride(),
+      .dtype = x.dtype(),
+      .bias_dtype = bias.dtype(),
+      .device = context.device,
+      .stream = context.stream,
+  });
 }
 
 }  // namespace fasttfm
+#endif

@@ -1,4 +1,4 @@
-// What a bound function gets of torch: borrowed views of tensors, valid during the call, and where the call runs.
+// What a bound function gets: views of torch's tensors, valid during the call, and the device that it runs on.
 #pragma once
 
 #include <cstdint>
@@ -11,15 +11,25 @@ namespace fasttfm {
 enum class ElementType : int32_t { f32 = 0, bf16 = 1, f16 = 2, f64, int64, int32, boolean, other };
 
 struct Tensor {
-  void* data = nullptr;  // null where no tensor was given, or one without elements
+  void* data = nullptr;  // null for None and for a tensor without elements
   const int64_t* shape = nullptr;
   const int64_t* strides = nullptr;  // in elements
   int32_t dimensions = 0;
   ElementType type = ElementType::f32;
   int32_t device = -1;  // index of the GPU, -1 for the CPU
-  bool given = false;
+  bool given = false;   // false for None
 
-  // Of floating-point tensors that kernels take; any code will do where there is no tensor.
+  template <class Element>
+  Element* as() const {
+    return static_cast<Element*>(data);
+  }
+  // The address of an element of a contiguous tensor; null for None.
+  template <class Element>
+  Element* from(int64_t index) const {
+    return data == nullptr ? nullptr : as<Element>() + index;
+  }
+
+  // Of floating-point tensors that kernels support; an arbitrary code for None.
   DType dtype() const { return static_cast<DType>(type); }
 
   // A tensor [..., C] as rows of C columns.
@@ -34,7 +44,7 @@ struct Tensor {
       if (shape[i] != 1) return strides[i];
     return dimensions > 0 ? columns() : 1;
   }
-  // Whether the columns are adjacent and one stride leads from each row to the next.
+  // Whether columns are adjacent and all rows are one stride apart.
   bool has_rows() const {
     if (dimensions == 0) return false;
     if (rows() == 0) return true;
@@ -52,7 +62,8 @@ struct Tensor {
 // A tensor or None.
 struct OptionalTensor : Tensor {};
 
-struct Place {
+// Where a call runs.
+struct CallContext {
   int32_t device;  // index of the GPU, -1 for the CPU
   void* stream;    // CUDA: torch's current stream
   int threads;     // CPU: torch's number of threads

@@ -1,45 +1,70 @@
 #include "transformer_block/op.h"
 
 #include "binding.h"
+#include "common/cuda/device.h"
 #include "transformer_block/regions.h"
+#include "transformer_call.h"
 
 namespace fasttfm {
 
-using baseline::transformer::RegionsCall;
+namespace transformer = baseline::transformer;
 
-#define REGIONS(MEMBER) FASTTFM_FIELD(RegionsCall, MEMBER)
-#define SIZES(MEMBER) FASTTFM_FIELD(TransformerSizes, MEMBER)
-#define FORWARD(MEMBER) FASTTFM_FIELD(TransformerForward, MEMBER)
-#define BACKWARD(MEMBER) FASTTFM_FIELD(TransformerBackward, MEMBER)
-#define FP8(MEMBER) FASTTFM_FIELD(TransformerFp8Forward, MEMBER)
-#define SHAPE(FIELD)                                                                                                  \
-  FIELD(layers), FIELD(tokens), FIELD(width), FIELD(intermediate), FIELD(heads), FIELD(sequences), FIELD(max_seqlen), \
-      FIELD(processors), FIELD(pre_norm), FIELD(training), FIELD(recompute), FIELD(keep_activation), FIELD(dtype),    \
-      FIELD(residual_dtype)
-#define CALL(FIELD)                                                                                                   \
-  SHAPE(FIELD), FIELD(parameters), FIELD(x), FIELD(cu_seqlens), FIELD(seeds), FIELD(kept), FIELD(scratch),            \
-      FIELD(window_left), FIELD(window_right), FIELD(activation), FIELD(attention_threshold), FIELD(attention_scale), \
-      FIELD(threshold_a), FIELD(scale_a), FIELD(threshold_b), FIELD(scale_b), FIELD(eps_a), FIELD(eps_b),             \
-      FIELD(parameter_dtype), FIELD(device), FIELD(stream)
+// Writes `table`, in the format of RegionsCall.
+FASTTFM_FUNCTION(Status, transformer_block_regions, TRANSFORMER_SHAPE(FASTTFM_PARAMETER), int64_t workspace_bytes,
+                 int fused_activation, int64_t* table, transformer::RegionsOf kind) {
+  return transformer::list_regions(
+      {shape_of(TRANSFORMER_SHAPE(FASTTFM_NAME)), workspace_bytes, fused_activation, table, kind});
+}
 
-FASTTFM_BINDING(transformer_block) {
-  bind_launcher(module, "transformer_block_regions", &baseline::transformer::list_regions, SHAPE(REGIONS),
-                REGIONS(workspace_bytes), REGIONS(fused_activation), REGIONS(table), REGIONS(kind));
-#define BIND(DEVICE)                                                                                                \
-  bind_launcher(module, "transformer_block_sizes_" #DEVICE, &DEVICE::transformer_block_sizes, SHAPE(SIZES),         \
-                SIZES(sizes));                                                                                      \
-  bind_launcher(module, "transformer_block_forward_" #DEVICE, &DEVICE::transformer_block_forward, CALL(FORWARD),    \
-                FORWARD(residual), FORWARD(y), FORWARD(z), FORWARD(few_rows), FORWARD(short_attention));            \
-  bind_launcher(module, "transformer_block_backward_" #DEVICE, &DEVICE::transformer_block_backward, CALL(BACKWARD), \
-                BACKWARD(z), BACKWARD(dy), BACKWARD(dz), BACKWARD(dx), BACKWARD(dresidual), BACKWARD(gradients),    \
-                BACKWARD(block_memory), BACKWARD(part), BACKWARD(dout), BACKWARD(dqkv))
-  BIND(cpu);
+// Writes three numbers of bytes to `sizes`.
+FASTTFM_FUNCTION(Status, transformer_block_sizes_cpu, TRANSFORMER_SHAPE(FASTTFM_PARAMETER), int64_t* sizes) {
+  return cpu::transformer_block_sizes({shape_of(TRANSFORMER_SHAPE(FASTTFM_NAME)), sizes});
+}
+
 #ifdef FASTTFM_WITH_HOPPER
-  BIND(cuda);
-  bind_launcher(module, "transformer_block_fp8_forward_cuda", &cuda::transformer_block_fp8_forward, CALL(FP8),
-                FP8(residual), FP8(y), FP8(z), FP8(few_rows), FP8(short_attention), FP8(fp8), FP8(operand));
-  bind_number(module, "transformer_block_names_layers_cuda", &cuda::transformer_block_names_layers);
+FASTTFM_FUNCTION(Status, transformer_block_sizes_cuda, TRANSFORMER_SHAPE(FASTTFM_PARAMETER), int64_t* sizes) {
+  return cuda::transformer_block_sizes({shape_of(TRANSFORMER_SHAPE(FASTTFM_NAME)), sizes});
+}
+
+FASTTFM_FUNCTION(int64_t, transformer_block_names_layers_cuda) { return cuda::transformer_block_names_layers(); }
 #endif
+
+FASTTFM_FUNCTION(Status, transformer_block_forward, TRANSFORMER_SHAPE(FASTTFM_PARAMETER),
+                 TRANSFORMER_OPTIONS(FASTTFM_PARAMETER), TRANSFORMER_INPUTS(FASTTFM_PARAMETER),
+                 const OptionalTensor& residual, const Tensor& y, const OptionalTensor& z, int few_rows,
+                 int short_attention) {
+  const TransformerForward params{TRANSFORMER_CALL, residual.data, y.data, z.data, few_rows, short_attention};
+  return FASTTFM_LAUNCH_HOPPER(transformer_block_forward, params);
+}
+
+#ifdef FASTTFM_WITH_HOPPER
+// `fp8` is a table of addresses.
+FASTTFM_FUNCTION(Status, transformer_block_fp8_forward_cuda, TRANSFORMER_SHAPE(FASTTFM_PARAMETER),
+                 TRANSFORMER_OPTIONS(FASTTFM_PARAMETER), TRANSFORMER_INPUTS(FASTTFM_PARAMETER),
+                 const OptionalTensor& residual, const Tensor& y, const OptionalTensor& z, int few_rows,
+                 int short_attention, const int64_t* fp8, const Tensor& operand) {
+  const TransformerForward forward{TRANSFORMER_CALL, residual.data, y.data, z.data, few_rows, short_attention};
+  return cuda::transformer_block_fp8_forward({forward, fp8, operand.data});
+}
+#endif
+
+// `gradients` is a table of addresses.
+FASTTFM_FUNCTION(Status, transformer_block_backward, TRANSFORMER_SHAPE(FASTTFM_PARAMETER),
+                 TRANSFORMER_OPTIONS(FASTTFM_PARAMETER), TRANSFORMER_INPUTS(FASTTFM_PARAMETER), const OptionalTensor& z,
+                 const Tensor& dy, const OptionalTensor& dz, const Tensor& dx, const OptionalTensor& dresidual,
+                 const int64_t* gradients, BackwardPart part, const OptionalTensor& dout, const OptionalTensor& dqkv) {
+  const TransformerBackward params{TRANSFORMER_CALL,
+                                   z.data,
+                                   dy.data,
+                                   dz.data,
+                                   dx.data,
+                                   dresidual.data,
+                                   gradients,
+                                   cuda::block_memory(context.device),
+                                   part,
+                                   dout.data,
+                                   dqkv.data};
+  return FASTTFM_LAUNCH_HOPPER(transformer_block_backward, params);
 }
 
 }  // namespace fasttfm

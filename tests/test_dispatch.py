@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from native.calls import layer_norm_arguments
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
@@ -151,10 +152,10 @@ def test_a_subclass_in_any_parameter_of_a_layer_is_seen(name: str, train: bool) 
 
 
 def test_a_tensor_with_elements_is_not_taken_for_none() -> None:
-    assert _native.address(None) == _native.address(torch.empty(0)) == 0
-    for tensor in (torch.empty(3, device="meta"), Wrapped(torch.ones(3))):
-        with pytest.raises(TypeError, match="expected tensors with memory of their own, got "):
-            _native.address(tensor)
+    _, outputs = layer_norm_arguments(x := torch.ones(4, 8))
+    for tensor in (torch.empty(8, device="meta"), Wrapped(torch.ones(8))):
+        with pytest.raises(TypeError, match=r"weight: expected a .*tensor with memory of its own"):
+            _native.core().layer_norm_forward(x, tensor, None, *outputs.values(), 1e-5)
 
 
 # ---- meta tensors and tracers ----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -32,17 +31,11 @@ SIZES = [
     (72, 200),
 ]
 TYPES = [torch.bfloat16, torch.float16]
+_FIRST = 0  # the kernel does not depend on the previous one
 
 
 def draw(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return (scale * torch.randn(*shape, device="cuda")).to(dtype)
-
-
-def launch(name: str, given: Tensor, /, **fields: Any) -> None:
-    places = {key: _native.address(value) if isinstance(value, Tensor) or value is None else value
-              for key, value in fields.items()}  # fmt: skip
-    where = {"dtype": _native.DTYPE_CODES[given.dtype], "device": given.get_device(), "stream": _native.stream(given)}
-    getattr(_native.core(), f"few_rows_{name}_cuda")(dependent=0, **places, **where)
 
 
 def product(
@@ -60,12 +53,10 @@ def product(
     core = _native.core()
     count = core.few_rows_parts(*sizes) if parts is None else parts
     out = x.new_empty(count, rows, columns, dtype=torch.float32) if partial else x.new_empty(rows, columns)
-    launch(
-        "product", x, x=x, weight=weight, bias=bias, y=None if partial else out, parts=out if partial else None,
-        rows=rows, columns=columns, inner=inner, tile=core.few_rows_tile(*sizes) if tile is None else tile,
-        part_count=count, activates=int(kind is not None), activation=CODES[kind or "gelu"],
-        bias_dtype=_native.DTYPE_CODES[x.dtype if bias is None else bias.dtype],
-    )  # fmt: skip
+    tile = core.few_rows_tile(*sizes) if tile is None else tile
+    outputs = (None, out) if partial else (out, None)
+    activation = (kind is not None, CODES[kind or "gelu"])
+    core.few_rows_product_cuda(x, weight, bias, *outputs, tile, count, *activation, _FIRST)
     return out
 
 
@@ -114,11 +105,7 @@ def test_add_norm(columns: int, stream: torch.dtype | None, dtype: torch.dtype) 
     residual = 1 + draw(rows, columns, dtype=stream or dtype)
     linear_bias, weight, bias = (draw(columns, dtype=torch.float32) for _ in range(3))
     y, z = residual.new_empty(rows, columns, dtype=dtype), torch.empty_like(residual)
-    launch(
-        "add_norm", y, parts=parts, residual=residual, linear_bias=linear_bias, weight=weight, bias=bias, y=y, z=z,
-        rows=rows, columns=columns, part_count=count, eps=1e-5, residual_dtype=_native.DTYPE_CODES[residual.dtype],
-        parameter_dtype=_native.DTYPE_CODES[torch.float32],
-    )  # fmt: skip
+    _native.core().few_rows_add_norm_cuda(parts, residual, linear_bias, weight, bias, y, z, 1e-5, _FIRST)
 
     def expected(wide: torch.dtype) -> tuple[Tensor, Tensor]:
         total = parts.to(wide).sum(0) + linear_bias.to(wide) + residual.to(wide)
@@ -142,11 +129,8 @@ def test_attention(split: int, window: tuple[int, int], head_dim: int, dtype: to
     tokens = places[-1] + 2
     qkv = draw(tokens, 3, heads, head_dim, dtype=dtype)
     out = torch.full((tokens, heads, head_dim), torch.nan, dtype=dtype, device="cuda")
-    launch(
-        "attention", qkv, qkv=qkv, out=out, cu_seqlens=torch.tensor(places, dtype=torch.int32, device="cuda"),
-        tokens=tokens, sequences=len(places) - 1, heads=heads, head_dim=head_dim, max_seqlen=302,
-        window_left=window[0], window_right=window[1], scale=head_dim**-0.5, split_keys=split,
-    )  # fmt: skip
+    cu_seqlens = torch.tensor(places, dtype=torch.int32, device="cuda")
+    _native.core().few_rows_attention_cuda(qkv, out, cu_seqlens, 302, *window, head_dim**-0.5, split, _FIRST)
     options = BlockOptions(heads, 302, *window, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-5, False, False, None)
 
     def expected(given: Tensor) -> Tensor:

@@ -156,20 +156,19 @@ class Model:
     def adamw_workspace_cuda(self, tensors: int, groups: int) -> int:
         return 1
 
-    def adamw_step_cuda(self, **given: Any) -> None:
-        count = given["tensors"]
-        starts = memory(given["table"], count, torch.int32)
-        place = given["table"] + (count + 1) // 2 * 8
+    def adamw_cuda(self, table: int, count: int, group_count: int, chunk_count: int, *rest: Any) -> None:
+        starts = memory(table, count, torch.int32)
+        place = table + (count + 1) // 2 * 8
         tensors = rows(place, count, optim.TENSOR)
-        groups = rows(place + tensors.nbytes, given["groups"], optim.GROUP)
+        groups = rows(place + tensors.nbytes, group_count, optim.GROUP)
         chunks = 0
         for start, row in zip(starts.tolist(), tensors, strict=True):
             assert start == chunks
             chunks += -(-int(row["size"]) // self.adamw_chunk)
-            self._update(row, groups[row["group"]], given)
-        assert chunks == given["chunks"]
+            self._update(row, groups[row["group"]])
+        assert chunks == chunk_count
 
-    def _update(self, row: Any, group: Any, given: dict[str, Any]) -> None:
+    def _update(self, row: Any, group: Any) -> None:
         size = int(row["size"])
         p, m, v = (memory(row[name], size, torch.float32) for name in ("parameter", "exp_avg", "exp_avg_sq"))
         types = {code: dtype for dtype, code in _native.DTYPE_CODES.items()}
@@ -197,7 +196,6 @@ def rows(address: int, count: int, dtype: np.dtype) -> Any:
 @pytest.fixture
 def model_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "core", Model)
-    monkeypatch.setattr(_native, "stream", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(optim, "refusal", lambda _: None)
     monkeypatch.setattr(AdamW, "_step_cpu", AdamW._step_gpu)

@@ -1,7 +1,7 @@
 """Writes the functions of the native core into python/fasttfm/_C.pyi: ``python tools/make_stub.py``.
 
 The head of the stub, up to the line that names this file, is written by hand. Everything after it comes from the
-docstrings of a built core (csrc/binding.h writes them). Functions that this build does not have, because it has no CUDA
+docstrings of a built core (csrc/calls.cpp writes them). Functions that this build does not have, because it has no CUDA
 or no kernels for Hopper, keep their present definitions.
 """
 
@@ -20,20 +20,15 @@ def functions(core: ModuleType) -> dict[str, str]:
     """The definition of every function of the core."""
     found = {name: getattr(core, name) for name in dir(core) if not name.startswith("_")}
     return {
-        name: definition(name, function.__doc__)
+        name: definition(function.__doc__)
         for name, function in found.items()
         if callable(function) and not isinstance(function, type)
     }
 
 
-def definition(name: str, doc: str) -> str:
-    fields = re.search(r"^fields:(.*)$", doc, re.MULTILINE)
-    if fields is not None:  # a launcher: keywords, in any order
-        arguments = sorted(fields[1].split())
-        signature = f"{name}(*, {', '.join(field.replace(':', ': ') for field in arguments)}) -> None"
-    else:
-        signature = doc.partition("\n")[0].replace("typing.SupportsInt | typing.SupportsIndex", "int")
-        signature = signature.replace("typing.SupportsInt", "int").replace("types.ModuleType", "ModuleType")
+def definition(doc: str) -> str:
+    signature = doc.partition("\n")[0].replace("typing.SupportsInt | typing.SupportsIndex", "int")
+    signature = signature.replace("typing.SupportsInt", "int").replace("types.ModuleType", "ModuleType")
     whole = re.sub(r"(?<![,]) ", "\N{NO-BREAK SPACE}", f"def {signature}: ...")  # lines end after commas
     lines = textwrap.wrap(whole, 120, subsequent_indent="    ", break_long_words=False)
     return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")

@@ -2,6 +2,7 @@
 // bytes per row, where e is the bytes of an element.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/dtype.h"
@@ -30,7 +31,14 @@ int64_t column_sum_workspace(int64_t rows, int64_t columns);  // in floats
 }  // namespace cpu
 
 namespace cuda {
-constexpr int kColumnSumStrip = 256;  // columns per block; Python computes the number of blocks from it
+constexpr int kColumnSumStrip = 256;  // columns per block
+
+// Into how many parts the rows are split on a GPU with `processors` SMs: up to four blocks for each SM, of at least 64
+// rows.
+inline int64_t column_sum_parts(int64_t rows, int64_t columns, int64_t processors) {
+  const int64_t strips = (columns + kColumnSumStrip - 1) / kColumnSumStrip;
+  return std::max<int64_t>(1, std::min(4 * processors / strips, rows / 64));
+}
 
 // Columns are a multiple of 8; x and each of its rows start at multiples of 16 bytes.
 Status column_sum(const ColumnSum&);

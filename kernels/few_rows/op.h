@@ -77,11 +77,6 @@ struct FewRowsAttention {
   void* stream;
 };
 
-// The tile and the number of parts of K for a GEMM of these sizes on a GPU with `processors` SMs; `partial` is not 0 if
-// there may be several parts.
-int64_t few_rows_tile(int64_t rows, int64_t columns, int64_t inner, int64_t processors, int64_t partial);
-int64_t few_rows_parts(int64_t rows, int64_t columns, int64_t inner, int64_t processors, int64_t partial);
-
 namespace cuda {
 // Compute capability 9.0. N, K and C are multiples of 8, C is at most 8192; tensors are aligned to 16 bytes.
 Status few_rows_product(const FewRowsProduct&);

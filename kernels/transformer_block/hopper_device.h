@@ -111,8 +111,7 @@ struct Hopper {
   }
 
   static int column_sum_parts(const TransformerShape& shape) {
-    const int64_t strips = (3 * shape.width + kColumnSumStrip - 1) / kColumnSumStrip;
-    return static_cast<int>(std::max<int64_t>(1, std::min(4 * shape.processors / strips, shape.tokens / 64)));
+    return static_cast<int>(cuda::column_sum_parts(shape.tokens, 3 * shape.width, shape.processors));
   }
 
   static int64_t attention_floats(const TransformerShape& shape) {

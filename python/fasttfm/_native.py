@@ -127,31 +127,8 @@ def shared_openmp() -> tuple[str, str]:
     return _core.share_openmp(str(_torch_library()))
 
 
-def address(tensor: torch.Tensor | None) -> int:
-    """A tensor's data pointer for the core; 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr() or _empty_address(tensor)
-
-
-def _empty_address(tensor: torch.Tensor) -> int:
-    """Returns 0 for a tensor without elements; raises for others, whose address 0 would be taken for None."""
-    if tensor.numel() == 0:
-        return 0
-    raise TypeError(f"expected tensors with memory of their own, got {type(tensor).__name__} on {tensor.device}")
-
-
 def as_parameter(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """A contiguous parameter of this dtype, copied only if it is not already."""
     if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
         return tensor
     return tensor.to(dtype).contiguous()
-
-
-def dtype_code(tensor: torch.Tensor | None) -> int:
-    """The core's code of a tensor's dtype; an arbitrary code for None."""
-    return 0 if tensor is None else DTYPE_CODES[tensor.dtype]
-
-
-def stream(tensor: torch.Tensor) -> int:
-    """The handle of torch's current stream on the tensor's GPU."""
-    handle: int = torch._C._cuda_getCurrentRawStream(tensor.get_device())  # current_stream() builds an object first
-    return handle

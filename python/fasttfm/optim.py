@@ -140,7 +140,7 @@ class AdamW(torch.optim.AdamW):
                 raise ValueError(f"AdamW: {reason}")
             table = self._table_of(given)
             memory = table.take_gradients(given.gradients, norm=True)
-            _native.core().adamw_norm_cuda(**table.fields(memory))
+            _native.core().adamw_cuda(*table.arguments(memory, norm_only=True))
             assert memory.norm is not None
             return memory.norm
         _check_on_cpu(given)
@@ -172,7 +172,7 @@ class AdamW(torch.optim.AdamW):
             None if value is None else value.to(table.device, torch.float32, non_blocking=True)
             for value in (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         )
-        _native.core().adamw_step_cuda(**table.fields(memory, self.max_norm, scale, found_inf))
+        _native.core().adamw_cuda(*table.arguments(memory, self.max_norm, scale, found_inf))
         table.step_copies.written()
         self.last_norm = memory.norm
 
@@ -439,27 +439,19 @@ class _Table:
             rates = (0.0, rate.data_ptr()) if on_device else (float(rate), 0)
             self.groups[index] = (*rates, *group["betas"], group["eps"], group["weight_decay"])
 
-    def fields(
+    def arguments(
         self,
         memory: _Memory,
         max_norm: float | None = None,
         scale: Tensor | None = None,
         found_inf: Tensor | None = None,
-    ) -> dict[str, Any]:
-        return {
-            "table": self.table.ctypes.data,
-            "workspace": memory.workspace.data_ptr(),
-            "partial_norms": _native.address(memory.partial_norms),
-            "norm": _native.address(memory.norm),
-            "max_norm": max_norm or 0.0,
-            "grad_scale": _native.address(scale),
-            "found_inf": _native.address(found_inf),
-            "tensors": len(self.tensors),
-            "groups": len(self.groups),
-            "chunks": self.chunks,
-            "device": self.index,
-            "stream": _native.stream(memory.workspace),
-        }
+        *,
+        norm_only: bool = False,
+    ) -> tuple[Any, ...]:
+        """The arguments of ``_C.adamw_cuda``."""
+        counts = (len(self.tensors), len(self.groups), self.chunks)
+        buffers = (memory.workspace, memory.partial_norms, memory.norm)
+        return (self.table.ctypes.data, *counts, *buffers, max_norm or 0.0, scale, found_inf, norm_only)
 
 
 def _write_addresses(tensors: list[Any], target: np.ndarray) -> int:

@@ -1,4 +1,4 @@
-"""Launchers of the native core as functions of tensors."""
+"""Calls of the native core's functions."""
 
 from __future__ import annotations
 
@@ -23,15 +23,8 @@ def elementwise(
     """``function`` of each element, read in ``x``'s type and written in ``dtype`` by the loads and stores of CPU
     kernels."""
     y = torch.empty_like(x, dtype=dtype or x.dtype) if out is None else out
-    _native.core().elementwise_cpu(
-        x=x.data_ptr(),
-        y=y.data_ptr(),
-        count=x.numel(),
-        x_dtype=_native.DTYPE_CODES[x.dtype],
-        y_dtype=_native.DTYPE_CODES[y.dtype],
-        function=FUNCTIONS[function],
-        threads=threads,
-    )
+    codes = (_native.DTYPE_CODES[x.dtype], _native.DTYPE_CODES[y.dtype], FUNCTIONS[function])
+    _native.core().elementwise_cpu(x.data_ptr(), y.data_ptr(), x.numel(), *codes, threads)
     return y
 
 

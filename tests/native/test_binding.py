@@ -15,71 +15,63 @@ from native.calls import layer_norm_arguments
 
 from fasttfm import _C, _native
 
-LAUNCHER, CALL = "elementwise_cpu", "layer_norm_forward"
-
-
-def launch(**changes: Any) -> torch.Tensor:
-    x, y = torch.ones(4), torch.zeros(4)
-    fields = {"x": x.data_ptr(), "y": y.data_ptr(), "count": 4, "x_dtype": 0, "y_dtype": 0, "function": 0, "threads": 1}
-    fields.update(changes)
-    getattr(_C, LAUNCHER)(**{name: value for name, value in fields.items() if value is not MISSING})
-    return y
-
-
-MISSING = object()
+FUNCTION, OF_ADDRESSES = "layer_norm_forward", "elementwise_cpu"
 NAMES = ("x", "weight", "bias", "y", "statistics", "eps")
 
 
 def call(rows: torch.Tensor | None = None, **changes: Any) -> dict[str, torch.Tensor]:
     given, outputs = layer_norm_arguments(torch.ones(4, 8) if rows is None else rows)
-    getattr(_C, CALL)(*{**dict(zip(NAMES, given, strict=True)), **changes}.values())
+    getattr(_C, FUNCTION)(*{**dict(zip(NAMES, given, strict=True)), **changes}.values())
     return outputs
 
 
-# ---- launchers: fields by keyword ------------------------------------------------------------------------------------
+def call_with_addresses(**changes: Any) -> torch.Tensor:
+    x, y = torch.ones(4), torch.zeros(4)
+    given = {"x": x.data_ptr(), "y": y.data_ptr(), "count": 4, "x_dtype": 0, "y_dtype": 0, "function": 0, "threads": 1}
+    getattr(_C, OF_ADDRESSES)(*{**given, **changes}.values())
+    return y
 
 
 def test_the_unchanged_calls_compute() -> None:
-    assert torch.equal(launch(), torch.ones(4))
+    assert torch.equal(call_with_addresses(), torch.ones(4))
     rows = torch.arange(32.0).reshape(4, 8)
     assert torch.equal(call(rows)["statistics"][0], rows.mean(dim=1))
 
 
-@pytest.mark.parametrize("name", ["x", "count", "threads"])
-def test_missing_argument(name: str) -> None:
-    with pytest.raises(TypeError, match=f"^{LAUNCHER}: missing argument '{name}'$"):
-        launch(**{name: MISSING})
-
-
-def test_unknown_argument() -> None:
-    with pytest.raises(TypeError, match=f"^{LAUNCHER}: unknown arguments: 'colour' 'taste'$"):
-        launch(colour=1, taste=2)
-
-
-def test_positional_argument() -> None:
-    with pytest.raises(TypeError):
-        getattr(_C, LAUNCHER)(1)
+# ---- numbers and addresses -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "bits"),
     [
-        ("count", "many"),
-        ("count", 1.5),
-        ("count", None),
-        ("count", 2**63),
-        ("x", -1),
-        ("x", 2**64),
-        ("x", torch.ones(1)),
-        ("function", "small"),
-        ("x_dtype", 2**31),
-        ("x_dtype", "bf16"),
-        ("threads", [2]),
+        ("count", "many", 64),
+        ("count", 1.5, 64),
+        ("count", None, 64),
+        ("count", 2**63, 64),
+        ("x", -1, 64),
+        ("x", 2**64, 64),
+        ("x", torch.ones(1), 64),
+        ("function", "small", 32),
+        ("x_dtype", 2**31, 32),
+        ("x_dtype", "bf16", 32),
+        ("threads", [2], 32),
     ],
 )
-def test_argument_of_a_wrong_type(name: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=f"^{LAUNCHER}: {name}: expected a number that fits its field, got "):
-        launch(**{name: value})
+def test_an_integer_that_does_not_fit(name: str, value: Any, bits: int) -> None:
+    with pytest.raises(TypeError, match=f"^{OF_ADDRESSES}: {name}: expected an integer of {bits} bits, got "):
+        call_with_addresses(**{name: value})
+
+
+@pytest.mark.parametrize(("value", "error"), [(-1, ValueError), (2**40 + 1, ValueError), (1.5, TypeError)])
+def test_a_size_that_no_machine_has(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^embedding_workspace_cpu: rows: expected "):
+        _C.embedding_workspace_cpu(value, 8)
+    assert _C.embedding_workspace_cpu(2**10, 8) > 0
+
+
+def test_arguments_have_no_keywords() -> None:
+    with pytest.raises(TypeError, match="takes no keyword arguments"):
+        _C.embedding_workspace_cpu(rows=1, columns=8)
 
 
 # ---- functions of tensors --------------------------------------------------------------------------------------------
@@ -97,13 +89,13 @@ def test_argument_of_a_wrong_type(name: str, value: Any) -> None:
     ],
 )
 def test_an_argument_that_a_function_of_tensors_cannot_take(name: str, value: Any, expected: str) -> None:
-    with pytest.raises(TypeError, match=f"^{CALL}: {name}: expected {expected}"):
+    with pytest.raises(TypeError, match=f"^{FUNCTION}: {name}: expected {expected}"):
         call(**{name: value})
 
 
 def test_a_wrong_number_of_arguments() -> None:
-    with pytest.raises(TypeError, match=f"^{CALL}: expected 6 arguments, got 1$"):
-        getattr(_C, CALL)(torch.ones(4, 8))
+    with pytest.raises(TypeError, match=f"^{FUNCTION}: expected 6 arguments, got 1$"):
+        getattr(_C, FUNCTION)(torch.ones(4, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.int32, torch.bool])
@@ -124,10 +116,8 @@ def test_rows_without_a_stride() -> None:
 
 @pytest.mark.parametrize(("field", "code"), [("x_dtype", 3), ("y_dtype", -1), ("function", 5), ("function", -1)])
 def test_unknown_codes_of_elementwise(field: str, code: int) -> None:
-    x = torch.ones(4)
-    fields = {"x": x.data_ptr(), "y": x.data_ptr(), "count": 4, "x_dtype": 0, "y_dtype": 0, "function": 0, "threads": 1}
     with pytest.raises(ValueError, match="is not 0"):
-        _C.elementwise_cpu(**{**fields, field: code})
+        call_with_addresses(**{field: code})
 
 
 def test_instruction_sets() -> None:
@@ -156,27 +146,9 @@ def test_an_unsupported_instruction_set_is_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_a_device_that_does_not_exist_is_an_error() -> None:
-    """The launch does not go to the current device instead."""
-    x, total = torch.ones(4, 8, device="cuda"), torch.zeros(8, device="cuda")
-    workspace = torch.empty(8, device="cuda")
-    fields = {
-        "x": x.data_ptr(),
-        "sum": total.data_ptr(),
-        "workspace": workspace.data_ptr(),
-        "rows": 4,
-        "columns": 8,
-        "x_stride": 8,
-        "dtype": 0,
-        "sum_dtype": 0,
-        "parts": 1,
-        "stream": 0,
-    }
-    with pytest.raises(RuntimeError, match="invalid device ordinal"):
-        _C.column_sum_cuda(**fields, device=torch.cuda.device_count())
-    assert total.tolist() == [0.0] * 8
-    _C.column_sum_cuda(**fields, device=0)
-    assert total.tolist() == [4.0] * 8
+def test_tensors_on_several_devices() -> None:
+    with pytest.raises(ValueError, match=f"^{FUNCTION}: weight: expected a tensor on the device of the first one$"):
+        call(torch.ones(4, 8), weight=torch.ones(8, device="cuda"))
 
 
 def test_every_cuda_launcher_returns_the_status_of_its_device() -> None:

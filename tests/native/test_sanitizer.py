@@ -18,7 +18,7 @@ allocate.restype, allocate.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 count = 256
 x, tensor = allocate(4 * count), torch.empty(count - {missing})
 y = tensor.data_ptr() if {by_torch} else allocate(4 * (count - {missing}))
-_C.elementwise_cpu(x=x, y=y, count=count, x_dtype=0, y_dtype=0, function=0, threads=1)
+_C.elementwise_cpu(x, y, count, 0, 0, 0, 1)
 """
 
 

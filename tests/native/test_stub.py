@@ -1,4 +1,4 @@
-"""python/fasttfm/_C.pyi against the module that it describes: the same functions, fields and attributes."""
+"""python/fasttfm/_C.pyi against the module that it describes: the same functions, parameters and attributes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_tool(name: str) -> ModuleType:
 make_stub = load_tool("make_stub")
 
 
-def test_functions_and_fields_agree() -> None:
+def test_functions_agree() -> None:
     text = STUB.read_text()
     assert make_stub.stub(text, _C) == text, "run tools/make_stub.py"
 
@@ -47,16 +47,16 @@ def test_exceptions_agree() -> None:
     }
 
 
-def test_a_missing_field_is_detected() -> None:
+def test_a_missing_parameter_is_detected() -> None:
     text = STUB.read_text()
-    for field in ("threads: int, ", "eps: float, "):
-        shorter = text.replace(field, "", 1)
+    for parameter in ("threads: int, ", "eps: float, "):
+        shorter = text.replace(parameter, "", 1)
         assert shorter != text
         assert make_stub.stub(shorter, _C) == text
 
 
 def test_functions_of_other_builds_stay() -> None:
-    text = f"def by_hand() -> int: ...\n{make_stub.MARK}\n# fmt: off\n\ndef scale_cuda(*, x: int) -> None: ...\n"
+    text = f"def by_hand() -> int: ...\n{make_stub.MARK}\n# fmt: off\n\ndef scale_cuda(x: int, /) -> None: ...\n"
     core = ModuleType("core")
     core.cuda_archs = ""
     assert make_stub.stub(text, core) == text

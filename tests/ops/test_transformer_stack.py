@@ -135,17 +135,11 @@ def multiply(a: Tensor, b: Tensor, *, bias: Tensor | None, total: Tensor | None,
         return (matrix.t() if transposed else matrix), transposed
 
     (a, transposed_a), (b, transposed_b) = stored(a), stored(b)
-    rows, inner = a.t().shape if transposed_a else a.shape
-    columns = b.shape[0] if transposed_b else b.shape[1]
+    rows, columns = a.shape[1] if transposed_a else a.shape[0], b.shape[0] if transposed_b else b.shape[1]
     out = torch.empty(rows, columns, dtype=dtype, device=a.device) if total is None else total
     core = _native.core()
     workspace = torch.empty(core.gemm_workspace_bytes_cuda(), dtype=torch.uint8, device=a.device)
-    core.gemm_cuda(
-        a=a.data_ptr(), b=b.data_ptr(), bias=_native.address(bias), c=_native.address(total), d=out.data_ptr(),
-        workspace=workspace.data_ptr(), rows=rows, columns=columns, inner=inner, transposed_a=int(transposed_a),
-        transposed_b=int(transposed_b), dtype=_native.DTYPE_CODES[a.dtype], out_dtype=_native.DTYPE_CODES[dtype],
-        device=a.get_device(), stream=_native.stream(a),
-    )  # fmt: skip
+    core.gemm_cuda(a, b, bias, total, out, workspace, transposed_a, transposed_b)
     return out
 
 

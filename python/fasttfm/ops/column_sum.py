@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.column_sum import reference
-from fasttfm.kernels.common.launch import multiprocessors
-from fasttfm.kernels.common.rows import as_rows
+from fasttfm.kernels.common.rows import readable_rows
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
     Backend,
@@ -52,42 +51,14 @@ def column_sum(x: Tensor, *, dtype: torch.dtype | None = None, backend: str | No
 
 # ---- the native core: CPU and CUDA -----------------------------------------------------------------------------------
 
-_CUDA_BLOCKS_PER_MULTIPROCESSOR = 4
-_CUDA_MIN_ROWS_PER_PART = 64
-
 
 def _forward_native(x: Tensor, dtype: torch.dtype) -> Tensor:
-    core = _native.core()
-    rows = as_rows(x)
-    count, columns = rows.shape
-    parts = 0
-    if x.is_cuda:
-        strips = -(-columns // core.column_sum_strip)
-        most = _CUDA_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x) // strips
-        parts = max(1, min(most, count // _CUDA_MIN_ROWS_PER_PART))
-    elements = parts * columns if x.is_cuda else core.column_sum_workspace(count, columns)
-    workspace = torch.empty(elements, dtype=torch.float32, device=x.device)
-    total = torch.empty(columns, dtype=dtype if x.is_cuda else torch.float32, device=x.device)
-    fields = {
-        "x": rows.data_ptr(),
-        "sum": total.data_ptr(),
-        "workspace": workspace.data_ptr(),
-        "rows": count,
-        "columns": columns,
-        "x_stride": rows.stride(0),
-        "dtype": _native.DTYPE_CODES[x.dtype],
-    }
-    if x.is_cuda:
-        core.column_sum_cuda(
-            **fields,
-            sum_dtype=_native.DTYPE_CODES[dtype],
-            parts=parts,
-            device=x.get_device(),
-            stream=_native.stream(x),
-        )
-        return total
-    core.column_sum_cpu(**fields, threads=torch.get_num_threads())
-    return total.to(dtype)
+    core, rows = _native.core(), readable_rows(x)
+    workspace = torch.empty(core.column_sum_workspace(rows), dtype=torch.float32, device=x.device)
+    # The CPU sums in fp32 and leaves the rounding to torch.
+    total = torch.empty(x.shape[-1], dtype=dtype if x.is_cuda else torch.float32, device=x.device)
+    core.column_sum(rows, total, workspace)
+    return total if total.dtype == dtype else total.to(dtype)
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------

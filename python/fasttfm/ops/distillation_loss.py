@@ -265,23 +265,13 @@ def _forward_native(given: DistillationRows, wanted: Sequence[bool]) -> tuple[Te
     losses = torch.empty(len(counted), dtype=torch.float32)
     biases = [_native.as_parameter(bias, torch.float32) for bias in (student_bias, teacher_bias)]
     teacher_logits = _TeacherLogits(teacher, teacher_weight, positions, len(student_weight))
-    core = _native.core()
+    core, gradient = _native.core(), any(wanted)
 
     def turn(first: int, logits: Tensor) -> None:
+        others = teacher_logits.block(first, logits, None)
         core.distillation_loss_cpu(
-            student=logits.data_ptr(),
-            teacher=teacher_logits.block(first, logits, None).data_ptr(),
-            student_bias=_native.address(biases[0]),
-            teacher_bias=_native.address(biases[1]),
-            counted=counted.data_ptr() + 4 * first,
-            coefficients=0 if coefficients is None else coefficients.data_ptr() + 4 * first,
-            losses=losses.data_ptr() + 4 * first,
-            rows=len(logits),
-            vocabulary=len(student_weight),
-            stride=logits.stride(0),
-            temperature=temperature,
-            gradient=int(any(wanted)),
-            threads=torch.get_num_threads(),
+            *(logits, others, *biases, counted, coefficients, losses),
+            *(first, len(student_weight), temperature, gradient),
         )
 
     rows = pick_rows.gather(student_hidden, positions)

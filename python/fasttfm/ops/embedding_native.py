@@ -19,41 +19,23 @@ INDEX_ARGUMENTS = ("ids", "position_ids", "segment_ids")
 errors = IndexErrors(NAME, INDEX_ARGUMENTS)
 
 
-# ---- CPU -------------------------------------------------------------------------------------------------------------
-
-
-def _row_fields(
+def _inputs(
     tables: reference.Triple,
     indices: reference.Triple,
     cu_seqlens: Tensor | None,
     weight: Tensor | None,
     seed: Tensor | None,
+    statistics: Tensor,
     layer_norm: bool,
     p: float,
-) -> dict[str, Any]:
-    """The fields that forward and backward share. The caller keeps the tensors alive that they point to."""
-    ids = indices[0]
-    threshold = philox.threshold(p)
-    return {
-        "word_table": _native.address(tables[0]),
-        "position_table": _native.address(tables[1]),
-        "segment_table": _native.address(tables[2]),
-        "ids": _native.address(ids),
-        "position_ids": _native.address(indices[1]),
-        "segment_ids": _native.address(indices[2]),
-        "cu_seqlens": _native.address(cu_seqlens),
-        "weight": _native.address(weight),
-        "seed": _native.address(seed),
-        "sequences": 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        "tokens_per_sequence": max(1, ids.shape[-1]),
-        "rows": ids.numel(),
-        "columns": tables[0].shape[1],
-        "threshold": threshold,
-        "scale": philox.scale(threshold),
-        "layer_norm": int(layer_norm),
-        "table_dtype": _native.DTYPE_CODES[tables[0].dtype],
-        "threads": torch.get_num_threads(),
-    }
+) -> tuple[Any, ...]:
+    """The arguments that forward and backward share: INPUTS in csrc/embedding.cpp."""
+    (ids, *others), threshold = indices, philox.threshold(p)
+    tensors = (ids, *tables, *others, cu_seqlens, weight, seed, statistics)
+    return (*tensors, layer_norm, threshold, philox.scale(threshold))
+
+
+# ---- CPU -------------------------------------------------------------------------------------------------------------
 
 
 def forward_cpu(
@@ -72,13 +54,7 @@ def forward_cpu(
     y = torch.empty((*indices[0].shape, tables[0].shape[1]), dtype=dtype)
     statistics = torch.empty((2, count), dtype=torch.float32)
     _native.core().embedding_forward_cpu(
-        **_row_fields(tables, indices, cu_seqlens, weight, seed, layer_norm, p),
-        bias=_native.address(bias),
-        y=y.data_ptr(),
-        mean=statistics.data_ptr(),
-        rstd=statistics.data_ptr() + 4 * count,
-        eps=eps,
-        dtype=_native.DTYPE_CODES[dtype],
+        *_inputs(tables, indices, cu_seqlens, weight, seed, statistics, layer_norm, p), bias, y, eps
     )
     return y, statistics
 
@@ -104,18 +80,11 @@ def backward_cpu(
     # The core sums in fp32 and leaves the rounding to torch.
     sums = [torch.empty(columns if wants else 0, dtype=torch.float32) for wants in wanted[3:]]
     positions = torch.empty(count if wanted[1] and indices[1] is None else 0, dtype=torch.int64)
-    workspace = torch.empty(core.embedding_workspace(count, columns), dtype=torch.float32)
+    workspace = torch.empty(core.embedding_workspace_cpu(count, columns), dtype=torch.float32)
     core.embedding_backward_cpu(
-        **_row_fields(tables, indices, cu_seqlens, fp32_weight, seed, layer_norm, p),
-        dy=dy.data_ptr(),
-        mean=statistics.data_ptr(),
-        rstd=statistics.data_ptr() + 4 * count,
-        dx=dx.data_ptr(),
-        positions=positions.data_ptr(),  # an empty tensor's is 0: not needed
-        dweight=sums[0].data_ptr(),
-        dbias=sums[1].data_ptr(),
-        workspace=workspace.data_ptr(),
-        dtype=_native.DTYPE_CODES[dy.dtype],
+        dy,
+        *_inputs(tables, indices, cu_seqlens, fp32_weight, seed, statistics, layer_norm, p),
+        *(dx, positions, *sums, workspace),  # those without elements are not needed
     )
     ids, position_ids, segment_ids = indices
     used = (ids, positions if position_ids is None else position_ids, segment_ids)
@@ -132,22 +101,12 @@ def backward_cpu(
 
 def _table_gradient(dx: Tensor, table: Tensor, indices: Tensor | None, excluded: int | None) -> Tensor:
     """The sum of dx [N, C] over the tokens of each row of ``table``; without indices all tokens belong to row 0."""
-    count, columns = dx.shape
+    count = len(dx)
     indices = torch.zeros(count, dtype=torch.int64) if indices is None else indices
     dtable = torch.empty_like(table, memory_format=torch.contiguous_format)
-    workspace = torch.empty(len(table) + count, dtype=torch.int32)
+    first, following = (torch.empty(size, dtype=torch.int32) for size in (len(table), count))
     _native.core().embedding_table_backward_cpu(
-        dx=dx.data_ptr(),
-        indices=indices.data_ptr(),
-        dtable=dtable.data_ptr(),
-        first=workspace.data_ptr(),
-        next=workspace.data_ptr() + 4 * len(table),
-        rows=count,
-        columns=columns,
-        table_rows=len(table),
-        excluded=-1 if excluded is None else excluded,
-        dtype=_native.DTYPE_CODES[table.dtype],
-        threads=torch.get_num_threads(),
+        dx, indices, dtable, first, following, -1 if excluded is None else excluded
     )
     return dtable
 
@@ -208,11 +167,8 @@ def forward_cuda(
     errors.raise_if_seen(device)
     y = torch.empty((*ids.shape, tables[0].shape[1]), dtype=dtype, device=device)
     statistics = torch.empty((2, ids.numel() if layer_norm else 0), dtype=torch.float32, device=device)
-    threshold = philox.threshold(p)
-    _native.core().embedding_forward_cuda(
-        *(ids, *tables, positions, segments, bounds, _whole_vectors(weight), _whole_vectors(bias), seed, y, statistics),
-        *(errors.words(device), int(layer_norm), eps, threshold, philox.scale(threshold)),
-    )
+    given = (tables, (ids, positions, segments), bounds, _whole_vectors(weight), seed, statistics, layer_norm, p)
+    _native.core().embedding_forward_cuda(*_inputs(*given), _whole_vectors(bias), y, eps, errors.words(device))
     errors.watch(device)
     return y, statistics
 
@@ -236,11 +192,10 @@ def backward_cuda(
         for parameter, wants in zip((*tables, weight, bias), wanted, strict=True)
     ]
     written = [found if wants else None for found, wants in zip(gradients, wanted, strict=True)]
-    size = core.embedding_workspace_cuda(rows=ids.numel(), columns=word_table.shape[1])
-    workspace, threshold = torch.empty(size, dtype=torch.float32, device=dy.device), philox.threshold(p)
+    size = core.embedding_workspace_cuda(ids.numel(), word_table.shape[1])
+    workspace = torch.empty(size, dtype=torch.float32, device=dy.device)
+    given = (tables, (ids, positions, segments), bounds, _whole_vectors(weight), seed, statistics, layer_norm, p)
     core.embedding_backward_cuda(
-        *(contiguous_rows(dy), ids, *tables, positions, segments, bounds, _whole_vectors(weight), seed, statistics),
-        *(*written, workspace, int(layer_norm), threshold, philox.scale(threshold)),
-        -1 if padding_idx is None else padding_idx,
+        contiguous_rows(dy), *_inputs(*given), *written, workspace, -1 if padding_idx is None else padding_idx
     )
     return tuple(gradients)

@@ -20,6 +20,7 @@ from fasttfm.ops.bias_gelu import ACTIVATIONS
 from fasttfm.ops.transformer_native import MOST_FEW_ROWS, missing_cuda
 
 _ALIGNMENT = 16
+_DEPENDENT = 1  # on the previous kernel: kernels/few_rows/op.h
 _MOST_COLUMNS = 8192  # of a LayerNorm
 
 
@@ -63,24 +64,10 @@ def add_norm(
     parts: Tensor, residual: Tensor, linear_bias: Tensor | None, norm: Any, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """``norm(z)`` in this dtype and ``z = residual + sum of parts + linear_bias``, for ``residual`` [M, N]."""
-    count, rows, columns = parts.shape
+    _, rows, columns = parts.shape
     y, z = residual.new_empty(rows, columns, dtype=dtype), torch.empty_like(residual)
     _native.core().few_rows_add_norm_cuda(
-        parts=parts.data_ptr(),
-        residual=residual.data_ptr(),
-        linear_bias=_native.address(linear_bias),
-        weight=_native.address(norm.weight),
-        bias=_native.address(norm.bias),
-        y=y.data_ptr(),
-        z=z.data_ptr(),
-        rows=rows,
-        columns=columns,
-        part_count=count,
-        eps=norm.eps,
-        dtype=_native.DTYPE_CODES[dtype],
-        residual_dtype=_native.DTYPE_CODES[residual.dtype],
-        parameter_dtype=_native.DTYPE_CODES[dtype],
-        **_place(residual),
+        parts, residual, linear_bias, norm.weight, norm.bias, y, z, norm.eps, _DEPENDENT
     )
     return y, z
 
@@ -103,25 +90,7 @@ def _launch_product(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> None:
-    columns, inner = weight.shape
+    code = CODES["gelu" if activation is None else ACTIVATIONS[activation]]
     _native.core().few_rows_product_cuda(
-        x=x.data_ptr(),
-        weight=weight.data_ptr(),
-        bias=_native.address(bias),
-        y=_native.address(y),
-        parts=_native.address(parts),
-        rows=len(x),
-        columns=columns,
-        inner=inner,
-        tile=tile,
-        part_count=count,
-        activates=int(activation is not None),
-        activation=CODES["gelu" if activation is None else ACTIVATIONS[activation]],
-        dtype=_native.DTYPE_CODES[x.dtype],
-        bias_dtype=_native.DTYPE_CODES[x.dtype if bias is None else bias.dtype],
-        **_place(x),
+        x, weight, bias, y, parts, tile, count, activation is not None, code, _DEPENDENT
     )
-
-
-def _place(tensor: Tensor) -> dict[str, int]:
-    return {"dependent": 1, "device": tensor.get_device(), "stream": _native.stream(tensor)}

@@ -35,17 +35,8 @@ def run(name: str, *arguments: Any) -> Any:
 
 def _cast(x: Tensor, scale: Tensor, amax: Tensor, rows: Tensor, columns: Tensor) -> None:
     _native.core().fp8_cast_cuda(
-        x=x.data_ptr(),
-        scale=scale.data_ptr(),
-        amax=amax.data_ptr(),
-        as_rows=rows.data_ptr() if rows.numel() else 0,
-        as_columns=columns.data_ptr() if columns.numel() else 0,
-        rows=x.shape[0],
-        columns=x.shape[1],
-        padded=padded(x.shape[0]),
-        x_stride=x.stride(0),
-        e5m2=int(rows.dtype == torch.float8_e5m2),
-        **_call(x),
+        *(x, scale, amax, rows, columns, padded(x.shape[0]), _is_e5m2(rows.dtype)),
+        *(None, None, 0, 1.0),
     )
 
 
@@ -55,41 +46,19 @@ def cast_dropped(
     """As ``fp8_cast``, of x after dropout, which ``cu_seqlens``, seed and probability define."""
     cu_seqlens, seed, p = dropout
     threshold = philox.threshold(p)
-    _native.core().fp8_cast_dropped_cuda(
-        x=x.data_ptr(),
-        scale=scale.data_ptr(),
-        amax=amax.data_ptr(),
-        as_rows=rows.data_ptr(),
-        as_columns=columns.data_ptr(),
-        rows=x.shape[0],
-        columns=x.shape[1],
-        padded=padded(x.shape[0]),
-        x_stride=x.stride(0),
-        e5m2=int(rows.dtype == torch.float8_e5m2),
-        seed=seed.data_ptr(),
-        cu_seqlens=cu_seqlens.data_ptr(),
-        sequences=cu_seqlens.shape[0] - 1,
-        threshold=threshold,
-        kept_scale=philox.scale(threshold),
-        **_call(x),
+    _native.core().fp8_cast_cuda(
+        *(x, scale, amax, rows, columns, padded(x.shape[0]), _is_e5m2(rows.dtype)),
+        *(seed, cu_seqlens, threshold, philox.scale(threshold)),
     )
+
+
+def _is_e5m2(dtype: torch.dtype) -> bool:
+    return dtype == torch.float8_e5m2
 
 
 def _gelu_forward(h: Tensor, bias: Tensor | None, kind: str, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
     rows = torch.empty(h.shape, dtype=dtype, device=h.device)
-    _native.core().fp8_gelu_forward_cuda(
-        h=h.data_ptr(),
-        bias=_native.address(bias),
-        scale=scale.data_ptr(),
-        amax=amax.data_ptr(),
-        as_rows=rows.data_ptr(),
-        rows=h.shape[0],
-        columns=h.shape[1],
-        e5m2=int(dtype == torch.float8_e5m2),
-        activation=CODES[kind],
-        bias_dtype=_native.dtype_code(bias),
-        **_call(h),
-    )
+    _native.core().fp8_gelu_forward_cuda(h, bias, scale, amax, rows, _is_e5m2(dtype), CODES[kind])
     return rows
 
 
@@ -114,24 +83,8 @@ def _gelu_backward(
     floats = core.fp8_gelu_workspace_cuda(count, width) if want_dbias else 0
     workspace = torch.empty(floats, dtype=torch.float32, device=h.device)
     core.fp8_gelu_backward_cuda(
-        da=da.data_ptr(),
-        h=h.data_ptr(),
-        bias=_native.address(bias),
-        a_scale=a_scale.data_ptr(),
-        scale=scale.data_ptr(),
-        amax=amax.data_ptr(),
-        as_rows=rows.data_ptr(),
-        as_columns=columns.data_ptr(),
-        a_columns=again.data_ptr(),
-        dbias=dbias.data_ptr() if want_dbias else 0,
-        workspace=workspace.data_ptr(),
-        rows=count,
-        columns=width,
-        padded=padded(count),
-        e5m2=int(dtype == torch.float8_e5m2),
-        activation=CODES[kind],
-        bias_dtype=_native.dtype_code(bias),
-        **_call(h),
+        *(da, h, bias, a_scale, scale, amax, rows, columns, again, dbias if want_dbias else None, workspace),
+        *(_is_e5m2(dtype), CODES[kind]),
     )
     return rows, columns, again, dbias
 
@@ -160,14 +113,7 @@ class CastTable:
         return x.dtype == torch.float32 and x.is_contiguous() and _native.missing_hopper() is None and refuse(x) is None
 
     def run(self) -> None:
-        _native.core().fp8_cast_many_cuda(
-            table=self.table.data_ptr(),
-            count=len(self.addresses),
-            tiles=self.tiles,
-            e5m2=0,
-            device=self.table.get_device(),
-            stream=_native.stream(self.table),
-        )
+        _native.core().fp8_cast_many_cuda(self.table, self.tiles, 0)
 
 
 def refuse_gelu_product(x: Tensor, dtype: torch.dtype) -> str | None:
@@ -195,24 +141,7 @@ def gelu_product(
     rows, columns = left.shape[0], right.shape[0]
     a = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=left.device)
     h = torch.empty(rows, columns, dtype=torch.bfloat16, device=left.device) if keep_h else None
-    _native.core().fp8_gelu_product_cuda(
-        x=left.data_ptr(),
-        weight=right.data_ptr(),
-        x_inverse=left_inverse.data_ptr(),
-        weight_inverse=right_inverse.data_ptr(),
-        bias=_native.address(bias),
-        scale=scale.data_ptr(),
-        amax=amax.data_ptr(),
-        h=_native.address(h),
-        a=a.data_ptr(),
-        rows=rows,
-        inputs=left.shape[1],
-        columns=columns,
-        activation=CODES[kind],
-        bias_dtype=_native.dtype_code(bias),
-        device=left.get_device(),
-        stream=_native.stream(left),
-    )
+    _native.core().fp8_gelu_product_cuda(left, right, left_inverse, right_inverse, bias, scale, amax, h, a, CODES[kind])
     return h, a
 
 
@@ -244,28 +173,7 @@ def gemm(
     (left, left_scale), (right, right_scale) = a, b
     core = _native.core()
     workspace = torch.empty(core.gemm_workspace_bytes_cuda(), dtype=torch.int8, device=d.device)
-    core.fp8_gemm_cuda(
-        a=left.data_ptr(),
-        b=right.data_ptr(),
-        bias=_native.address(bias),
-        c=d.data_ptr() if adds else 0,
-        d=d.data_ptr(),
-        workspace=workspace.data_ptr(),
-        rows=left.shape[0],
-        columns=right.shape[0],
-        inner=left.shape[1],
-        transposed_a=0,
-        transposed_b=1,
-        out_dtype=_native.DTYPE_CODES[d.dtype],
-        a_fp8=_FORMATS[left.dtype],
-        b_fp8=_FORMATS[right.dtype],
-        a_scale=left_scale.data_ptr(),
-        b_scale=right_scale.data_ptr(),
-        fast_accumulation=int(fast),
-        **_call(d),
-    )
+    formats = (_FORMATS[left.dtype], _FORMATS[right.dtype])
+    c = d if adds else None
+    core.fp8_gemm_cuda(left, right, bias, c, d, workspace, *formats, left_scale, right_scale, fast)
     return d
-
-
-def _call(x: Tensor) -> dict[str, int]:
-    return {"dtype": _native.DTYPE_CODES[x.dtype], "device": x.get_device(), "stream": _native.stream(x)}

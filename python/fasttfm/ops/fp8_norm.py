@@ -80,36 +80,10 @@ def _run_cuda(
     statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
     rows, columns = fp8.empty_layouts(x, slot.dtype, with_columns=with_columns)
     parameters = one_type(x, residual, norm.weight, norm.bias, norm.linear_bias)
-    known = [each for each in parameters if each is not None]
     threshold = philox.threshold(norm.p)
     _native.core().dropout_add_layer_norm_fp8_cuda(
-        x=x.data_ptr(),
-        residual=residual.data_ptr(),
-        weight=_native.address(parameters[0]),
-        bias=_native.address(parameters[1]),
-        linear_bias=_native.address(parameters[2]),
-        y=y.data_ptr(),
-        z=z.data_ptr() if want_z else 0,
-        mean=statistics.data_ptr(),
-        rstd=statistics.data_ptr() + 4 * count,
-        rows=count,
-        columns=width,
-        x_stride=x.stride(0),
-        residual_stride=residual.stride(0),
-        eps=norm.eps,
-        seed=_native.address(norm.seed),
-        cu_seqlens=_native.address(norm.cu_seqlens),
-        sequences=0 if norm.cu_seqlens is None else len(norm.cu_seqlens) - 1,
-        threshold=threshold,
-        scale=philox.scale(threshold),
-        dtype=_native.DTYPE_CODES[x.dtype],
-        residual_dtype=_native.DTYPE_CODES[residual.dtype],
-        parameter_dtype=_native.DTYPE_CODES[known[0].dtype if known else torch.float32],
-        device=x.get_device(),
-        stream=_native.stream(x),
-        y_scale=slot.scale.data_ptr(),
-        y_amax=slot.amax.data_ptr(),
-        as_rows=rows.data_ptr(),
-        as_columns=columns.data_ptr() if with_columns else 0,
+        *(x, residual, *parameters, norm.cu_seqlens, norm.seed, threshold, philox.scale(threshold), norm.eps),
+        *(y, z if want_z else None, statistics),
+        *(slot.scale, slot.amax, rows, columns if with_columns else None),
     )
     return Normalized(y, z, statistics, Quantized(rows, columns, slot.inverse))

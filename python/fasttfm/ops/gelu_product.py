@@ -113,23 +113,8 @@ def forward_cuda(
     shape = (*x.shape[:-1], weight.shape[0])
     a = torch.empty(shape, dtype=x.dtype, device=x.device)
     left = torch.empty(0 if kept == NOTHING else shape, dtype=x.dtype, device=x.device)
-    _native.core().gelu_product_forward_cuda(
-        x=rows.data_ptr(),
-        weight=weight.data_ptr(),
-        bias=_native.address(bias),
-        h=left.data_ptr() if kept == PRODUCT else 0,
-        derivative=left.data_ptr() if kept == DERIVATIVE else 0,
-        a=a.data_ptr(),
-        rows=rows.shape[0],
-        inputs=rows.shape[1],
-        columns=weight.shape[0],
-        x_stride=rows.stride(0),
-        activation=CODES[kind],
-        dtype=_native.DTYPE_CODES[x.dtype],
-        bias_dtype=_native.dtype_code(bias),
-        device=x.device.index,
-        stream=_native.stream(x),
-    )
+    h, derivative = left if kept == PRODUCT else None, left if kept == DERIVATIVE else None
+    _native.core().gelu_product_forward_cuda(rows, weight, bias, h, derivative, a, CODES[kind])
     return a, left
 
 
@@ -165,31 +150,12 @@ def _backward_cuda(
     if refuse_cuda_rows((rows,)) is not None:
         rows = rows.clone(memory_format=torch.contiguous_format)
     columns = weight.shape[1]
-    of_product = kept == PRODUCT
     dh = torch.empty(left.shape, dtype=left.dtype, device=left.device)
     dbias = gradient_like(bias, want_dbias, left)
     floats = core.gelu_product_workspace_cuda(rows.shape[0], columns) if want_dbias else 0
     workspace = torch.empty(floats, dtype=torch.float32, device=left.device)
-    core.gelu_product_backward_cuda(
-        dy=rows.data_ptr(),
-        weight=weight.data_ptr(),
-        bias=_native.address(bias) if of_product else 0,
-        h=left.data_ptr() if of_product else 0,
-        derivative=0 if of_product else left.data_ptr(),
-        dh=dh.data_ptr(),
-        a=a.data_ptr() if a.numel() else 0,
-        dbias=dbias.data_ptr() if want_dbias else 0,
-        workspace=workspace.data_ptr(),
-        rows=rows.shape[0],
-        outputs=rows.shape[1],
-        columns=columns,
-        dy_stride=rows.stride(0),
-        activation=CODES[kind],
-        dtype=_native.DTYPE_CODES[left.dtype],
-        bias_dtype=_native.dtype_code(bias),
-        device=left.device.index,
-        stream=_native.stream(left),
-    )
+    read = (bias, left, None) if kept == PRODUCT else (None, None, left)
+    core.gelu_product_backward_cuda(rows, weight, *read, dh, a, dbias if want_dbias else None, workspace, CODES[kind])
     return dh, dbias
 
 

@@ -45,22 +45,18 @@ class LaunchableGraph:
             return
         handle = torch.zeros(1, dtype=torch.int64, device="cpu")
         core, device = _native.core(), self._device.index
-        core.graph_instantiate_cuda(graph=graph.raw_cuda_graph(), exec=handle.data_ptr(), device=device)
+        core.graph_instantiate_cuda(graph.raw_cuda_graph(), handle.data_ptr(), device)
         self._exec = int(handle)
         self._launch = partial(
             core.graph_launch_cuda,
-            exec=self._exec,
-            inputs=inputs.data_ptr(),
-            input_bytes=inputs.nbytes,
-            results=results.data_ptr(),
-            device=device,
-            stream=stream.cuda_stream,
+            self._exec,
+            *(device, stream.cuda_stream, inputs.data_ptr(), inputs.nbytes, results.data_ptr()),
         )
 
     def __del__(self) -> None:
         if self._exec:
             with suppress(RuntimeError):  # when a process ends, the driver may have freed the graph already
-                _native.core().graph_destroy_cuda(exec=self._exec, device=self._device.index)
+                _native.core().graph_destroy_cuda(self._exec, self._device.index)
 
     def launch(self, host: HostMemory, rows: int, results: Tensor | None = None) -> None:
         """Launches the copy of the inputs, the graph and the copy of the first ``rows`` results, to ``results`` if
@@ -68,12 +64,8 @@ class LaunchableGraph:
         completed."""
         count = rows * self._row_bytes
         if self._exec:
-            self._launch(
-                host_inputs=host.input_address,
-                host_results=host.result_address if results is None else results.data_ptr(),
-                result_bytes=count,
-                event=host.event_address,
-            )
+            target = host.result_address if results is None else results.data_ptr()
+            self._launch(host.input_address, target, count, host.event_address)
             return
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             _bytes(self._inputs).copy_(_bytes(host.inputs)[: self._inputs.nbytes], non_blocking=True)

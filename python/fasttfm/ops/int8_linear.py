@@ -75,22 +75,8 @@ def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None,
     room, inner = -(-len(flat) // _BLOCK) * _BLOCK, weight.panels.shape[1] * _GROUP
     rounded = torch.empty(room, inner, dtype=torch.int8)
     row_scales = torch.empty(room)
+    code = -1 if activation is None else CODES[activation]
     core.int8_linear_cpu(
-        x=flat.data_ptr(),
-        w=weight.panels.data_ptr(),
-        sums=weight.sums.data_ptr(),
-        scales=weight.scales.data_ptr(),
-        bias=_native.address(weight.bias),
-        y=y.data_ptr(),
-        rounded=rounded.data_ptr(),
-        row_scales=row_scales.data_ptr(),
-        rows=len(flat),
-        x_columns=columns,
-        y_columns=rows,
-        inner=inner,
-        columns=len(weight.sums),
-        activation=-1 if activation is None else CODES[activation],
-        products=chosen,
-        threads=torch.get_num_threads(),
+        flat, weight.panels, weight.sums, weight.scales, weight.bias, y, rounded, row_scales, code, chosen
     )
     return y.view(*x.shape[:-1], rows)

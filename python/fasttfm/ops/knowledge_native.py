@@ -17,7 +17,7 @@ from fasttfm import _native
 from fasttfm.ops import linear, transformer_native
 from fasttfm.ops.attention_checks import check_values
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
-from fasttfm.ops.transformer_native import PARAMETERS, Batch, Layers, Memory
+from fasttfm.ops.transformer_native import PARAMETERS, Batch, Layers, Memory, Shape
 
 _MULTIPLIED = ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
 _PLACES = tuple(BlockParameters._fields.index(name) for name in _MULTIPLIED)
@@ -102,13 +102,12 @@ def forward(call: Call, own: list[Tensor | None], *, training: bool) -> tuple[Te
     check_values("attention", x.shape[0], call.options.max_seqlen, batch.cu_seqlens, None)
     check_values("attention", len(entities.x), entities.options.max_seqlen, entities.cu_seqlens, None)
     shape = _shape(call, training=training)
-    memory = _memory(x.is_cuda, tuple(shape.items()))
+    memory = _memory(x.is_cuda, shape)
     kept, scratch = _bytes(memory.kept, x), _bytes(memory.forward, x)
     y, e = torch.empty_like(x), None if entities.last else torch.empty_like(entities.x)
     table = transformer_native.address_table(own)
-    run = _native.core().knowledge_block_forward_cuda if x.is_cuda else _native.core().knowledge_block_forward_cpu
-    fields = _fields(call, shape, kept, scratch)
-    run(**fields, parameters=table.buffer_info()[0], y=y.data_ptr(), entity_y=_native.address(e))
+    given = _arguments(call, shape, table, kept, scratch)
+    _native.core().knowledge_block_forward(*given, y, e)
     return y, e, kept
 
 
@@ -124,22 +123,12 @@ def backward(
     batch, entities = call.batch, call.entities
     x, (width, entity_width) = batch.x, (batch.x.shape[1], entities.x.shape[1])
     shape = _shape(call, training=True)
-    scratch = _bytes(_memory(x.is_cuda, tuple(shape.items())).backward, x)
+    scratch = _bytes(_memory(x.is_cuda, shape).backward, x)
     dx, dentities = torch.empty_like(x), torch.empty_like(entities.x)
     gradients, ddown = _gradients(call, own, wanted, entity_norm=de is not None)
     table, targets = transformer_native.address_table(own), transformer_native.address_table(gradients)
-    run = _native.core().knowledge_block_backward_cuda if x.is_cuda else _native.core().knowledge_block_backward_cpu
-    run(
-        **_fields(call, shape, kept, scratch),
-        parameters=table.buffer_info()[0],
-        gradients=targets.buffer_info()[0],
-        dy=dy.data_ptr(),
-        dx=dx.data_ptr(),
-        entity_dy=_native.address(de),
-        entity_dx=dentities.data_ptr(),
-        ddown=_native.address(ddown),
-        block_memory=_native.block_memory(x.get_device()) if x.is_cuda else 0,
-    )
+    given = _arguments(call, shape, table, kept, scratch)
+    _native.core().knowledge_block_backward(*given, dy, dx, targets.buffer_info()[0], de, dentities, ddown)
     if ddown is not None:
         down = BlockParameters._fields.index("down_weight")
         gradients[down] = ddown[:width] if wanted[down] else None
@@ -180,40 +169,44 @@ def _bytes(count: int, x: Tensor) -> Tensor:
     return torch.empty(count, dtype=torch.uint8, device=x.device)
 
 
-def _shape(call: Call, *, training: bool) -> dict[str, int]:
+class EntityShape(NamedTuple):
+    """The parameters of the entity stream that determine the sizes: EntityShape in kernels/knowledge_block/op.h."""
+
+    entities: int
+    entity_width: int
+    entity_stride: int
+    entity_heads: int
+    entity_head_dim: int
+    entity_max_seqlen: int
+    entity_attention: int
+    last: int
+
+
+def _shape(call: Call, *, training: bool) -> tuple[Shape, EntityShape]:
     """The parameters that determine the sizes."""
     entities = call.entities
     count, width = entities.x.shape
     shape = transformer_native.shape_of(call.batch, call.layers, call.options, training=training)
-    return shape | {
-        "recompute": 1,
-        "entities": count,
-        "entity_width": width,
-        "entity_stride": entities.stride,
-        "entity_heads": entities.options.heads,
-        "entity_head_dim": entities.head_dim,
-        "entity_max_seqlen": min(entities.options.max_seqlen, count),
-        "entity_attention": int(entities.attention),
-        "last": int(entities.last),
-    }
+    heads, longest = entities.options.heads, min(entities.options.max_seqlen, count)
+    sizes = (count, width, entities.stride, heads, entities.head_dim, longest)
+    return shape._replace(recompute=1), EntityShape(*sizes, entities.attention, entities.last)
 
 
 @functools.lru_cache(maxsize=4096)
-def _memory(cuda: bool, shape: tuple[tuple[str, int], ...]) -> Memory:
+def _memory(cuda: bool, shape: tuple[Shape, EntityShape]) -> Memory:
     core, sizes = _native.core(), array("q", (0, 0, 0))
     write = core.knowledge_block_sizes_cuda if cuda else core.knowledge_block_sizes_cpu
-    write(**dict(shape), sizes=sizes.buffer_info()[0])
+    write(*shape[0], *shape[1], sizes.buffer_info()[0])
     return Memory(*sizes)
 
 
-def _fields(call: Call, shape: dict[str, int], kept: Tensor, scratch: Tensor) -> dict[str, Any]:
-    entities = call.entities
-    return {
-        **shape,
-        **transformer_native.call_fields(call.batch, call.layers, call.options, kept, scratch),
-        "entity_x": entities.x.data_ptr(),
-        "entity_cu_seqlens": entities.cu_seqlens.data_ptr(),
-        "positions": entities.positions.data_ptr(),
-        "entity_eps_a": entities.options.eps_a,
-        "entity_eps_b": entities.options.eps_b,
-    }
+def _arguments(
+    call: Call, shape: tuple[Shape, EntityShape], table: array[int], kept: Tensor, scratch: Tensor
+) -> tuple[Any, ...]:
+    """The arguments of both directions, in the order of csrc/knowledge_block.cpp."""
+    batch, entities = call.batch, call.entities
+    return (
+        *(*shape[0], *shape[1], *transformer_native.layer_options(batch, call.layers, call.options)),
+        *(table.buffer_info()[0], batch.x, batch.cu_seqlens, batch.seeds, kept, scratch),
+        *(entities.x, entities.cu_seqlens, entities.positions, entities.options.eps_a, entities.options.eps_b),
+    )

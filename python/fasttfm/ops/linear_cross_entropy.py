@@ -384,28 +384,13 @@ def _forward_native(given: LossRows, loss: Loss, wanted: Sequence[bool]) -> tupl
     hidden, weight, bias, labels, positions, coefficients, seed = given
     losses, correct, samples = _outputs(labels, seed, loss)
     labels, bias = labels.long().contiguous(), _native.as_parameter(bias, torch.float32)
-    core = _native.core()
+    counts, drawn = correct if loss.count_correct else None, None if seed is None else samples
+    core, gradient = _native.core(), any(wanted)
 
     def turn(first: int, logits: Tensor) -> None:
         core.linear_cross_entropy_cpu(
-            logits=logits.data_ptr(),
-            bias=_native.address(bias),
-            labels=labels.data_ptr() + 8 * first,
-            coefficients=0 if coefficients is None else coefficients.data_ptr() + 4 * first,
-            seed=_native.address(seed),
-            losses=losses.data_ptr() + 4 * first,
-            correct=correct.data_ptr() + first if loss.count_correct else 0,
-            samples=samples.data_ptr() + 8 * first if seed is not None else 0,
-            rows=len(logits),
-            first_row=first,
-            vocabulary=len(weight),
-            stride=logits.stride(0),
-            ignore_index=loss.ignore_index,
-            label_smoothing=loss.label_smoothing,
-            z_loss=loss.z_loss,
-            temperature=loss.temperature,
-            gradient=int(any(wanted)),
-            threads=torch.get_num_threads(),
+            *(logits, bias, labels, coefficients, seed, losses, counts, drawn, first, len(weight)),
+            *(loss.ignore_index, loss.label_smoothing, loss.z_loss, loss.temperature, gradient),
         )
 
     rows = pick_rows.gather(hidden, positions)

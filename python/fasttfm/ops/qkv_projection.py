@@ -291,20 +291,7 @@ def _forward_triton(*arguments: Any) -> Tensor:
 def _forward_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, *_: Any) -> Tensor:
     rows = as_rows(x)
     qkv = torch.empty(_shape(x, num_heads, 3, num_heads), dtype=x.dtype, device=x.device)
-    _native.core().qkv_projection_cuda(
-        x=rows.data_ptr(),
-        weight=weight.data_ptr(),
-        bias=_native.address(bias),
-        qkv=qkv.data_ptr(),
-        rows=rows.shape[0],
-        inputs=rows.shape[1],
-        columns=weight.shape[0],
-        x_stride=rows.stride(0),
-        dtype=_native.DTYPE_CODES[x.dtype],
-        bias_dtype=_native.dtype_code(bias),
-        device=x.device.index,
-        stream=_native.stream(x),
-    )
+    _native.core().qkv_projection_cuda(rows, weight, bias, qkv)
     return qkv
 
 

@@ -249,20 +249,15 @@ def forward(
     x = batch.x
     check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
     shape = shape_of(batch, layers, options, training=training)
-    memory = _memory(x.is_cuda, tuple(shape.values()))
+    memory = _memory(x.is_cuda, shape)
     kept, scratch = _bytes(memory.kept, x), _bytes(memory.forward, x)
     y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
     table = layers.table if own is layers.given else address_table(own)
-    run = _native.core().transformer_block_forward_cuda if x.is_cuda else _native.core().transformer_block_forward_cpu
-    run(
-        **shape,
-        **call_fields(batch, layers, options, kept, scratch),
-        parameters=table.buffer_info()[0],
-        residual=_native.address(residual),
-        y=y.data_ptr(),
-        z=_native.address(z),
-        few_rows=int(few_rows),
-        short_attention=int(_has_short_sequences(batch, options) and not training),
+    short = _has_short_sequences(batch, options) and not training
+    _native.core().transformer_block_forward(
+        *(*shape, *layer_options(batch, layers, options)),
+        *(table.buffer_info()[0], x, batch.cu_seqlens, batch.seeds, kept, scratch),
+        *(residual, y, z, few_rows, short),
     )
     return y, z, kept
 
@@ -288,19 +283,13 @@ def forward_fp8(
     x = batch.x
     check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
     shape = shape_of(batch, layers, options, training=False)
-    scratch, operand = _bytes(_memory(True, tuple(shape.values())).forward, x), _bytes(x.numel(), x)
+    kept, scratch, operand = (_bytes(count, x) for count in (0, _memory(True, shape).forward, x.numel()))
     y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
     _native.core().transformer_block_fp8_forward_cuda(
-        **shape,
-        **call_fields(batch, layers, options, _bytes(0, x), scratch),
-        parameters=layers.table.buffer_info()[0],
-        residual=_native.address(residual),
-        y=y.data_ptr(),
-        z=_native.address(z),
-        few_rows=0,
-        short_attention=int(_has_short_sequences(batch, options)),
-        fp8=addresses.buffer_info()[0],
-        operand=operand.data_ptr(),
+        *(*shape, *layer_options(batch, layers, options)),
+        *(layers.table.buffer_info()[0], x, batch.cu_seqlens, batch.seeds, kept, scratch),
+        *(residual, y, z, False, _has_short_sequences(batch, options)),
+        *(addresses.buffer_info()[0], operand),
     )
     return y, z
 
@@ -326,30 +315,23 @@ def backward(
     """
     x = batch.x
     shape = shape_of(batch, layers, options, training=True)
-    scratch = _bytes(_memory(x.is_cuda, tuple(shape.values())).backward, x)
+    scratch = _bytes(_memory(x.is_cuda, shape).backward, x)
     dx, dresidual = torch.empty_like(x), None if z is None else torch.empty_like(z)
     # Not the forward's table: FSDP frees parameters after the forward and gathers them again, in other memory.
     table, targets = address_table(own), address_table(gradients)
-    fields = {
-        **shape,
-        **call_fields(batch, layers, options, kept, scratch),
-        "parameters": table.buffer_info()[0],
-        "z": _native.address(z),
-        "dy": dy.data_ptr(),
-        "dz": _native.address(dz),
-        "dx": dx.data_ptr(),
-        "dresidual": _native.address(dresidual),
-        "gradients": targets.buffer_info()[0],
-        "block_memory": _native.block_memory(x.get_device()) if x.is_cuda else 0,
-    }
-    run = _native.core().transformer_block_backward_cuda if x.is_cuda else _native.core().transformer_block_backward_cpu
+    given = (
+        *(*shape, *layer_options(batch, layers, options)),
+        *(table.buffer_info()[0], x, batch.cu_seqlens, batch.seeds, kept, scratch),
+        *(z, dy, dz, dx, dresidual, targets.buffer_info()[0]),
+    )
+    run = _native.core().transformer_block_backward
     if attention is None:
-        run(**fields, part=_WHOLE, dout=0, dqkv=0)
+        run(*given, _WHOLE, None, None)
         return dx, dresidual
     dout = torch.empty_like(x)
-    run(**fields, part=_BEFORE_ATTENTION, dout=dout.data_ptr(), dqkv=0)
+    run(*given, _BEFORE_ATTENTION, dout, None)
     dqkv = attention(dout)
-    run(**fields, part=_AFTER_ATTENTION, dout=0, dqkv=dqkv.data_ptr())
+    run(*given, _AFTER_ATTENTION, None, dqkv)
     return dx, dresidual
 
 
@@ -387,14 +369,26 @@ def versions(tensors: Sequence[Tensor | None]) -> list[int]:
     return list(map(_version_of, [each for each in tensors if each is not None]))
 
 
-_SHAPE = (
-    *("layers", "tokens", "width", "intermediate", "heads", "sequences", "max_seqlen", "processors"),
-    *("pre_norm", "training", "recompute", "keep_activation", "dtype", "residual_dtype"),
-)
+class Shape(NamedTuple):
+    """The parameters that determine the sizes: TransformerShape in kernels/transformer_block/op.h."""
+
+    layers: int
+    tokens: int
+    width: int
+    intermediate: int
+    heads: int
+    sequences: int
+    max_seqlen: int
+    processors: int
+    pre_norm: int
+    training: int
+    recompute: int
+    keep_activation: int
+    dtype: int
+    residual_dtype: int
 
 
-def shape_of(batch: Batch, layers: Layers, options: BlockOptions, *, training: bool) -> dict[str, int]:
-    """The parameters that determine the sizes."""
+def shape_of(batch: Batch, layers: Layers, options: BlockOptions, *, training: bool) -> Shape:
     x = batch.x
     tokens, width = x.shape
     stream = x.dtype if batch.residual_dtype is None else batch.residual_dtype
@@ -402,55 +396,47 @@ def shape_of(batch: Batch, layers: Layers, options: BlockOptions, *, training: b
     processors = multiprocessors(x) if x.is_cuda else torch.get_num_threads()
     flags = (batch.residual_dtype is not None, training, options.recompute, options.keep_activation)
     types = (_native.DTYPE_CODES[x.dtype], _native.DTYPE_CODES[stream])
-    values = (*sizes, min(options.max_seqlen, tokens), processors, *map(int, flags), *types)
-    return dict(zip(_SHAPE, values, strict=True))
+    return Shape(*sizes, min(options.max_seqlen, tokens), processors, *flags, *types)
 
 
 @functools.lru_cache(maxsize=4096)
-def _memory(cuda: bool, shape: tuple[int, ...]) -> Memory:
+def _memory(cuda: bool, shape: Shape) -> Memory:
     core, sizes = _native.core(), array("q", (0, 0, 0))
     write = core.transformer_block_sizes_cuda if cuda else core.transformer_block_sizes_cpu
-    write(**dict(zip(_SHAPE, shape, strict=True)), sizes=sizes.buffer_info()[0])
+    write(*shape, sizes.buffer_info()[0])
     return Memory(*sizes)
 
 
-def call_fields(
-    batch: Batch, layers: Layers, options: BlockOptions, kept: Tensor, scratch: Tensor
-) -> dict[str, int | float]:
-    x = batch.x
-    return {
-        "x": x.data_ptr(),
-        "cu_seqlens": batch.cu_seqlens.data_ptr(),
-        "seeds": _native.address(batch.seeds),
-        "kept": kept.data_ptr(),
-        "scratch": scratch.data_ptr(),
-        "window_left": min(options.window_left, x.shape[0]),
-        "window_right": min(options.window_right, x.shape[0]),
-        "parameter_dtype": _native.DTYPE_CODES[layers.dtype],
-        "device": x.get_device() if x.is_cuda else 0,
-        "stream": _native.stream(x) if x.is_cuda else 0,
-        **_numbers(options.activation, options.eps_a, options.eps_b, _rates(batch, options)),
-    }
+class LayerOptions(NamedTuple):
+    """TRANSFORMER_OPTIONS in csrc/transformer_call.h."""
+
+    window_left: int
+    window_right: int
+    activation: int
+    attention_threshold: int
+    attention_scale: float
+    threshold_a: int
+    scale_a: float
+    threshold_b: int
+    scale_b: float
+    eps_a: float
+    eps_b: float
+    parameter_dtype: int
 
 
-def _rates(batch: Batch, options: BlockOptions) -> tuple[float, float, float]:
-    return (0.0, 0.0, 0.0) if batch.seeds is None else (options.attention_p, options.p_a, options.p_b)
+def layer_options(batch: Batch, layers: Layers, options: BlockOptions) -> LayerOptions:
+    tokens = batch.x.shape[0]
+    window = (min(options.window_left, tokens), min(options.window_right, tokens))
+    rates = (0.0, 0.0, 0.0) if batch.seeds is None else (options.attention_p, options.p_a, options.p_b)
+    dropout, epsilons = _dropout(rates), (options.eps_a, options.eps_b)
+    return LayerOptions(*window, CODES[options.activation], *dropout, *epsilons, _native.DTYPE_CODES[layers.dtype])
 
 
 @functools.lru_cache(maxsize=256)
-def _numbers(activation: str, eps_a: float, eps_b: float, rates: tuple[float, float, float]) -> dict[str, int | float]:
+def _dropout(rates: tuple[float, float, float]) -> tuple[int, float, int, float, int, float]:
+    """Threshold and scale of each rate."""
     attention, a, b = map(philox.threshold, rates)
-    return {
-        "activation": CODES[activation],
-        "eps_a": eps_a,
-        "eps_b": eps_b,
-        "attention_threshold": attention,
-        "attention_scale": philox.scale(attention),
-        "threshold_a": a,
-        "scale_a": philox.scale(a),
-        "threshold_b": b,
-        "scale_b": philox.scale(b),
-    }
+    return attention, philox.scale(attention), a, philox.scale(a), b, philox.scale(b)
 
 
 # ---- the tensors that a call saves -----------------------------------------------------------------------------------
@@ -467,17 +453,12 @@ class Region(NamedTuple):
 
 
 def regions(
-    kind: int, shape: dict[str, int], *, workspace_bytes: int = 0, fused_activation: bool = True
+    kind: int, shape: Shape, *, workspace_bytes: int = 0, fused_activation: bool = True
 ) -> tuple[list[Region], int]:
     """The regions of one kind, and the bytes of all."""
     table = array("q", bytes(8 * 4 * _REGION_ROWS))
-    _native.core().transformer_block_regions(
-        **shape,
-        workspace_bytes=workspace_bytes,
-        fused_activation=int(fused_activation),
-        table=table.buffer_info()[0],
-        kind=kind,
-    )
+    address = table.buffer_info()[0]
+    _native.core().transformer_block_regions(*shape, workspace_bytes, fused_activation, address, kind)
     count, total, *_ = table
     return [Region(*table[4 * row : 4 * row + 4]) for row in range(1, count + 1)], total
 
