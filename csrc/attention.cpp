@@ -1,6 +1,7 @@
 #include "attention/op.h"
 
 #include <algorithm>
+#include <memory>
 
 #include "attention/hopper/sharing.h"
 #include "binding.h"
@@ -92,20 +93,27 @@ AttentionCall call_of(const CallContext& context, const Operands& given, const T
   };
 }
 
+constexpr int64_t kVectorFloats = 16;
+struct alignas(64) Vector {
+  float elements[kVectorFloats];  // not initialized
+};
+
 constexpr Status kBadLayout{StatusCode::bad_size, "attention: q, k and v must be [B, S, H, D] or [T, H, D]"};
 
 }  // namespace
 
-// In floats.
-FASTTFM_FUNCTION(int64_t, attention_forward_workspace, const Tensor& q) {
-  return context.is_cuda() ? 1 : cpu::attention_forward_workspace(q.columns(), context.threads);
-}
-
+// `workspace`: a float on a GPU; the CPU's is allocated here if it is None, which saves a call of torch.
 FASTTFM_FUNCTION(Status, attention_forward, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v,
-                 PROBLEM(FASTTFM_PARAMETER), const Tensor& out, const Tensor& lse, const Tensor& workspace) {
+                 PROBLEM(FASTTFM_PARAMETER), const Tensor& out, const Tensor& lse, const OptionalTensor& workspace) {
   if (!has_layout(q, k, v, cu_seqlens.given)) return kBadLayout;
-  const AttentionForward params{call_of(context, Operands(q, k, v), workspace, q.dtype(), PROBLEM(FASTTFM_NAME)),
-                                out.data, lse.as<float>()};
+  AttentionForward params{call_of(context, Operands(q, k, v), workspace, q.dtype(), PROBLEM(FASTTFM_NAME)), out.data,
+                          lse.as<float>()};
+  std::unique_ptr<Vector[]> own;
+  if (!context.is_cuda() && !workspace.given) {
+    const int64_t floats = cpu::attention_forward_workspace(q.columns(), context.threads);
+    own.reset(new Vector[floats / kVectorFloats + 1]);
+    params.workspace = own[0].elements;
+  }
   return FASTTFM_LAUNCH_HOPPER(attention_forward, params);
 }
 

@@ -129,6 +129,6 @@ def shared_openmp() -> tuple[str, str]:
 
 def as_parameter(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """A contiguous parameter of this dtype, copied only if it is not already."""
-    if tensor is None or (tensor.dtype == dtype and tensor.is_contiguous()):
+    if tensor is None or (tensor.dtype is dtype and tensor.is_contiguous()):
         return tensor
     return tensor.to(dtype).contiguous()

@@ -149,7 +149,8 @@ def attention_weights(
 
 def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     """out and lse of a checked call."""
-    TABLE.check_name(backend)
+    if backend is not None:
+        TABLE.check_name(backend)
     asked = requested(backend)
     q, k, v = autocast(q, k, v)
     p, seed = options.dropout_p, options.seed

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
-from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows
+from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, empty_numbers
 
 
 def outputs_like(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,19 +22,16 @@ def outputs_like(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    core = _native.core()
     q, k, v = _readable(q), _readable(k), _readable(v)
-    device = q.device
     *leading, tokens, heads, columns = q.shape
     if k is None:
         *leading, tokens = leading
-        out = torch.empty(*leading, tokens, heads, columns, dtype=q.dtype, device=device)
+        out = q.new_empty(*leading, tokens, heads, columns)
     else:
         out = contiguous_like(q)
-    lse = torch.empty(*leading, heads, tokens, dtype=torch.float32, device=device)
-    floats = 1 if q.is_cuda else core.attention_forward_workspace(q)
-    workspace = torch.empty(floats, dtype=torch.float32, device=device)
-    core.attention_forward(q, k, v, *_arguments(problem), out, lse, workspace)
+    lse = empty_numbers(q, *leading, heads, tokens)
+    workspace = empty_numbers(q, 1) if q.is_cuda else None  # the core allocates the CPU's
+    _native.core().attention_forward(q, k, v, *_arguments(problem), out, lse, workspace)
     return out, lse
 
 
@@ -79,19 +77,18 @@ def sums_columns(q: Tensor, problem: AttentionProblem) -> bool:
 
 
 def _arguments(problem: AttentionProblem) -> tuple[Any, ...]:
+    """PROBLEM in csrc/attention.cpp."""
+    cu_seqlens, cu_seqlens_k, lengths, lengths_k, _, _, seed, *numbers, p = problem
+    threshold = philox.threshold(p)
     return (
-        problem.cu_seqlens,
-        problem.key_cu_seqlens,
-        problem.lengths,
-        problem.key_lengths,
-        problem.seed,
-        problem.max_seqlen,
-        problem.max_seqlen_k,
-        problem.window_left,
-        problem.window_right,
-        problem.scale,
-        problem.threshold,
-        problem.dropout_scale,
+        cu_seqlens,
+        cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
+        lengths,
+        lengths if lengths_k is None else lengths_k,
+        seed,
+        *numbers,  # bounds, window and scale
+        threshold,
+        philox.scale(threshold),
     )
 
 

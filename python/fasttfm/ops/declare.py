@@ -43,7 +43,7 @@ from torch.autograd import forward_ad
 
 from fasttfm import _native
 from fasttfm.kernels.common.linear import accumulation_type
-from fasttfm.kernels.common.rows import contiguous_like, empty_output, gradient_like
+from fasttfm.kernels.common.rows import contiguous_like, empty_numbers, empty_output, gradient_like, row_count
 from fasttfm.ops import checks
 from fasttfm.ops.backends import Backend, BackendTable, requested
 from fasttfm.ops.library import OpFunction, any_requires_grad, is_compiling, needs_gradient, register, unshared
@@ -143,8 +143,9 @@ class Option:
 
 def number(name: str, *, low: float = 0.0, high: float = math.inf) -> Option:
     def convert(op: str, value: Any) -> float:
-        if type(value) is not float or not low <= value <= high:  # most are
-            checks.check_number(op, name, value, low=low, high=high)
+        if type(value) is float and low <= value <= high:  # most are
+            return value
+        checks.check_number(op, name, value, low=low, high=high)
         return float(value)
 
     return Option(name, f"float {name}", convert)
@@ -214,11 +215,7 @@ def half_of_first(name: str) -> Output:
 def row_statistics(name: str, count: int | None = None) -> Output:
     """[N] or [count, N] numbers of the accumulation type, for N rows."""
     leading = () if count is None else (count,)
-
-    def make(x: Tensor, *_: Any) -> Tensor:
-        return torch.empty((*leading, x.numel() // x.shape[-1]), dtype=accumulation_type(x), device=x.device)
-
-    return Output(name, make)
+    return Output(name, lambda x, *_: empty_numbers(x, *leading, row_count(x)))
 
 
 # ---- the op ----------------------------------------------------------------------------------------------------------
@@ -319,19 +316,22 @@ class Op:
 
     def __call__(self, *arguments: Any, backend: str | None = None) -> Any:
         """A checked, differentiable call, inputs and options by position. Returns the first output."""
-        asked, tensors = requested(backend), arguments[: self._count]
-        key = self.known.key(self.kinds, *tensors)
-        selected = self.known.find(key, asked)
-        if selected is not None:
-            return self._call_plain(selected, tensors, self._convert(arguments))
-        check_inputs(self.name, self.inputs, tensors)
-        options = self._convert(arguments)
-        self.table.check_name(backend)
-        if key is not None:
-            selected = self.known.add(key, asked, self.table.select(asked, *tensors))
-            return self._call_plain(selected, tensors, options)
-        call = self._function.apply if needs_gradient(*tensors) else self.forward
-        return first_of(call(*tensors, *options, asked))
+        asked, tensors, known = requested(backend), arguments[: self._count], self.known
+        key = known.key(self.kinds, *tensors)
+        selected = known.find(key, asked)
+        if selected is None:
+            check_inputs(self.name, self.inputs, tensors)
+        arguments = self._convert(arguments)
+        if selected is None:
+            self.table.check_name(backend)
+            if key is None:
+                call = self._function.apply if needs_gradient(*tensors) else self.forward
+                return first_of(call(*arguments, asked))
+            selected = known.add(key, asked, self.table.select(asked, *tensors))
+        # torch's dispatcher is bypassed.
+        if torch.is_grad_enabled() and any_requires_grad(*tensors):
+            return self._function.apply_plain(*arguments, selected)
+        return first_of(selected.backend.forward(*arguments))
 
     def apply(self, *arguments: Any, backend: str | None = None) -> Any:
         """As a call, of arguments that the public function has checked and converted."""
@@ -341,15 +341,17 @@ class Op:
         call = self._function.apply if needs_gradient(*differentiable) else self.forward
         return first_of(call(*arguments, requested(backend)))
 
-    def _call_plain(self, selected: Selected, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
-        """A call that bypasses torch's dispatcher."""
-        if torch.is_grad_enabled() and any_requires_grad(*tensors):
-            return self._function.apply_plain(*tensors, *options, selected)
-        return first_of(selected.backend.forward(*tensors, *options))
-
-    def _convert(self, arguments: Sequence[Any]) -> list[Any]:
-        name, count = self.name, self._count
-        return [option.convert(name, arguments[count + place]) for place, option in enumerate(self.options)]
+    def _convert(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments with checked and converted options. Most options need no conversion: the tuple is copied only
+        if one changes."""
+        place = self._count
+        for option in self.options:
+            value = arguments[place]
+            found = option.convert(self.name, value)
+            if found is not value:
+                arguments = (*arguments[:place], found, *arguments[place + 1 :])
+            place += 1
+        return arguments
 
     def _choose(self, asked: str | None, *tensors: Tensor | None) -> Backend:
         selected = self.known.find(self.known.key(self.kinds, *tensors), asked) if self.kinds else None
@@ -414,23 +416,26 @@ def first_of(outputs: Any) -> Any:
 
 
 def _autograd_function(op: Op, alternative: str) -> type[OpFunction]:
+    saved_places, kept_places, copied_saves = op.saved_places, op.kept_places, op.copied_saves
+
     class Function(OpFunction):
         instead = alternative
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            *given, asked = arguments
+            given, asked = arguments[:-1], arguments[-1]
             if isinstance(asked, Selected):
                 outputs, asked = asked.backend.forward(*given), asked.requested
             else:
                 outputs = op.forward(*arguments)
             values = (*given, *outputs) if isinstance(outputs, tuple) else (*given, outputs)
-            saved = [values[place] for place in op.saved_places]
-            for place in op.copied_saves:
+            saved = [values[place] for place in saved_places]
+            for place in copied_saves:
                 saved[place] = unshared(saved[place])[0]
             ctx.save_for_backward(*saved)
-            ctx.kept, ctx.requested = [given[place] for place in op.kept_places], asked
-            return first_of(outputs)
+            ctx.kept = [given[place] for place in kept_places] if kept_places else ()
+            ctx.requested = asked
+            return values[len(given)]
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, empty_output, gradient_like, readable_rows
+from fasttfm.kernels.common.rows import (
+    contiguous_like,
+    contiguous_rows,
+    empty_numbers,
+    empty_output,
+    gradient_like,
+    in_type,
+    readable_rows,
+    row_count,
+)
 from fasttfm.kernels.dropout_add_layer_norm import reference
 from fasttfm.ops import checks
 from fasttfm.ops.backends import (
@@ -275,7 +284,7 @@ def _forward_native(
     want_z: bool,
 ) -> Outputs:
     y = contiguous_like(x)
-    statistics = torch.empty(2, x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
+    statistics = empty_numbers(x, 2, row_count(x))
     z = contiguous_like(residual) if want_z else empty_output(residual)
     scratch: Tensor | None = z if want_z else None
     if not want_z and not x.is_cuda:  # the CPU normalises in place; a sum of another type needs room of its own
@@ -319,7 +328,7 @@ def _backward_native(
     parameters = (weight, bias, linear_bias)
     gradients = [gradient_like(parameter, want, dy) for parameter, want in zip(parameters, wanted, strict=True)]
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
-    sums = gradients if z.is_cuda else [gradient.float() for gradient in gradients]
+    sums = gradients if z.is_cuda else [in_type(gradient, torch.float32) for gradient in gradients]
     read = weight if z.is_cuda else _native.as_parameter(weight, torch.float32)
     floats = core.dropout_add_layer_norm_backward_workspace(z)
     threshold = philox.threshold(p)
@@ -336,16 +345,16 @@ def _backward_native(
         dresidual,
         dx if separate else None,
         *(total if want else None for total, want in zip(sums, wanted, strict=True)),
-        torch.empty(floats, dtype=torch.float32, device=z.device),
+        empty_numbers(z, floats),
     )
-    dweight, dbias, dlinear_bias = (total.to(like.dtype) for total, like in zip(sums, gradients, strict=True))
+    dweight, dbias, dlinear_bias = (in_type(total, like.dtype) for total, like in zip(sums, gradients, strict=True))
     return dresidual, dx, dweight, dbias, dlinear_bias
 
 
 def one_type(x: Tensor, residual: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
     """Contiguous parameters of one type: x's own where the kernels take that, else fp32."""
     dtype = torch.float32
-    if x.is_cuda and residual.dtype == x.dtype and all(each is None or each.dtype == x.dtype for each in parameters):
+    if x.is_cuda and all(each is None or each.dtype is x.dtype for each in (residual, *parameters)):
         dtype = x.dtype
     return [_native.as_parameter(parameter, dtype) for parameter in parameters]
 

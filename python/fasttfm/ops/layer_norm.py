@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native
-from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, gradient_like, readable_rows
+from fasttfm.kernels.common.rows import (
+    contiguous_like,
+    contiguous_rows,
+    empty_numbers,
+    gradient_like,
+    in_type,
+    readable_rows,
+    row_outputs,
+)
 from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops.backends import (
     native_cpu,
@@ -47,8 +55,9 @@ def layer_norm(
 
 
 def _forward_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    y, statistics = OP.make_outputs(x)
-    _native.core().layer_norm_forward(readable_rows(x), *_parameters(x, weight, bias), y, statistics, eps)
+    rows, y, statistics = row_outputs(x, 2)
+    weight, bias = _parameters(x, weight, bias)
+    _native.core().layer_norm_forward(rows, weight, bias, y, statistics, eps)
     return y, statistics
 
 
@@ -65,19 +74,19 @@ def _backward_native(
     dx = contiguous_like(x)
     dweight, dbias = gradient_like(weight, want_dweight, x), gradient_like(bias, want_dbias, x)
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
-    sums = (dweight, dbias) if x.is_cuda else (dweight.float(), dbias.float())
+    sums = (dweight, dbias) if x.is_cuda else (in_type(dweight, torch.float32), in_type(dbias, torch.float32))
     read = weight if x.is_cuda else _native.as_parameter(weight, torch.float32)
     x = readable_rows(x)
-    workspace = torch.empty(core.layer_norm_backward_workspace(x), dtype=torch.float32, device=x.device)
+    workspace = empty_numbers(x, core.layer_norm_backward_workspace(x))
     wanted = (sums[0] if want_dweight else None, sums[1] if want_dbias else None)
     core.layer_norm_backward(contiguous_rows(dy), x, read, statistics, dx, *wanted, workspace)
-    return dx, sums[0].to(dweight.dtype), sums[1].to(dbias.dtype)
+    return dx, in_type(sums[0], dweight.dtype), in_type(sums[1], dbias.dtype)
 
 
 def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Contiguous parameters of one type: x's own where the kernels take that, else fp32."""
     dtype = torch.float32
-    if x.is_cuda and (weight is None or weight.dtype == x.dtype) and (bias is None or bias.dtype == x.dtype):
+    if x.is_cuda and (weight is None or weight.dtype is x.dtype) and (bias is None or bias.dtype is x.dtype):
         dtype = x.dtype
     return _native.as_parameter(weight, dtype), _native.as_parameter(bias, dtype)
 
