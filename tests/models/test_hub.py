@@ -199,7 +199,7 @@ def test_offline_names_the_cache_and_what_is_similar(bert_directory: Path) -> No
 
 @pytest.mark.parametrize("name", ["./run", "/run/model", "runs/first/model", "run/", "org/..", "a--b", "a@", "~/run"])
 def test_what_is_no_hub_id_is_a_path(name: str) -> None:
-    with pytest.raises(CheckpointError, match="a directory with a model or a hub id, there is no such directory"):
+    with pytest.raises(CheckpointError, match="a directory with a model or a hub id; there is no such directory"):
         model_directory(name)
 
 

@@ -74,7 +74,7 @@ def model_directory(
         raise ValueError(f"{name}: revision: expected one, got {stated!r} and {revision!r}")
     revision = stated if at else revision
     if _HUB_ID.fullmatch(repository) is None or "--" in repository or ".." in repository or revision == "":
-        raise CheckpointError(f"{name}: expected a directory with a model or a hub id, there is no such directory")
+        raise CheckpointError(f"{name}: expected a directory with a model or a hub id; there is no such directory")
     hub = _hub(name)
     cached = _snapshot(hub, repository, revision)
     if cached is not None and _has(cached, part):
