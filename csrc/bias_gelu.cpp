@@ -24,7 +24,7 @@ FASTTFM_FUNCTION(Status, bias_gelu_forward, const Tensor& x, const OptionalTenso
   return FASTTFM_LAUNCH(bias_gelu_forward, params);
 }
 
-FASTTFM_FUNCTION(int64_t, bias_gelu_backward_workspace, const Tensor& x, int parts) {
+FASTTFM_FUNCTION(int64_t, bias_gelu_backward_workspace, const Tensor& x, int64_t parts) {
   return context.is_cuda() ? parts * x.columns() : cpu::bias_gelu_workspace(x.rows(), x.columns());
 }
 
