@@ -150,6 +150,15 @@ def test_what_the_hopper_kernels_do_not_support() -> None:
     assert gelu_product.refuse_cuda(x, weight, bias) == "takes tensors on a GPU of compute capability 9.0"
 
 
+def test_the_constant_has_the_mark_of_torch() -> None:
+    """``gelu_product`` writes the mark itself, because torch's decorator imports torch._dynamo."""
+
+    def constant() -> None: ...
+
+    torch.compiler.assume_constant_result(constant)
+    assert vars(gelu_product._has_kernels) == vars(constant) != {}
+
+
 # ---- Hopper's kernels ------------------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,14 @@ def run_without(*modules: str) -> str:
     return run_prepared(*(f"sys.modules[{name!r}] = None" for name in modules))
 
 
+def test_an_import_leaves_out_what_takes_seconds() -> None:
+    code = "import sys, fasttfm, fasttfm.cli.main; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "fasttfm.ops" in loaded
+    heavy = ("torch._dynamo", "torch._inductor", "triton", "transformers", "sklearn", "matplotlib")
+    assert not {*heavy} & {*loaded}
+
+
 def line_of(text: str, name: str) -> str:
     return next(line for line in text.splitlines() if line.split()[:1] == [name])
 

@@ -51,9 +51,12 @@ def kept_beside(backend: str | None, x: Tensor, *weights: Tensor) -> str:
     return DERIVATIVE if free and _has_kernels(x.device) else PRODUCT
 
 
-@torch.compiler.assume_constant_result
 def _has_kernels(device: torch.device) -> bool:
     return _native.missing_hopper() is None and is_hopper(device)
+
+
+# The mark of torch.compiler.assume_constant_result, which would import torch._dynamo: most of the time of `import fasttfm`.
+_has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_fused(backend: str | None, x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor) -> bool:
