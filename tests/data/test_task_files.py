@@ -188,7 +188,11 @@ def test_columns_without_a_header(tmp_path: Path) -> None:
         (read_choices, "a,b\n1,2\n", "line 1: expected a header with 'sent1', 'sent2', 'ending0'"),
         (read_choices, "sent1,sent2,ending0,ending1,label\na,b,c,d\n", "line 2: expected 5 columns, got 4"),
         (read_choices, "sent1,sent2,ending0,ending1,label\na,b,c,d,2\n", "line 2: expected a label of 0, 1, got '2'"),
-        (read_choices, 'sent1,sent2,ending0,ending1,label\na,b,"c,d,2\n', "line 2: expected a csv file, got"),
+        (
+            read_choices,
+            'sent1,sent2,ending0,ending1,label\na,b,"c,d,2\n',
+            'line 2: expected a closing " for each opening one, got the end',
+        ),
     ],
 )
 def test_foreign_files(tmp_path: Path, read: Callable[[Path], Any], text: str | bytes, message: str) -> None:

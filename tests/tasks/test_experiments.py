@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from fasttfm import models
 from fasttfm.cli.main import main
 from fasttfm.tasks.experiments import shots
-from fasttfm.tasks.experiments.lab import Lab, _draw_values, parameters, table
+from fasttfm.tasks.experiments.lab import Lab, Row, _draw_values, parameters, table
 from fasttfm.tasks.experiments.registry import EXPERIMENTS
 from fasttfm.tasks.experiments.replaced_tokens import AllTokensMLM, MaskedDetection, ReplaceMLM
 
@@ -54,6 +56,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as stopped:
         main(["experiment", "gravity"])
     assert stopped.value.code == 2
+
+
+def test_an_interrupted_command_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: Lab) -> Iterator[Row]:
+        yield {"size": "1 x 32", "layers_parameters": 10, "parameters": 20, "loss": 3.0}
+        raise KeyboardInterrupt
+
+    experiment = dataclasses.replace(EXPERIMENTS["model-size"], run=run)
+    monkeypatch.setitem(EXPERIMENTS, "model-size", experiment)
+    assert main(["experiment", "model-size", "--quick", "--output", str(tmp_path)]) == 130
+    assert "1 x 32,10,20,3.0" in (tmp_path / "model-size.csv").read_text()
+    assert (tmp_path / "model-size.png").exists()
 
 
 def test_the_same_seed_gives_the_same_table(lab: Lab) -> None:

@@ -124,7 +124,7 @@ def test_values_are_estimated(bert_directory: Path) -> None:
     assert model.config.num_labels == 1
     assert task.scores(examples, predict(model, task, examples))["pearson"] > 0.9
     assert task.majority(examples, examples) == [0.0] * 4
-    with pytest.raises(DataError, match="label: expected a number, got 'peace'"):
+    with pytest.raises(DataError, match="label: expected a number as label, got 'peace'"):
         task.features(PEACE)
 
 
@@ -333,7 +333,7 @@ def test_a_tenth_is_the_dev_set_if_there_is_no_other(tmp_path: Path) -> None:
 
 
 def test_examples_without_labels_are_refused(bert_directory: Path) -> None:
-    with pytest.raises(DataError, match="expected a label for every training example"):
+    with pytest.raises(DataError, match="training example 1: expected a label, got none"):
         prepare("classify", bert_directory, [TextExample("a", None, None)])
     with pytest.raises(DataError, match="expected training examples, got none"):
         prepare("tag", bert_directory, [])

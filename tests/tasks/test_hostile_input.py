@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fasttfm.cli.main import main
-from fasttfm.data.task_files import TextExample
+from fasttfm.data.task_files import TextExample, read_texts
 from fasttfm.tasks.finetuning import prepare, save
 from fasttfm.train import Trainer
 
@@ -40,6 +40,16 @@ FILES: dict[str, bytes] = {
     "column.tsv": b"a\tb\n1\t2\n",
     "column.csv": b"a,b\n1,2\n",
     "good.tsv": b"sentence\tlabel\n" + b"the state\t1\nthe union\t0\n" * 8,
+    "marked.csv": b"\xef\xbb\xbftext,label\r\n\r\n"
+    + b'"the ""state"", then",1\r\nunion,0\r\n' * 8,  # as Excel writes it
+    "semicolons.csv": b"text;label\n" + b"the state, then;1\nthe union;0\n" * 8,
+    "utf16.csv": "text,label\nthe state,1\n".encode("utf-16"),
+    "open.csv": b'text,label\n"the state,1\nthe union,0\n',
+    "gaps.csv": b"text,label\nthe state,1\nthe union,\n",
+    "words.csv": b"text,label\nthe state,1\nthe union,good\n",
+    "sheet.xlsx": b"PK\x03\x04" + bytes(100),
+    "vectors.npy": b"not numbers",
+    "nothing.json": b"{}",
     "unlabelled.tsv": b"sentence\nthe state\nthe union\n",
     "list.json": b"[1, 2]",
     "squad.json": json.dumps({"data": [{"paragraphs": [SQUAD]}]}).encode(),
@@ -57,6 +67,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, bert_directory: Path, gpt_di
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(content)
     (root / "folder").mkdir()
+    (root / "folder.npy").mkdir()
     (root / "loop").symlink_to("loop")
     (root / "dangling").symlink_to("nowhere/at-all")
     shutil.copytree(gpt_directory, root / "gpt")
@@ -117,6 +128,8 @@ EMBED = "embed --device cpu --model bert --data texts.txt --output OUT.npy"
 PREDICT = "predict --device cpu --model classifier --data good.tsv --quiet --output OUT.csv"
 FILL_MASK = "fill-mask --device cpu --model bert --data masks.txt --quiet --output OUT.csv"
 SCORE = "score --device cpu --model gpt --data masks.txt --quiet --output OUT.csv"
+SHOW = "show attention --device cpu --model bert --text the"
+SEARCH = "search --device cpu --model bert --query the --vectors"
 GENERATE = "generate --device cpu --model gpt --prompt the --max-new-tokens 2"
 
 NUMBERS = {
@@ -205,6 +218,8 @@ CASES: list[tuple[str, str, int, str]] = [
         ("hidden_size=1000000000000", "expected sizes of a model that torch can make"),
         ("vocab_size=5", "vocab_size: expected no fewer than the tokenizer's"),
         ("extra={}", "extra: expected a field of BertConfig"),
+        ("hidden_sizes=3", "hidden_sizes: expected a field of BertConfig; did you mean hidden_size?"),
+        ("zzz=3", "zzz: expected a field of BertConfig: "),
         ("hidden_act=swish9", "activation: expected one of"),
     )),
     (PRETRAIN, "--resume --overwrite", 2, "--resume: expected without --overwrite"),
@@ -240,6 +255,9 @@ CASES: list[tuple[str, str, int, str]] = [
     (PREDICT, "--output classifier/config.json --overwrite", 2, "expected a file that is not the model's"),
     (PREDICT, "--output texts.txt/x.csv", 1, "texts.txt"),
     (PREDICT, "--output /proc/nowhere/x.csv", 1, "/proc/nowhere"),
+    (EMBED, "--output /proc/x.npy", 1, "/proc: expected a directory that can be written to, got No such file"),
+    (SHOW, "--output /proc/x.html", 1, "/proc: expected a directory that can be written to, got No such file"),
+    ("experiment shots --output /proc/x", "", 1, "/proc/x: No such file or directory"),
     # ---- models
     *((command, f"{option} {model}", 1, sentence) for command, option in (
         (FINETUNE, "--model"), (DISTILL, "--teacher"), (EMBED, "--model"), (GENERATE, "--model"))
@@ -311,6 +329,17 @@ CASES: list[tuple[str, str, int, str]] = [
         ("dangling", "dangling"),
         ("nowhere.tsv", "nowhere.tsv"),
     )),
+    (FINETUNE, "--data utf16.csv", 1, "utf16.csv, line 1: expected UTF-8 text, got byte 0xff as number 1 of the line"),
+    (FINETUNE, "--data open.csv", 1, 'open.csv, line 2: expected a closing " for each opening one, got the end of'),
+    (FINETUNE, "--data gaps.csv --dev good.tsv", 1, "training example 2: expected a label, got none"),
+    (FINETUNE, "--data gaps.csv --dev good.tsv --values", 1, "training example 2: expected a label, got none"),
+    (FINETUNE, "--data words.csv --dev good.tsv --values", 1, "example 2: expected a number as label, got 'good'"),
+    (FINETUNE, "--dev words.csv --values", 1, "dev set, example 2: expected a number as label, got 'good'"),
+    (FINETUNE, "--data sheet.xlsx", 1, "sheet.xlsx: expected text, or a name that ends in .csv, .tsv, .jsonl, .json, "),
+    (FINETUNE, "--class-weights nothing.json", 1, "expected a weight for each of the labels 0, 1, got none"),
+    (SEARCH, "vectors.npy", 1, "vectors.npy: expected a file of vectors, got the magic string is not correct"),
+    (SEARCH, "folder.npy", 1, "folder.npy: expected a file of vectors, got a directory"),
+    (GENERATE, "--num-beams 3 --top-k 5", 2, "--num-beams: expected 1 with --temperature, --top-k or --top-p, got 3"),
     (FINETUNE, "--dev empty.txt", 1, "empty.txt: expected a header line and examples, got an empty file"),
     (FINETUNE, "--test column.tsv", 1, "column.tsv"),
     (GENERATE, "--shots empty.txt", 1, "empty.txt: expected examples, one object per line, got none"),
@@ -369,6 +398,15 @@ def test_unusable_input_is_named(
     assert sentence in said.splitlines()[-1]
     assert found == status, said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", ["marked.csv", "semicolons.csv"])
+def test_what_spreadsheets_write_is_read(name: str, place: Path) -> None:
+    first = "the state, then" if name == "semicolons.csv" else 'the "state", then'
+    assert [(each.first, each.label) for each in read_texts(place / name)][:2] == [
+        (first, "1"),
+        ("the union" if name == "semicolons.csv" else "union", "0"),
+    ]
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ experiments:
 {experiments}
 
 The output directory contains the table (NAME.csv), a plot (NAME.png), and a page (NAME.md) that says what the paper
-found and what to expect of models this small.
+found and what to expect of models this small. They are written after each row, so that an interrupted run keeps what it
+has found.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fasttfm.cli.options import Formatter, check_output, exit_on_user_error, output_of
+from fasttfm.cli.options import Formatter, check_output, check_writable, exit_on_user_error, output_of
 
 
 def add_parser(subparsers: Any) -> None:
@@ -55,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_output(arguments)
         random_seed(arguments.seed)
         experiment = EXPERIMENTS[arguments.name]
+        output = output_of(arguments, f"experiment-{arguments.name}")
+        check_writable(output)
         print(" ".join(experiment.expect.split()), flush=True)
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # each row's model gets a new head, as it should
@@ -62,10 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
             rows = []
             for row in experiment.run(lab) if arguments.quiet else tracked(experiment.run(lab), "rows"):
                 rows.append(row)
+                paths = experiment.write(rows, output)  # an interrupted run keeps its rows
                 if not arguments.quiet:
                     print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-        output = output_of(arguments, f"experiment-{arguments.name}")
-        paths = experiment.write(rows, output)
         print(f"\n{table(rows)}\n")
         print(f"output     {output} ({', '.join(path.name for path in paths)})")
     return 0

@@ -73,6 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
         from fasttfm.tasks.prompts import text_pieces, until
         from fasttfm.train.settings import random_seed
 
+        sampled = any(value is not None for value in (arguments.temperature, arguments.top_k, arguments.top_p))
+        if sampled and arguments.num_beams != 1:
+            got = f"{arguments.num_beams} beams"
+            raise ValueError(f"--num-beams: expected 1 with --temperature, --top-k or --top-p, got {got}")
         device = device_of(arguments)
         tokenizer = tokenizer_of(arguments.tokenizer or arguments.model)
         model: Any = open_model(arguments.model, Head.CAUSAL_LM).to(device)
@@ -84,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             random_seed(arguments.seed)
             torch.manual_seed(arguments.seed)
         options: dict[str, Any] = {"do_sample": False}
-        if any(value is not None for value in (arguments.temperature, arguments.top_k, arguments.top_p)):
+        if sampled:
             temperature = 1.0 if arguments.temperature is None else arguments.temperature
             options = {"do_sample": True, "temperature": temperature}
             options |= {"top_k": arguments.top_k, "top_p": arguments.top_p}

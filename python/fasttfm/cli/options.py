@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -131,7 +132,7 @@ def check_output(arguments: argparse.Namespace, **sources: Any) -> None:
 
 def check_output_file(arguments: argparse.Namespace) -> None:
     """Raises ValueError if the file ``--output`` is the model's or that of the data, or exists and there is no
-    ``--overwrite``. Makes its directory."""
+    ``--overwrite``, and OSError if it cannot be written. Makes its directory."""
     output: Path | None = arguments.output
     if output is None:
         return
@@ -144,7 +145,18 @@ def check_output_file(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--output: expected another file than --data, got {output}")
     if output.exists() and not arguments.overwrite:
         raise ValueError(f"--output: expected a new file, got {output}, which exists; --overwrite replaces it")
-    output.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(output.parent)
+
+
+def check_writable(directory: Path) -> None:
+    """Makes the directory; raises OSError if no file can be written there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        expected = f"expected a directory that can be written to, got {error.strerror}"
+        raise OSError(error.errno, expected, str(directory)) from None
 
 
 def output_of(arguments: argparse.Namespace, name: str) -> Path:

@@ -13,7 +13,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fasttfm.cli.options import MODEL_HELP, Formatter, add_device_option, device_of, exit_on_user_error
+from fasttfm.cli.options import (
+    MODEL_HELP,
+    Formatter,
+    add_device_option,
+    check_writable,
+    device_of,
+    exit_on_user_error,
+)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -47,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--output: expected a new file, got {output}, which exists; --overwrite replaces it")
         if arguments.max_tokens < 3:
             raise ValueError(f"--max-tokens: expected a number from 3 on, got {arguments.max_tokens}")
+        check_writable(output.parent)
         layers, heads = (_numbers(name, getattr(arguments, name)) for name in ("layers", "heads"))
 
         from fasttfm.inference.opening import open_model, tokenizer_of
@@ -57,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
         model = open_model(arguments.model, Head.NONE).to(device_of(arguments))
         maps = attention_maps(model, tokenizer, arguments.text, arguments.second, max_tokens=arguments.max_tokens)
         maps = maps.select(layers, heads)
-        output.parent.mkdir(parents=True, exist_ok=True)
         maps.save(output, f"Attention of {Path(arguments.model).resolve().name}")
         count = len(maps.layers) * len(maps.heads)
         print(f"{count:,} maps of {len(maps.tokens)} x {len(maps.tokens)} tokens: {output}")

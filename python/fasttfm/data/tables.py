@@ -42,6 +42,8 @@ def open_table(path: Path, *, header: bool = True) -> Table:
     first = next((line for _, line in read_lines(path) if line.strip()), None)
     if first is None:
         raise data_error(path, "a header line and examples" if header else "examples", "an empty file")
+    if "\0" in first:
+        raise data_error(path, f"text, or a name that ends in {', '.join(SUFFIXES)}", "a binary file")
     if suffix not in ("csv", "tsv", "jsonl", "json"):
         suffix = "jsonl" if first.lstrip().startswith("{") else "tsv" if "\t" in first else "csv"
     if suffix == "json" and not first.lstrip().startswith("["):
@@ -134,11 +136,16 @@ class Delimited(Table):
             return
         csv.field_size_limit(_LONGEST_FIELD)
         reader = csv.reader((line + "\n" for _, line in read_lines(self.path)), delimiter=self.delimiter, strict=True)
+        complete = 0  # the last line of a complete row
         try:
             for values in reader:
+                complete = reader.line_num
                 if values:
                     yield reader.line_num, values
         except csv.Error as error:
+            if str(error) == "unexpected end of data":
+                expected = 'a closing " for each opening one'
+                raise data_error(self.path, expected, "the end of the file", line=complete + 1) from None
             raise data_error(self.path, "a csv file", str(error), line=reader.line_num) from None
 
 

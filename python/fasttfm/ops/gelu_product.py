@@ -55,7 +55,7 @@ def _has_kernels(device: torch.device) -> bool:
     return _native.missing_hopper() is None and is_hopper(device)
 
 
-# The mark of torch.compiler.assume_constant_result, which would import torch._dynamo: most of the time of `import fasttfm`.
+# What torch.compiler.assume_constant_result sets, which would import torch._dynamo: longer than all of fasttfm takes.
 _has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

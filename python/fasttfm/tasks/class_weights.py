@@ -34,7 +34,7 @@ def read_weights(task: Task, path: Path) -> list[float]:
     except (ValueError, UnicodeDecodeError) as error:
         raise DataError(f'{path}: expected JSON, {{"label": weight}}: {error}') from None
     if not isinstance(found, Mapping) or set(found) != set(task.labels):
-        got = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        got = (", ".join(map(str, found)) or "none") if isinstance(found, Mapping) else type(found).__name__
         raise data_error(path, f"a weight for each of the labels {', '.join(task.labels)}", got)
     for label, weight in found.items():
         if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0 <= weight < float("inf"):

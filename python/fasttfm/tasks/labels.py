@@ -63,7 +63,7 @@ class ClassifyTask(Task):
         return ValueTask
 
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
-        labels = {_labelled(example) for example in train}
+        labels = {_labelled(number, example) for number, example in enumerate(train, 1)}
         if (value := _fraction(labels)) is not None:
             got = f"{len(labels)} numbers such as {value!r}"
             raise DataError(f"labels: expected names of classes, got {got}; --values (values=True) is for regression")
@@ -204,11 +204,14 @@ class ValueTask(ClassifyTask):
     main_score = "pearson"
 
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
+        for number, example in enumerate(train, 1):
+            _number(_labelled(number, example), f"training example {number}")
         return []
 
     def check_labels(self, examples: Sequence[Any], source: str) -> None:
-        for example in examples:
-            self._target(example)
+        for number, example in enumerate(examples, 1):
+            if example.label is not None:
+                _number(example.label, f"{source}, example {number}")
 
     def description(self) -> dict[str, Any]:
         return {**super().description(), "values": True}
@@ -258,9 +261,9 @@ def _two_texts(line: str) -> tuple[str, ...]:
     return texts
 
 
-def _labelled(example: Any) -> str:
+def _labelled(number: int, example: Any) -> str:
     if example.label is None:
-        raise DataError("expected a label for every training example, got one without")
+        raise DataError(f"training example {number}: expected a label, got none")
     return str(example.label)
 
 
@@ -272,11 +275,11 @@ def _fraction(labels: Iterable[str]) -> str | None:
         return None
 
 
-def _number(label: str) -> float:
+def _number(label: str, where: str = "label") -> float:
     try:
         return float(label)
     except ValueError:
-        raise DataError(f"label: expected a number, got {label!r}") from None
+        raise DataError(f"{where}: expected a number as label, got {label!r}") from None
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------

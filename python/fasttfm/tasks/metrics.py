@@ -23,7 +23,7 @@ def label_scores(gold: Sequence[Any], predicted: Sequence[Any]) -> Scores:
     return {
         "accuracy": float(metrics.accuracy_score(gold, predicted)),
         "f1": float(metrics.f1_score(gold, predicted, average="macro", zero_division=0.0)),
-        "matthews": float(metrics.matthews_corrcoef(gold, predicted)),
+        "matthews": float(metrics.matthews_corrcoef(gold, predicted)) if len({*gold, *predicted}) > 1 else 0.0,
     }
 
 

@@ -163,7 +163,7 @@ class VectorFile:
         if self.path.suffix not in SUFFIXES:
             raise data_error(self.path, f"a name that ends in {', '.join(SUFFIXES)}", repr(self.path.name))
         if not self.path.is_file():
-            raise data_error(self.path, "a file of vectors", "nothing there")
+            raise data_error(self.path, "a file of vectors", "a directory" if self.path.is_dir() else "nothing there")
         self._array = None if self.path.suffix in (".jsonl", ".csv") else self._mapped()
         if self._array is not None and (self._array.ndim != 2 or self._array.dtype.kind != "f"):
             got = f"{self._array.dtype} {list(self._array.shape)}"
@@ -213,6 +213,8 @@ class VectorFile:
     def _mapped(self) -> np.ndarray:
         try:
             if self.path.suffix == ".npy":
+                with self.path.open("rb") as file:
+                    np.lib.format.read_magic(file)  # np.load takes other files for pickled ones
                 array: np.ndarray = np.load(self.path, mmap_mode="r", allow_pickle=False)
                 return array
             if self.path.suffix == ".npz":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,9 @@ def _changes(settings: PretrainSettings) -> dict[str, Any]:
     names = vars(config_class())
     for name in settings.changes:
         if name not in names or name == "extra":
-            raise ValueError(f"{name}: expected a field of {config_class.__name__}")
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {close[0]}?" if close else f": {', '.join(sorted(set(names) - {'extra'}))}"
+            raise ValueError(f"{name}: expected a field of {config_class.__name__}{hint}")
     dropout = {} if settings.dropout is None else {name: settings.dropout for name in names if _is_dropout(name)}
     return {**dropout, **settings.changes}
 
