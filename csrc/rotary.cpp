@@ -6,7 +6,7 @@ namespace fasttfm {
 
 // x is [T, H, D] with adjacent columns, positions int64 [T] or None; every `sequence` tokens are a sequence.
 FASTTFM_FUNCTION(Status, rotary_cpu, const Tensor& x, const Tensor& cos, const Tensor& sin,
-                 const OptionalTensor& positions, const Tensor& y, int64_t sequence, int64_t turned_heads, float sign) {
+                 const OptionalTensor& positions, const Tensor& y, int64_t sequence, int64_t rotary_heads, float sign) {
   return cpu::rotary({
       .x = x.data,
       .cos = cos.as<float>(),
@@ -16,7 +16,7 @@ FASTTFM_FUNCTION(Status, rotary_cpu, const Tensor& x, const Tensor& cos, const T
       .tokens = x.shape[0],
       .sequence = sequence,
       .heads = x.shape[1],
-      .turned_heads = turned_heads,
+      .rotary_heads = rotary_heads,
       .columns = x.shape[2],
       .pairs = cos.columns(),
       .token_stride = x.strides[0],

@@ -53,8 +53,8 @@ def _product(value, w, total, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_
     if BLOCK_M == 1:
         total += tl.sum(tl.sum(w.to(tl.float32) * value.to(tl.float32), axis=2), axis=0)[None, None, :]
     elif PARTS == 1:
-        turned = tl.trans(tl.reshape(w, (BLOCK_N, BLOCK_K)))
-        total += tl.dot(tl.reshape(value, (BLOCK_M, BLOCK_K)), turned, input_precision="ieee")[None, :, :]
+        transposed = tl.trans(tl.reshape(w, (BLOCK_N, BLOCK_K)))
+        total += tl.dot(tl.reshape(value, (BLOCK_M, BLOCK_K)), transposed, input_precision="ieee")[None, :, :]
     else:
         total = tl.dot(value, tl.permute(w, (0, 2, 1)), total, input_precision="ieee")
     return total

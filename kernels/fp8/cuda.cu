@@ -139,7 +139,7 @@ struct Nothing {
 // One tile of a matrix.
 template <class T, bool E5M2, bool DROPS = false>
 __device__ __forceinline__ void cast_tile(const Fp8Cast& p, const Place& at) {
-  __shared__ Columns turned;
+  __shared__ Columns transposed;
   __shared__ uint32_t magnitude[kWarps];
   const T* x = static_cast<const T*>(p.x) + at.row * p.x_stride + at.column;
   Packed<T> packed[kVector];
@@ -161,12 +161,12 @@ __device__ __forceinline__ void cast_tile(const Fp8Cast& p, const Place& at) {
       row[r] = round_vector<E5M2>(value, scale);
       if (p.as_rows != nullptr) store_rows(p.as_rows, at, 4 * half + r, p.rows, p.columns, row[r]);
     }
-    turned.put(row, at.column_group, at.row_group, half);
+    transposed.put(row, at.column_group, at.row_group, half);
   }
   const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
   if (threadIdx.x % 32 == 0) magnitude[threadIdx.x / 32] = bits;
   __syncthreads();
-  if (p.as_columns != nullptr) turned.store(p.as_columns, at.first_column, at.first_row, p.columns, p.padded);
+  if (p.as_columns != nullptr) transposed.store(p.as_columns, at.first_column, at.first_row, p.columns, p.padded);
   if (threadIdx.x < kWarps) {
     const uint32_t whole = __reduce_max_sync((1u << kWarps) - 1, magnitude[threadIdx.x]);
     if (threadIdx.x == 0) record(p.amax, whole);
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kBlock) gelu_forward_kernel(Fp8GeluForward p, 
 // Grid (column tiles, row tiles).
 template <class T, bool E5M2, Activation A>
 __global__ void __launch_bounds__(kBlock, std::is_same_v<T, bf16_t> ? 3 : 2) gelu_backward_kernel(Fp8GeluBackward p) {
-  __shared__ Columns a_turned, turned;
+  __shared__ Columns a_transposed, transposed;
   __shared__ __align__(16) float sums[kGroups][kTile];
   __shared__ uint32_t magnitude[kWarps];
   const Place at(blockIdx.x, blockIdx.y);
@@ -281,15 +281,15 @@ __global__ void __launch_bounds__(kBlock, std::is_same_v<T, bf16_t> ? 3 : 2) gel
       gradient[r] = round_vector<E5M2>(out, scale);
       store_rows(p.as_rows, at, 4 * half + r, p.rows, p.columns, gradient[r]);
     }
-    a_turned.put(again, at.column_group, at.row_group, half);
-    turned.put(gradient, at.column_group, at.row_group, half);
+    a_transposed.put(again, at.column_group, at.row_group, half);
+    transposed.put(gradient, at.column_group, at.row_group, half);
   }
   const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(most));
   if (threadIdx.x % 32 == 0) magnitude[threadIdx.x / 32] = bits;
   store_packed(&sums[at.row_group][at.column_group * kVector], narrow<float>(sum));
   __syncthreads();
-  a_turned.store(p.a_columns, at.first_column, at.first_row, p.columns, p.padded);
-  turned.store(p.as_columns, at.first_column, at.first_row, p.columns, p.padded);
+  a_transposed.store(p.a_columns, at.first_column, at.first_row, p.columns, p.padded);
+  transposed.store(p.as_columns, at.first_column, at.first_row, p.columns, p.padded);
   if (p.dbias != nullptr && threadIdx.x < kTile && at.first_column + threadIdx.x < p.columns) {
     float total = 0.0f;
 #pragma unroll

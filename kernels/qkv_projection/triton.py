@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
 from fasttfm.kernels.common.rows import as_rows
-from fasttfm.kernels.common.triton.rotary import load_angles, turned
+from fasttfm.kernels.common.triton.rotary import load_angles, rotate
 
 _GROUP = 8
 
@@ -119,14 +119,14 @@ def _forward_kernel(
         numbers = column_tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         OWN: tl.constexpr = (D + 1) // 2
         pair = numbers % OWN
-        turns = ((numbers // OWN < 2 * H) & (pair < PAIRS))[None, :]
-        place = rows % S
+        is_rotated = ((numbers // OWN < 2 * H) & (pair < PAIRS))[None, :]
+        position = rows % S
         if HAS_POSITIONS:
-            place = tl.load(positions + rows, mask=rows < N, other=0).to(tl.int64)
-        c, s = load_angles(cos, sin, place, pair, turns, rows < N, 1.0, P, PAIRS)
-        turned_a, turned_b = turned(a, b, c, s)
-        a = tl.where(turns, turned_a, a)
-        b = tl.where(turns, turned_b, b)
+            position = tl.load(positions + rows, mask=rows < N, other=0).to(tl.int64)
+        c, s = load_angles(cos, sin, position, pair, is_rotated, rows < N, 1.0, P, PAIRS)
+        rotated_a, rotated_b = rotate(a, b, c, s)
+        a = tl.where(is_rotated, rotated_a, a)
+        b = tl.where(is_rotated, rotated_b, b)
         if NEIGHBOURS:
             total = tl.reshape(tl.join(a, b), (BLOCK_M, BLOCK_N))
         else:

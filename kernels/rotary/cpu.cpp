@@ -20,7 +20,7 @@ FASTTFM_KERNEL void rotate_token(const Rotary& p, int64_t token) {
   for (int64_t head = 0; head < p.heads; ++head) {
     const T* x = static_cast<const T*>(p.x) + token * p.token_stride + head * p.head_stride;
     T* y = static_cast<T*>(p.y) + (token * p.heads + head) * p.columns;
-    if (head >= p.turned_heads) {
+    if (head >= p.rotary_heads) {
       std::memcpy(y, x, p.columns * sizeof(T));
       continue;
     }

@@ -20,7 +20,7 @@ struct Rotary {
   int64_t tokens;            // T
   int64_t sequence;          // tokens of a sequence
   int64_t heads;             // H
-  int64_t turned_heads;      // number of heads that are rotated; the others are copied
+  int64_t rotary_heads;      // number of heads that are rotated; the others are copied
   int64_t columns;           // D
   int64_t pairs;             // columns i and i + pairs are rotated; columns from 2 * pairs on are copied
   int64_t token_stride;

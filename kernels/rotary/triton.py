@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
-from fasttfm.kernels.common.triton.rotary import load_angles, turned
+from fasttfm.kernels.common.triton.rotary import load_angles, rotate
 
 _TILE_ELEMENTS = 2048  # of each half of the pairs
 _NUM_WARPS = 4
@@ -32,7 +32,7 @@ def _rotary_kernel(
     head_stride,
     sign,  # -1 for the inverse rotation
     H: tl.constexpr,
-    TURNED: tl.constexpr,  # heads from this one on are copied
+    ROTARY_HEADS: tl.constexpr,  # heads from this one on are copied
     D: tl.constexpr,
     PAIRS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
@@ -47,12 +47,12 @@ def _rotary_kernel(
     head = heads % H
     source = x + tokens * token_stride + head * head_stride
     target = y + heads * D
-    place = tokens % S
+    position = tokens % S
     if HAS_POSITIONS:
-        place = tl.load(positions + tokens, mask=real, other=0).to(tl.int64)
+        position = tl.load(positions + tokens, mask=real, other=0).to(tl.int64)
     pairs = tl.arange(0, BLOCK_PAIRS)
     mask = real[:, None] & (pairs < PAIRS)[None, :]
-    c, s = load_angles(cos, sin, place, pairs, mask, head < TURNED, sign, P, PAIRS)
+    c, s = load_angles(cos, sin, position, pairs, mask, head < ROTARY_HEADS, sign, P, PAIRS)
     if INTERLEAVED:
         first = 2 * pairs
         second = first + 1
@@ -61,12 +61,12 @@ def _rotary_kernel(
         second = pairs + PAIRS
     a = tl.load(source[:, None] + first[None, :], mask=mask, other=0.0).to(tl.float32)
     b = tl.load(source[:, None] + second[None, :], mask=mask, other=0.0).to(tl.float32)
-    turned_a, turned_b = turned(a, b, c, s)
-    if TURNED < H:
-        turned_a = tl.where((head < TURNED)[:, None], turned_a, a)
-        turned_b = tl.where((head < TURNED)[:, None], turned_b, b)
-    tl.store(target[:, None] + first[None, :], turned_a.to(y.dtype.element_ty), mask=mask)
-    tl.store(target[:, None] + second[None, :], turned_b.to(y.dtype.element_ty), mask=mask)
+    rotated_a, rotated_b = rotate(a, b, c, s)
+    if ROTARY_HEADS < H:
+        rotated_a = tl.where((head < ROTARY_HEADS)[:, None], rotated_a, a)
+        rotated_b = tl.where((head < ROTARY_HEADS)[:, None], rotated_b, b)
+    tl.store(target[:, None] + first[None, :], rotated_a.to(y.dtype.element_ty), mask=mask)
+    tl.store(target[:, None] + second[None, :], rotated_b.to(y.dtype.element_ty), mask=mask)
     if BLOCK_REST > 0:
         rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)
         left = real[:, None] & (rest < D)[None, :]
@@ -79,7 +79,7 @@ def rotary_triton(
     sin: Tensor,
     positions: Tensor | None,
     interleaved: bool,
-    turned_heads: int,
+    rotary_heads: int,
     inverse: bool,
 ) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -104,7 +104,7 @@ def rotary_triton(
             given.stride(1),
             -1.0 if inverse else 1.0,
             H=heads,
-            TURNED=turned_heads,
+            ROTARY_HEADS=rotary_heads,
             D=columns,
             PAIRS=cos.shape[-1],
             HAS_POSITIONS=positions is not None,
@@ -130,7 +130,14 @@ def compile_signatures(element: str, columns: int, pairs: int, interleaved: bool
     """The kernel as the launcher compiles it for queries, keys and values of 12 heads, forward and backward."""
     pointers = {"x": f"*{element}", "cos": "*fp32", "sin": "*fp32", "positions": "*i64", "y": f"*{element}"}
     sizes = dict.fromkeys(("T", "S", "P", "token_stride", "head_stride"), "i32")
-    constants = {"H": 36, "TURNED": 24, "D": columns, "PAIRS": pairs, "HAS_POSITIONS": True, "INTERLEAVED": interleaved}
+    constants = {
+        "H": 36,
+        "ROTARY_HEADS": 24,
+        "D": columns,
+        "PAIRS": pairs,
+        "HAS_POSITIONS": True,
+        "INTERLEAVED": interleaved,
+    }
     return [
         {
             "kernel": _rotary_kernel,

@@ -135,7 +135,7 @@ def test_queries_and_keys_are_rotated_as_by_rotary(backend: str | None, interlea
     options = {"positions": positions, "interleaved": interleaved, "backend": backend}
     qkv = qkv_projection(x, weight, bias, H, cos=cos, sin=sin, **options)  # type: ignore[arg-type]
     plain = qkv_projection(x, weight, bias, H, backend=backend)
-    apart = rotary(plain.flatten(-3, -2), cos, sin, turned_heads=2 * H, **options)  # type: ignore[arg-type]
+    apart = rotary(plain.flatten(-3, -2), cos, sin, rotary_heads=2 * H, **options)  # type: ignore[arg-type]
     apart = apart.view(qkv.shape)
     assert same_bits(qkv, apart)
     gradient = torch.randn_like(qkv)

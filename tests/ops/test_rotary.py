@@ -21,8 +21,8 @@ def test_scores_depend_on_distances() -> None:
     cos, sin = angles.cos(), angles.sin()
 
     def score(query: int, key: int) -> torch.Tensor:
-        turned = (ops.rotary(x, cos, sin, positions=torch.tensor([place])) for x, place in ((q, query), (k, key)))
-        return torch.linalg.vecdot(*turned)
+        rotated = (ops.rotary(x, cos, sin, positions=torch.tensor([place])) for x, place in ((q, query), (k, key)))
+        return torch.linalg.vecdot(*rotated)
 
     torch.testing.assert_close(score(7, 3), score(44, 40))
     assert not torch.allclose(score(7, 3), score(7, 4))
@@ -41,9 +41,9 @@ def test_queries_and_keys_of_one_projection_are_read_in_place() -> None:
     qkv, (cos, sin) = torch.randn(5, 3, 2, 8), tables(5, 4)
     pair = qkv[:, :2].flatten(1, 2)
     assert pair.data_ptr() == qkv.data_ptr()
-    turned = ops.rotary(pair, cos, sin)
-    assert torch.equal(turned[:, :2], ops.rotary(qkv[:, 0], cos, sin))
-    assert torch.equal(turned[:, 2:], ops.rotary(qkv[:, 1], cos, sin))
+    rotated = ops.rotary(pair, cos, sin)
+    assert torch.equal(rotated[:, :2], ops.rotary(qkv[:, 0], cos, sin))
+    assert torch.equal(rotated[:, 2:], ops.rotary(qkv[:, 1], cos, sin))
 
 
 def test_heads_that_are_not_rotated_are_copied() -> None:
@@ -54,9 +54,9 @@ def test_heads_that_are_not_rotated_are_copied() -> None:
     for backend in ("cpu", "reference", "triton"):
         if backend == "triton":
             pytest.importorskip("triton")
-        turned = ops.rotary(qkv.flatten(1, 2), cos, sin, turned_heads=4, backend=backend).unflatten(1, (3, 2))
-        assert torch.equal(turned[:, 2].view(torch.int32), qkv[:, 2].view(torch.int32))
-        torch.testing.assert_close(turned[:, :2].flatten(1, 2), ops.rotary(qkv[:, :2].flatten(1, 2), cos, sin))
+        rotated = ops.rotary(qkv.flatten(1, 2), cos, sin, rotary_heads=4, backend=backend).unflatten(1, (3, 2))
+        assert torch.equal(rotated[:, 2].view(torch.int32), qkv[:, 2].view(torch.int32))
+        torch.testing.assert_close(rotated[:, :2].flatten(1, 2), ops.rotary(qkv[:, :2].flatten(1, 2), cos, sin))
 
 
 @pytest.mark.gpu

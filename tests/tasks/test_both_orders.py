@@ -16,7 +16,7 @@ PAIRS = [
     TextExample("The army.", "The navy of the United States.", "yes"),
     TextExample("A war.", "War.", "yes"),
 ]
-TURNED = [TextExample(pair.second or "", pair.first, pair.label) for pair in PAIRS]
+SWAPPED = [TextExample(pair.second or "", pair.first, pair.label) for pair in PAIRS]
 
 
 def test_states_of_both_orders_are_added(gpt_directory: Path) -> None:
@@ -27,12 +27,12 @@ def test_states_of_both_orders_are_added(gpt_directory: Path) -> None:
         for parameter in model.parameters():
             parameter.mul_(4)  # so that attention is far from uniform, which would not see the order
         logits = task.logits(model, task.batch(task.features(PAIRS)))
-        one, other = (plain.logits(model, plain.batch(plain.features(pairs))) for pairs in (PAIRS, TURNED))
-        turned = task.logits(model, task.batch(task.features(TURNED)))
+        one, other = (plain.logits(model, plain.batch(plain.features(pairs))) for pairs in (PAIRS, SWAPPED))
+        swapped = task.logits(model, task.batch(task.features(SWAPPED)))
     # The head has no bias: the sum of the states' logits is that of the sum.
     assert logits.shape == (3, 2)
     assert torch.allclose(logits, one + other, atol=1e-5)
-    assert torch.allclose(logits, turned, atol=1e-5)
+    assert torch.allclose(logits, swapped, atol=1e-5)
     assert float((one - other).abs().max()) > 1e-3
 
 
@@ -41,7 +41,7 @@ def test_training_reads_both_orders(gpt_directory: Path) -> None:
     model, task = prepare("pair", gpt_directory, PAIRS, both_orders=True)
     settings = FinetuneSettings(rates=Rates(5e-3), epochs=15)
     FineTuning(model, task, PAIRS, settings).run(on_results=lambda results: None)
-    assert predict(model, task, TURNED) == [pair.label for pair in PAIRS]
+    assert predict(model, task, SWAPPED) == [pair.label for pair in PAIRS]
     assert task.description()["both_orders"]
 
 

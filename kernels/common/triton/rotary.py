@@ -8,17 +8,17 @@ import triton.language as tl
 
 
 @triton.jit
-def load_angles(cos, sin, place, pairs, mask, turns, sign, P, PAIRS: tl.constexpr):
-    """Cosines and sines of ``pairs`` [n] at positions ``place`` [m] (int64), in fp32: where ``mask`` [m, n] and
-    ``turns`` [m] are true. A position outside of the tables [P, PAIRS] reads nothing and gives NaN. A sign of -1 is the
+def load_angles(cos, sin, position, pairs, mask, is_rotated, sign, P, PAIRS: tl.constexpr):
+    """Cosines and sines of ``pairs`` [n] at positions ``position`` [m] (int64), in fp32: where ``mask`` [m, n] and
+    ``is_rotated`` [m] are true. A position outside of the tables [P, PAIRS] reads nothing and gives NaN. A sign of -1 is the
     inverse rotation."""
-    known = mask & ((place >= 0) & (place < P) & turns)[:, None]
-    angle = place[:, None] * PAIRS + pairs[None, :]
+    known = mask & ((position >= 0) & (position < P) & is_rotated)[:, None]
+    angle = position[:, None] * PAIRS + pairs[None, :]
     c = tl.load(cos + angle, mask=known, other=float("nan")).to(tl.float32)
     s = tl.load(sin + angle, mask=known, other=float("nan")).to(tl.float32) * sign
     return c, s
 
 
 @triton.jit
-def turned(a, b, c, s):
+def rotate(a, b, c, s):
     return a * c - b * s, a * s + b * c

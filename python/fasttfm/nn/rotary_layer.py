@@ -138,8 +138,8 @@ class RotaryLayer(PackedLayer):
             places = torch.arange(max_seqlen, device=x.device)
             tables = {self.theta: rotary_tables(self.theta, places, self.width // self.heads, like=x)}
         heads = self.project(x).flatten(1, 2)
-        turned = ops.rotary(heads, *tables[self.theta], positions=positions, turned_heads=2 * self.heads)
-        return turned.unflatten(1, (3, self.heads))
+        rotated = ops.rotary(heads, *tables[self.theta], positions=positions, rotary_heads=2 * self.heads)
+        return rotated.unflatten(1, (3, self.heads))
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
         """False: there is no op for the whole layer."""

@@ -56,7 +56,7 @@ def qkv_projection(
         layer_norm: Weight, bias and eps of a LayerNorm in front (pre-LN). Its output is kept for the backward.
         cos, sin: Tables ``[P, R / 2]`` of a rotary position embedding, which turns the first R columns of each query
             and key; values are copied. ``positions`` and ``interleaved`` are those of ``rotary``: the result is that of
-            ``rotary(qkv.flatten(-3, -2), cos, sin, turned_heads=2 * num_heads)``.
+            ``rotary(qkv.flatten(-3, -2), cos, sin, rotary_heads=2 * num_heads)``.
         backend: Requests one backend; by default the first that supports the call runs it.
 
     Returns:
@@ -174,7 +174,7 @@ class _QkvProjection(OpFunction):
         x, weight, cos, sin, positions = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:3])
         if cos is not None:
-            dqkv = _turned(dqkv, cos, sin, positions, ctx.interleaved, True, _ROTARY.get(ctx.backend))
+            dqkv = _rotated(dqkv, cos, sin, positions, ctx.interleaved, True, _ROTARY.get(ctx.backend))
         gradients = backward_op(dqkv, x, weight, wanted, ctx.backend)
         return (*(found if want else None for found, want in zip(gradients, wanted, strict=True)), *[None] * 6)
 
@@ -229,7 +229,7 @@ backward_op = register(
 _ROTARY = {"reference": "reference", "triton": "triton"}
 
 
-def _turned(
+def _rotated(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -238,11 +238,11 @@ def _turned(
     inverse: bool,
     backend: str | None,
 ) -> Tensor:
-    """Queries and keys of qkv [..., 3, H, D] turned, or turned back; values copied."""
+    """Queries and keys of qkv [..., 3, H, D] rotated, or rotated back; values copied."""
     heads = qkv.flatten(-3, -2)
-    turned = rotary_op(heads, cos, sin, positions, interleaved, 2 * qkv.shape[-2], inverse, backend)
+    rotated = rotary_op(heads, cos, sin, positions, interleaved, 2 * qkv.shape[-2], inverse, backend)
     # Not a view for autograd: users may change the result in place.
-    result: Tensor = torch.ops.aten._unsafe_view(turned, qkv.shape)
+    result: Tensor = torch.ops.aten._unsafe_view(rotated, qkv.shape)
     return result
 
 
@@ -262,7 +262,7 @@ def _then_rotary(project: Callable[..., Tensor], backend: str | None) -> Callabl
         qkv = project(x, weight, bias, num_heads)
         if cos is None or sin is None:
             return qkv
-        return _turned(qkv, cos, sin, positions, interleaved, False, backend)
+        return _rotated(qkv, cos, sin, positions, interleaved, False, backend)
 
     return forward
 

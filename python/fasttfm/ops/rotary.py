@@ -25,45 +25,45 @@ def rotary(
     *,
     positions: Tensor | None = None,
     interleaved: bool = False,
-    turned_heads: int | None = None,
+    rotary_heads: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Rotates pairs of columns of each head by angles that grow with the token's position.
 
     Args:
         x: ``[B, S, H, D]`` or packed ``[T, H, D]``: fp32, bf16 or fp16 (fp64 on the reference backend). Strided heads
-            are read in place: ``qkv[:, :2].flatten(1, 2)`` turns the queries and keys of ``qkv [T, 3, H, D]`` in one
+            are read in place: ``qkv[:, :2].flatten(1, 2)`` rotates the queries and keys of ``qkv [T, 3, H, D]`` in one
             call.
         cos, sin: ``[P, R / 2]``: cosines and sines of the angles of each position. The first R columns of a head are
-            turned, the others copied. They have no gradient. fp32 is usual next to a 16-bit ``x``.
+            rotated, the others copied. They have no gradient. fp32 is usual next to a 16-bit ``x``.
         positions: int64 or int32, ``x``'s shape without heads and columns; by default a token's index in its sequence,
             or its row in ``[T, H, D]``. For packed sequences ``position_ids_from_cu_seqlens`` returns them. They are
             not validated on a GPU, where a position outside of the tables gives NaN.
         interleaved: Pairs are columns 0 and 1, 2 and 3, ... (GPT-J); by default columns i and i + R / 2 (GPT-NeoX,
             Llama, ModernBERT).
-        turned_heads: Heads from this one on are copied: all are turned by default. ``2 H`` of
-            ``qkv.flatten(-3, -2)`` turns the queries and keys of ``qkv [..., 3, H, D]``, and the result is one tensor
+        rotary_heads: Heads from this one on are copied: all are rotated by default. ``2 H`` of
+            ``qkv.flatten(-3, -2)`` rotates the queries and keys of ``qkv [..., 3, H, D]``, and the result is one tensor
             for ``attention``.
         backend: Requests one backend; by default the first that supports the call.
 
     Returns:
         ``x``'s shape and type, contiguous. Arithmetic is fp32, rounded once.
     """
-    _check(x, cos, sin, positions, interleaved, turned_heads)
-    turned = x.shape[-2] if turned_heads is None else turned_heads
-    return OP(x, cos, sin, positions, interleaved, turned, False, backend=backend)
+    _check(x, cos, sin, positions, interleaved, rotary_heads)
+    rotated = x.shape[-2] if rotary_heads is None else rotary_heads
+    return OP(x, cos, sin, positions, interleaved, rotated, False, backend=backend)
 
 
-def _check(x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, turned_heads: Any) -> None:
+def _check(x: Any, cos: Any, sin: Any, positions: Any, interleaved: Any, rotary_heads: Any) -> None:
     checks.check_floating(NAME, "x", x)
     if x.dim() < 3 or 0 in x.shape[-2:]:
         raise checks.bad_value(NAME, "x", "shape [..., S, H, D] or [T, H, D]", f"shape {tuple(x.shape)}")
     check_tables(NAME, x, x.shape, cos, sin, positions, interleaved)
-    if turned_heads is not None:
-        if isinstance(turned_heads, bool) or not isinstance(turned_heads, (int, torch.SymInt)):
-            raise checks.bad_type(NAME, "turned_heads", "an integer", type(turned_heads).__name__)
-        if not 0 <= turned_heads <= x.shape[-2]:
-            raise checks.bad_value(NAME, "turned_heads", f"0 to x's {x.shape[-2]} heads", turned_heads)
+    if rotary_heads is not None:
+        if isinstance(rotary_heads, bool) or not isinstance(rotary_heads, (int, torch.SymInt)):
+            raise checks.bad_type(NAME, "rotary_heads", "an integer", type(rotary_heads).__name__)
+        if not 0 <= rotary_heads <= x.shape[-2]:
+            raise checks.bad_value(NAME, "rotary_heads", f"0 to x's {x.shape[-2]} heads", rotary_heads)
 
 
 def check_tables(
@@ -109,7 +109,7 @@ def _native_rotary(
     sin: Tensor,
     positions: Tensor | None,
     interleaved: bool,
-    turned_heads: int,
+    rotary_heads: int,
     inverse: bool,
 ) -> Tensor:
     y = contiguous_like(x)
@@ -118,7 +118,7 @@ def _native_rotary(
     heads = (x if x.stride(-1) == 1 else x.contiguous()).reshape(-1, *x.shape[-2:])
     tables = (table.float().contiguous() for table in (cos, sin))
     positions = None if positions is None else positions.long().contiguous()
-    _native.core().rotary_cpu(heads, *tables, positions, y, x.shape[-3], turned_heads, -1.0 if inverse else 1.0)
+    _native.core().rotary_cpu(heads, *tables, positions, y, x.shape[-3], rotary_heads, -1.0 if inverse else 1.0)
     return y
 
 
@@ -154,7 +154,7 @@ def _rotate_back(dy: Tensor, shape: Any, dtype: Any, *others: Any) -> Tensor:
 OP = LinearOp(
     NAME,
     inputs=(checked("x"), checked("cos"), checked("sin"), indices("positions", optional=True)),
-    options=(flag("interleaved"), converted("turned_heads", "SymInt"), flag("inverse")),
+    options=(flag("interleaved"), converted("rotary_heads", "SymInt"), flag("inverse")),
     output=lambda x, *_: x.new_empty(x.shape),
     adjoint=_rotate_back,
     chosen_by=("interleaved",),

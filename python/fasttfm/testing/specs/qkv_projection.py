@@ -51,7 +51,7 @@ def _reference(
     positions: Tensor | None,
     interleaved: bool = False,
     project: Callable[..., Tensor] = reference.qkv_projection,
-    turn: Callable[..., Tensor] = rotary_reference.rotary,
+    rotate: Callable[..., Tensor] = rotary_reference.rotary,
 ) -> Tensor:
     if norm_weight is not None:
         x = layer_norm_reference.layer_norm(x, norm_weight, norm_bias, _EPS)
@@ -59,7 +59,7 @@ def _reference(
     if cos is None:
         return qkv
     positions = None if positions is None else positions.long()
-    return turn(qkv.flatten(-3, -2), cos, sin, positions, interleaved, 2 * num_heads).view(qkv.shape)
+    return rotate(qkv.flatten(-3, -2), cos, sin, positions, interleaved, 2 * num_heads).view(qkv.shape)
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -154,16 +154,16 @@ def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
 def _torch_linear(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
     x, weight, bias, heads = inputs["x"], inputs["weight"], inputs["bias"], options["num_heads"]
     columns = x.shape[-1]
-    turn = torch_rotary(inputs) if inputs["cos"] is not None else None
+    rotate = torch_rotary(inputs) if inputs["cos"] is not None else None
 
     def call() -> Tensor:
         normed = x
         if inputs["norm_weight"] is not None:
             normed = torch.nn.functional.layer_norm(x, (columns,), inputs["norm_weight"], inputs["norm_bias"], _EPS)
         qkv = torch.nn.functional.linear(normed, weight, bias).view(*x.shape[:-1], 3, heads, columns // heads)
-        if turn is None:
+        if rotate is None:
             return qkv
-        return torch.cat([turn(qkv[..., :2, :, :].flatten(-3, -2)).unflatten(-2, (2, heads)), qkv[..., 2:, :, :]], -3)
+        return torch.cat([rotate(qkv[..., :2, :, :].flatten(-3, -2)).unflatten(-2, (2, heads)), qkv[..., 2:, :, :]], -3)
 
     return call
 
@@ -186,7 +186,7 @@ BAD_CALLS = (
     BadCall("weight is no tensor", "weight", TypeError, spoil("weight", "w")),
     BadCall("weight of other columns", "weight", ValueError, spoil("weight", torch.ones(192, 63))),
     BadCall("weight of other rows", "weight", ValueError, spoil("weight", torch.ones(128, 64))),
-    BadCall("weight turned", "weight", ValueError, spoil("weight", torch.ones(64, 192))),
+    BadCall("weight transposed", "weight", ValueError, spoil("weight", torch.ones(64, 192))),
     BadCall("weight of another type", "weight", TypeError, spoil("weight", torch.ones(192, 64).bfloat16())),
     BadCall("weight elsewhere", "weight", ValueError, spoil("weight", torch.ones(192, 64, device="meta"))),
     BadCall("two weights", "weight", ValueError, spoil("weight", (torch.ones(64, 64), torch.ones(64, 64)))),
@@ -224,16 +224,18 @@ def _heads_outermost(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: 
     return mixed.unflatten(-1, (num_heads, 3, columns // num_heads)).transpose(-3, -2)
 
 
-def _turned_values(heads: Tensor, cos: Tensor, sin: Tensor, positions: Any, interleaved: bool, turned: int) -> Tensor:
+def _rotated_values(heads: Tensor, cos: Tensor, sin: Tensor, positions: Any, interleaved: bool, rotated: int) -> Tensor:
     return rotary_reference.rotary(heads, cos, sin, positions, interleaved, heads.shape[-2])
 
 
-def _turned_queries(heads: Tensor, cos: Tensor, sin: Tensor, positions: Any, interleaved: bool, turned: int) -> Tensor:
-    return rotary_reference.rotary(heads, cos, sin, positions, interleaved, turned // 2)
+def _rotated_queries(
+    heads: Tensor, cos: Tensor, sin: Tensor, positions: Any, interleaved: bool, rotated: int
+) -> Tensor:
+    return rotary_reference.rotary(heads, cos, sin, positions, interleaved, rotated // 2)
 
 
-def _other_pairs(heads: Tensor, cos: Tensor, sin: Tensor, positions: Any, interleaved: bool, turned: int) -> Tensor:
-    return rotary_reference.rotary(heads, cos, sin, positions, not interleaved, turned)
+def _other_pairs(heads: Tensor, cos: Tensor, sin: Tensor, positions: Any, interleaved: bool, rotated: int) -> Tensor:
+    return rotary_reference.rotary(heads, cos, sin, positions, not interleaved, rotated)
 
 
 def _mutant(**parts: Any) -> Callable[..., Tensor]:
@@ -250,7 +252,7 @@ def _triton_kernels() -> list[TritonKernel]:
         found += kernels.compile_signatures(element, 32768, 12, 64, pairs=32, interleaved=True)
     found += kernels.compile_signatures("bf16", 16, 12, 64, pairs=32)
     found += kernels.compile_signatures("bf16", 64, 12, 64, pairs=32)
-    found += kernels.compile_signatures("bf16", 4096, 8, 80, pairs=16)  # partly turned
+    found += kernels.compile_signatures("bf16", 4096, 8, 80, pairs=16)  # partly rotated
     found += kernels.compile_signatures("bf16", 4096, 3, 33, pairs=16)  # odd, and a last part of the sum
     return [TritonKernel(**description) for description in found]
 
@@ -296,9 +298,9 @@ SPEC = OpSpec(
     mutants={
         "without the bias": _mutant(project=_without_bias),
         "heads outermost": _mutant(project=_heads_outermost),
-        "values turned": _mutant(turn=_turned_values),
-        "keys not turned": _mutant(turn=_turned_queries),
-        "other pairs": _mutant(turn=_other_pairs),
+        "values rotated": _mutant(rotate=_rotated_values),
+        "keys not rotated": _mutant(rotate=_rotated_queries),
+        "other pairs": _mutant(rotate=_other_pairs),
     },
     triton_kernels=_triton_kernels,
     native_ops=_native_ops,

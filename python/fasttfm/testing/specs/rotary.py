@@ -52,12 +52,12 @@ def _case(
     pairs: int | None = None,
     interleaved: bool = False,
     positions: int = 0,
-    turned_heads: int | None = None,
+    rotary_heads: int | None = None,
     **sizes: Any,
 ) -> OpCase:
     """``positions``: rows of the tables; as many as the sequence has by default."""
     tables = {"pairs": pairs or shape[-1] // 2, "positions": positions or max(1, shape[-3])}
-    options: dict[str, Any] = {"interleaved": interleaved, "turned_heads": turned_heads}
+    options: dict[str, Any] = {"interleaved": interleaved, "rotary_heads": rotary_heads}
     return OpCase(name, {"shape": shape, **tables, **sizes}, options)
 
 
@@ -71,8 +71,8 @@ CASES = (
     _case("odd", 7, 3, 13),
     _case("no_tokens", 0, 2, 8),
     _case("qkv", 9, 8, 16, layout="qkv"),
-    _case("some_heads", 9, 6, 16, turned_heads=4, positions=12, drawn=torch.int64),
-    _case("no_head", 2, 5, 3, 16, turned_heads=0),
+    _case("some_heads", 9, 6, 16, rotary_heads=4, positions=12, drawn=torch.int64),
+    _case("no_head", 2, 5, 3, 16, rotary_heads=0),
     _case("heads_first", 2, 6, 3, 8, layout="heads_first"),
     _case("long", 2, 300, 1, 64),
     _case("wide_head", 3, 2, 256),
@@ -87,7 +87,7 @@ def _random_case(source: random.Random) -> OpCase:
     pairs = source.choice((columns // 2, random.Random(columns).randint(1, columns // 2)))
     options: dict[str, Any] = {
         "interleaved": source.random() < 0.5,
-        "turned_heads": source.choice((None, source.randint(0, shape[-2]))),
+        "rotary_heads": source.choice((None, source.randint(0, shape[-2]))),
     }
     return _case("random", *shape, pairs=pairs, positions=positions, drawn=drawn, **options)
 
@@ -132,20 +132,20 @@ BAD_CALLS = (
     BadCall("positions are no integers", "positions", TypeError, spoil("positions", torch.zeros(2, 5))),
     BadCall("a position past the tables", "positions", ValueError, spoil("positions", torch.full((2, 5), 5))),
     BadCall("a negative position", "positions", ValueError, spoil("positions", torch.full((2, 5), -1))),
-    BadCall("turned_heads is no integer", "turned_heads", TypeError, spoil("turned_heads", 1.0)),
-    BadCall("more turned heads than heads", "turned_heads", ValueError, spoil("turned_heads", 4)),
+    BadCall("rotary_heads is no integer", "rotary_heads", TypeError, spoil("rotary_heads", 1.0)),
+    BadCall("more rotated heads than heads", "rotary_heads", ValueError, spoil("rotary_heads", 4)),
     BadCall("interleaved is a number", "interleaved", TypeError, spoil("interleaved", 1)),
 )
 
 
 def _reference(
-    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, turned_heads: int | None
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool, rotary_heads: int | None
 ) -> Tensor:
-    heads = x.shape[-2] if turned_heads is None else turned_heads
+    heads = x.shape[-2] if rotary_heads is None else rotary_heads
     return reference.rotary(x, cos, sin, None if positions is None else positions.long(), interleaved, heads)
 
 
-def _turned_back(x: Tensor, cos: Tensor, sin: Tensor, *options: Any, **named: Any) -> Tensor:
+def _rotated_back(x: Tensor, cos: Tensor, sin: Tensor, *options: Any, **named: Any) -> Tensor:
     return _reference(x, cos, -sin, *options, **named)
 
 
@@ -157,8 +157,8 @@ def _next_position(x: Tensor, cos: Tensor, sin: Tensor, *options: Any, **named: 
     return _reference(x, cos.roll(-1, 0), sin.roll(-1, 0), *options, **named)
 
 
-def _every_head(x: Tensor, *, turned_heads: int | None, **named: Any) -> Tensor:
-    return _reference(x, turned_heads=None, **named)
+def _every_head(x: Tensor, *, rotary_heads: int | None, **named: Any) -> Tensor:
+    return _reference(x, rotary_heads=None, **named)
 
 
 def _triton_kernels() -> list[TritonKernel]:
@@ -173,7 +173,7 @@ def _triton_kernels() -> list[TritonKernel]:
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     tensors = tuple(inputs[name] for name in ("x", "cos", "sin", "positions"))
-    heads = inputs["x"].shape[-2] if options["turned_heads"] is None else options["turned_heads"]
+    heads = inputs["x"].shape[-2] if options["rotary_heads"] is None else options["rotary_heads"]
     return [(torch.ops.fasttfm.rotary.default, (*tensors, options["interleaved"], heads, False, None))]
 
 
@@ -188,7 +188,7 @@ SPEC = OpSpec(
     property_cases=("typical", "packed", "interleaved"),
     bench_cases=(
         _case("65536x24x64", 65536, 24, 64, positions=1024, drawn=torch.int64, layout="qkv"),
-        _case("65536x36x64", 65536, 36, 64, positions=1024, drawn=torch.int64, turned_heads=24),
+        _case("65536x36x64", 65536, 36, 64, positions=1024, drawn=torch.int64, rotary_heads=24),
         _case("16384x32x128", 16384, 32, 128, positions=4096, drawn=torch.int64),
         _case("512x24x64", 512, 24, 64, positions=128, drawn=torch.int64, layout="qkv"),
     ),
@@ -198,7 +198,7 @@ SPEC = OpSpec(
     peers=(Peer("torch", _torch_rotary), Peer("torch.compile", compiled(_torch_rotary))),
     bad_calls=BAD_CALLS,
     mutants={
-        "turned back": _turned_back,
+        "rotated back": _rotated_back,
         "other pairs": _other_pairs,
         "the next position": _next_position,
         "every head": _every_head,
