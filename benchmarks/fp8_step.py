@@ -43,7 +43,7 @@ def step_rows(name: str, contenders: list[str], device: torch.device, steps: int
     case = Case(model, size, sequence, bool(padded))
     config = case.config()
     batch = make_batch(case, config.vocab_size, device)
-    flops = necessary_flops(case, config, batch.lengths, len(batch.places))
+    flops = necessary_flops(case, config, batch.lengths, len(batch.positions))
     for contender in contenders:
         torch.cuda.reset_peak_memory_stats()
         step = training_step(contender, case, batch, device)

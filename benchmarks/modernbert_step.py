@@ -42,7 +42,7 @@ class Batch:
         self.ids, self.mask = ids.to(device), mask.long().to(device)
         self.labels = torch.where(chosen, ids, -100).to(device)
         self.packed = ids[mask].to(device)
-        self.places = chosen[mask].nonzero().squeeze(1).to(device)
+        self.positions = chosen[mask].nonzero().squeeze(1).to(device)
         self.predicted = ids[chosen].to(device)
         self.packed_labels = torch.where(chosen, ids, -100)[mask].to(device)
         self.cu_seqlens = ops.cu_seqlens_from_lengths(lengths.tolist(), device=device)
@@ -70,7 +70,7 @@ def call_of(name: str, model: Any, batch: Batch, *, trained: bool) -> Callable[[
     """Computes a contender's loss, or its last hidden states in inference."""
     if name == "fasttfm":
         layout = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.longest}
-        labels = {"labels": batch.predicted, "positions": batch.places}
+        labels = {"labels": batch.predicted, "positions": batch.positions}
         if trained:
             return lambda: model(batch.packed, **layout, **labels).loss
         return lambda: model.model(batch.packed, **layout).last_hidden_state

@@ -177,7 +177,7 @@ def new_tokens(bench: Bench) -> None:
     seconds["new"] = []
     total = sum(known.lengths)
     for count in range(8 if bench.quick else 30):
-        lengths = [max(1, length - (5 * count + place) % 13) for place, length in enumerate(known.lengths)]
+        lengths = [max(1, length - (5 * count + position) % 13) for position, length in enumerate(known.lengths)]
         assert sum(lengths) != total, "a token count that has occurred before"
         total = sum(lengths)
         mask = (torch.arange(sequence) < torch.tensor(lengths)[:, None]).long().to(bench.device)

@@ -72,8 +72,8 @@ class Batch:
     lengths: list[int]
     mask: Tensor | None  # bool [B, S]; None where every length is S
     chosen: Tensor  # bool [B, S]: predicted or replaced
-    places: Tensor  # of the chosen tokens, in [B * S]
-    packed_places: Tensor  # the same among the packed tokens
+    positions: Tensor  # of the chosen tokens, in [B * S]
+    packed_positions: Tensor  # the same among the packed tokens
 
 
 def make_batch(case: Case, vocabulary: int, device: torch.device) -> Batch:
@@ -87,10 +87,10 @@ def make_batch(case: Case, vocabulary: int, device: torch.device) -> Batch:
     chosen = (torch.rand(batch, sequence, generator=generator) < PREDICTED) & there
     packed = torch.full((batch * sequence,), -1)
     packed[there.flatten()] = torch.arange(int(there.sum()))
-    places = chosen.flatten().nonzero().squeeze(1)
-    tensors = (tensor.to(device) for tensor in (ids, there, chosen, places, packed[places]))
-    ids, there, chosen, places, packed_places = tensors
-    return Batch(ids, lengths, there if case.padded else None, chosen, places, packed_places)
+    positions = chosen.flatten().nonzero().squeeze(1)
+    tensors = (tensor.to(device) for tensor in (ids, there, chosen, positions, packed[positions]))
+    ids, there, chosen, positions, packed_positions = tensors
+    return Batch(ids, lengths, there if case.padded else None, chosen, positions, packed_positions)
 
 
 def necessary_flops(case: Case, config: Any, lengths: Sequence[int], predicted: int) -> float:
@@ -122,9 +122,9 @@ def build(name: str, case: Case, batch: Batch, device: torch.device) -> tuple[nn
         if not case.name.startswith("bert"):
             raise ValueError(f"contender {name}: expected a BERT, got {case.name}")
         model = HandmadeBert(case.config()).to(device).train()
-        labels = batch.ids.flatten()[batch.places]
+        labels = batch.ids.flatten()[batch.positions]
         call: Any = torch.compile(model) if name.endswith("compile") else model
-        return model, lambda: call(batch.ids, batch.mask, labels, batch.places)
+        return model, lambda: call(batch.ids, batch.mask, labels, batch.positions)
     return _transformers(case, batch, device, patched="patched" in name, compiled=name.endswith("compile"))
 
 
@@ -133,7 +133,7 @@ def _ours(case: Case, batch: Batch, device: torch.device, **memory: bool) -> tup
     options = layout(batch)
     ids, chosen = (each if batch.mask is None else each[batch.mask] for each in (batch.ids, batch.chosen))
     if case.head is Head.MASKED_LM:
-        options |= {"labels": batch.ids.flatten()[batch.places], "positions": batch.packed_places}
+        options |= {"labels": batch.ids.flatten()[batch.positions], "positions": batch.packed_positions}
     else:
         options["labels"] = chosen.long() if case.head is Head.REPLACED_TOKENS else ids
     return model, lambda: model(ids, **options).loss

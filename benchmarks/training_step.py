@@ -194,7 +194,7 @@ def main() -> None:
     case = Case(arguments.model, size, sequence, arguments.padded, arguments.vocabulary)
     config = case.config()
     batch = make_batch(case, config.vocab_size, device)
-    flops = necessary_flops(case, config, batch.lengths, len(batch.places))
+    flops = necessary_flops(case, config, batch.lengths, len(batch.positions))
     make = inference_step if arguments.inference else training_step
     mode = "inference" if arguments.inference else "training"
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

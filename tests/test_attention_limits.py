@@ -76,7 +76,7 @@ def test_workspace_sizes_do_not_overflow(name: str) -> None:
     for negative, type in enumerate(types):
         if "Tensor" not in type:
             with pytest.raises(ValueError, match=f"{name}: .* expected a number in"):
-                function(*(-1 if place == negative else given[0] for place, given in enumerate(choices)))
+                function(*(-1 if index == negative else given[0] for index, given in enumerate(choices)))
 
 
 # ---- kernels whose blocks wait for each other ------------------------------------------------------------------------

@@ -158,9 +158,9 @@ class Model:
 
     def adamw_cuda(self, table: int, count: int, group_count: int, chunk_count: int, *rest: Any) -> None:
         starts = memory(table, count, torch.int32)
-        place = table + (count + 1) // 2 * 8
-        tensors = rows(place, count, optim.TENSOR)
-        groups = rows(place + tensors.nbytes, group_count, optim.GROUP)
+        offset = table + (count + 1) // 2 * 8
+        tensors = rows(offset, count, optim.TENSOR)
+        groups = rows(offset + tensors.nbytes, group_count, optim.GROUP)
         chunks = 0
         for start, row in zip(starts.tolist(), tensors, strict=True):
             assert start == chunks

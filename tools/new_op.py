@@ -87,8 +87,8 @@ def with_entry(text: str, name: str) -> str:
     entries = re.findall(r"^::: (?:\w+\.)+(\w+)\n", text, re.MULTILINE)
     entry = f"::: fasttfm.ops.{name}.{name}\n"
     following = next((other for other in entries if other.islower() and other > name), None)
-    place = rf"^::: (?:\w+\.)+{following}\n" if following else r"^## "
-    return re.sub(place, lambda match: f"{entry}\n{match[0]}", text, count=1, flags=re.MULTILINE)
+    pattern = rf"^::: (?:\w+\.)+{following}\n" if following else r"^## "
+    return re.sub(pattern, lambda match: f"{entry}\n{match[0]}", text, count=1, flags=re.MULTILINE)
 
 
 def with_page(text: str, name: str) -> str:

@@ -37,17 +37,17 @@ def used_by(instruction: str) -> set[str]:
 def late_loads(code: list[str], arrival: int) -> list[int]:
     found: list[int] = []
     used: set[str] = set()
-    for place in range(arrival - 1, max(arrival - REACH, 0), -1):
-        if re.match(r"(BRA|EXIT)\b", code[place]):
+    for index in range(arrival - 1, max(arrival - REACH, 0), -1):
+        if re.match(r"(BRA|EXIT)\b", code[index]):
             break
-        load = re.search(r"\bLDSM?(\S*) (R\d+),", code[place])
+        load = re.search(r"\bLDSM?(\S*) (R\d+),", code[index])
         if load:
             count = 4 if "M88.4" in load[1] else next((n for text, n in WIDTHS.items() if text in load[1]), 1)
             loaded = registers(load[2], count)
             if not loaded & used:
-                found.append(place)
+                found.append(index)
             used -= loaded
-        used |= used_by(code[place])
+        used |= used_by(code[index])
     return found[::-1]
 
 
@@ -55,13 +55,13 @@ def main() -> None:
     for name in sys.argv[1:]:
         code = [re.sub(r"/\*[0-9a-f]+\*/", "", line).strip() for line in Path(name).read_text().splitlines()]
         print(name)
-        for place, instruction in enumerate(code):
+        for index, instruction in enumerate(code):
             if instruction.startswith(".text."):
                 print(f"  {instruction}")
             if "SYNCS.ARRIVE" not in instruction:
                 continue
-            for load in late_loads(code, place):
-                print(f"    line {place + 1}, {instruction}: line {load + 1}, {code[load]}")
+            for load in late_loads(code, index):
+                print(f"    line {index + 1}, {instruction}: line {load + 1}, {code[load]}")
 
 
 if __name__ == "__main__":

@@ -50,11 +50,11 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, left: int,
     batch, heads, width = q.shape
     groups = keys.shape[2]
     grouped = accumulate(q).reshape(batch, groups, heads // groups, width)
-    places = torch.arange(keys.shape[1], device=q.device)
+    positions = torch.arange(keys.shape[1], device=q.device)
     last = last_row(keys, lengths)[:, None]
-    seen = places <= last
+    seen = positions <= last
     if left >= 0:
-        seen = seen & (places >= last - left)
+        seen = seen & (positions >= last - left)
     seen = seen[:, None, None, :]
     with without_autocast(grouped):
         scores = torch.einsum("bghd,btgd->bght", grouped, accumulate(keys)) * scale

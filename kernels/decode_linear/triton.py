@@ -139,8 +139,8 @@ def decode_linear_kernel(
     if ACTIVATION != "":
         u, _ = activated(u, ACTIVATION, exact)
     if HAS_RESIDUAL:
-        places = rows.to(tl.int64)[:, None] * N + outputs[None, :]
-        u += tl.load(residual + places, mask=mask, other=0.0).to(tl.float32)
+        offsets = rows.to(tl.int64)[:, None] * N + outputs[None, :]
+        u += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + rows.to(tl.int64)[:, None] * y_stride + outputs[None, :], u.to(y.dtype.element_ty), mask=mask)
 
 

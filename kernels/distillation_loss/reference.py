@@ -38,10 +38,10 @@ def distillation_loss(
     total: Tensor | float | None = None,
 ) -> Tensor:
     """The formula as autograd can differentiate it; tests hold every backend against this."""
-    places = None if positions is None else positions.flatten()
+    selected = None if positions is None else positions.flatten()
     counted = _counted(student_hidden if positions is None else positions.unsqueeze(-1), mask)
-    s = _logits(gather(student_hidden, places), student_weight, student_bias)
-    t = _logits(gather(teacher.detach(), places), teacher_weight, teacher_bias)
+    s = _logits(gather(student_hidden, selected), student_weight, student_bias)
+    t = _logits(gather(teacher.detach(), selected), teacher_weight, teacher_bias)
     losses = torch.where(counted.flatten(), _row_losses(s, t, temperature), 0.0)
     result = reduced(losses, reduction, divisor(counted, total, ignore_index=0))
     return result.reshape(counted.shape) if reduction == "none" else result

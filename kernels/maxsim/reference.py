@@ -101,14 +101,14 @@ def maxsim_forward(
     index = torch.full((count, len(queries)), -1, dtype=torch.int32, device=queries.device)
     for number in range(len(document_starts)):
         inside = counted & (rows >= document_starts[number]) & (rows < document_ends[number])
-        best, place = similarities.masked_fill(~inside, -torch.inf).max(dim=1)
-        place = torch.where(inside.any() & (owners >= 0) & (best < torch.inf), place, -1).int()
+        best, argmax = similarities.masked_fill(~inside, -torch.inf).max(dim=1)
+        argmax = torch.where(inside.any() & (owners >= 0) & (best < torch.inf), argmax, -1).int()
         best = torch.where(owners >= 0, best, 0.0)
         column = number % count if pairs else number
         for query in [number // count] if pairs else range(len(spans)):
             first, end = spans[query]
             scores[query, column] = best[first:end].sum()
-            index[column, first:end] = place[first:end]
+            index[column, first:end] = argmax[first:end]
     return scores, index if keep else index.new_empty(0)
 
 
@@ -124,9 +124,9 @@ def maxsim_backward(
     """dqueries and ddocuments; results that are not needed are empty."""
     q, d = accumulate(queries), accumulate(documents)
     dqueries, ddocuments = torch.zeros_like(q), torch.zeros_like(d)
-    for column, places in enumerate(index):
-        rows = (places >= 0).nonzero().squeeze(1)
-        found, weights = places[rows].long(), dscores[owners[rows].long(), column, None].to(q.dtype)
+    for column, argmax in enumerate(index):
+        rows = (argmax >= 0).nonzero().squeeze(1)
+        found, weights = argmax[rows].long(), dscores[owners[rows].long(), column, None].to(q.dtype)
         dqueries[rows] += weights * d[found]
         terms = weights * q[rows]
         # Each in the order of the rows.

@@ -78,7 +78,7 @@ def _best_kernel(
         if D <= BLOCK_D:
             q = _load_tile(queries, rows, query_stride, here, columns, D)
         m = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-        place = tl.full((BLOCK_M,), -1, tl.int32)
+        argmax = tl.full((BLOCK_M,), -1, tl.int32)
         for token in range(first_token, end_token, BLOCK_N):
             tokens = token + tl.arange(0, BLOCK_N)
             inside = tokens < end_token
@@ -99,14 +99,14 @@ def _best_kernel(
             if KEEP:
                 largest = (products == top[:, None]) & inside[None, :]
                 found = tl.min(tl.where(largest, tokens[None, :], _NONE), 1)
-                place = tl.where((found != _NONE) & ((top > m) | (place < 0)), found, place)
+                argmax = tl.where((found != _NONE) & ((top > m) | (argmax < 0)), found, argmax)
             m = tl.maximum(m, top)
         counted = tl.load(owners + rows, mask=here, other=-1) >= 0
         finite = m < float("inf")
         results = column.to(tl.int64) * Tq + rows
         tl.store(best + results, tl.where(counted, tl.where(finite, m, float("nan")), 0.0), mask=here)
         if KEEP:
-            tl.store(index + results, tl.where(counted & finite, place, -1), mask=here)
+            tl.store(index + results, tl.where(counted & finite, argmax, -1), mask=here)
 
 
 @triton.jit(do_not_specialize=["Tq", "K"])

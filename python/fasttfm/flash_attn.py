@@ -176,16 +176,16 @@ def flash_attn_with_kvcache(
     refuse(op, softcap=softcap, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
     _check_cache(op, q, k_cache, k, v, block_table, cache_batch_idx)
     held = _held(op, cache_seqlens, q, k_cache, block_table)
-    _check_places(op, k_cache, held, 0 if k is None else k.shape[1], block_table, cache_batch_idx)
+    _check_capacity(op, k_cache, held, 0 if k is None else k.shape[1], block_table, cache_batch_idx)
     if rotary_cos is not None:
         if rotary_sin is None or k is None:
             raise checks.bad_value(op, "rotary_cos", "rotary_sin, k and v next to it", None)
         steps = torch.arange(q.shape[1], device=q.device)
         local = causal or tuple(window_size) != (-1, -1)
-        places = held[:, None] + (steps if local else steps * 0)
-        q = ops.rotary(q, rotary_cos, rotary_sin, positions=places, interleaved=rotary_interleaved)
-        places = held[:, None] + torch.arange(k.shape[1], device=q.device)
-        k = ops.rotary(k, rotary_cos, rotary_sin, positions=places, interleaved=rotary_interleaved)
+        positions = held[:, None] + (steps if local else steps * 0)
+        q = ops.rotary(q, rotary_cos, rotary_sin, positions=positions, interleaved=rotary_interleaved)
+        positions = held[:, None] + torch.arange(k.shape[1], device=q.device)
+        k = ops.rotary(k, rotary_cos, rotary_sin, positions=positions, interleaved=rotary_interleaved)
     rows = torch.arange(q.shape[0], device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
     if k is not None and v is not None:
         _append(k_cache, k, held, rows, block_table)
@@ -238,10 +238,10 @@ def _check_cache(
                 raise checks.bad_type(op, name, f"the cache's {dtype_name(cache.dtype)}", dtype_name(new.dtype))
 
 
-def _check_places(
+def _check_capacity(
     op: str, cache: Tensor, held: Tensor, new: int, block_table: Tensor | None, cache_batch_idx: Tensor | None
 ) -> None:
-    """Raises if a token has no place in the cache, before anything is written. Not validated on a GPU."""
+    """Raises if the cache has no room for a token, before anything is written. Not validated on a GPU."""
     if held.is_cuda or not len(held):
         return
     room = cache.shape[1] if block_table is None else cache.shape[1] * block_table.shape[1]
@@ -273,9 +273,9 @@ def _held(op: str, given: Any, q: Tensor, cache: Tensor, block_table: Tensor | N
 
 def _append(cache: Tensor, new: Tensor, held: Tensor, rows: Tensor, block_table: Tensor | None) -> None:
     """Writes ``new`` after the ``held`` tokens of each sequence."""
-    places = held[:, None].long() + torch.arange(new.shape[1], device=new.device)
+    positions = held[:, None].long() + torch.arange(new.shape[1], device=new.device)
     size = cache.shape[1]
     if block_table is None:
-        cache[rows[:, None], places] = new
+        cache[rows[:, None], positions] = new
     else:
-        cache[block_table.long().gather(1, places // size), places % size] = new
+        cache[block_table.long().gather(1, positions // size), positions % size] = new

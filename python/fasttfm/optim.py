@@ -425,10 +425,10 @@ class _Table:
         found = self.step_copies.find(captured=captured, moved=self.moved)
         if found is None:
             return
-        places = [(0, 0) if copy is None else (copy.data_ptr(), _native.DTYPE_CODES[copy.dtype]) for copy in found]
-        if places != self.copies:
-            self.tensors["copy"], self.tensors["copy_dtype"] = zip(*places, strict=True)
-            self.copies = places
+        addresses = [(0, 0) if copy is None else (copy.data_ptr(), _native.DTYPE_CODES[copy.dtype]) for copy in found]
+        if addresses != self.copies:
+            self.tensors["copy"], self.tensors["copy_dtype"] = zip(*addresses, strict=True)
+            self.copies = addresses
 
     def take_groups(self, groups: list[dict[str, Any]]) -> None:
         for index, group in enumerate(groups):

@@ -74,10 +74,10 @@ def test_a_run_without_a_size_is_small() -> None:
 def test_a_changed_size_is_named_so(corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = arguments(corpus, tmp_path / "unused", "--quiet")
-    place = given.index("--output")
+    index = given.index("--output")
     titles: list[str] = []
     monkeypatch.setattr("fasttfm.train.pretrain.write_curves", lambda log, path, title: titles.append(title))
-    assert main([*given[:place], *given[place + 2 :], "--set", "hidden_act=relu"]) == 0
+    assert main([*given[:index], *given[index + 2 :], "--set", "hidden_act=relu"]) == 0
     assert [path.name for path in (tmp_path / "fasttfm-runs").iterdir()] == ["bert-tiny-changed-1"]
     assert "hidden_act=relu" in titles[0]
 
@@ -85,9 +85,9 @@ def test_a_changed_size_is_named_so(corpus: dict[str, Path], tmp_path: Path, mon
 def test_a_new_folder_for_every_run(corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = arguments(corpus, tmp_path / "unused", "--quiet")
-    place = given.index("--output")
+    index = given.index("--output")
     for _ in range(2):
-        assert main([*given[:place], *given[place + 2 :]]) == 0
+        assert main([*given[:index], *given[index + 2 :]]) == 0
     assert sorted(path.name for path in (tmp_path / "fasttfm-runs").iterdir()) == ["bert-tiny-1", "bert-tiny-2"]
 
 

@@ -43,7 +43,7 @@ def test_likelihoods_are_those_of_the_model(evaluation: Evaluation) -> None:
     for (first, last), value in zip(pairs, found, strict=True):
         with torch.no_grad():
             logits = evaluation.model(torch.tensor([[*first, *last]])).logits[0].log_softmax(-1)
-        expected = sum(float(logits[len(first) - 1 + place, id]) for place, id in enumerate(last))
+        expected = sum(float(logits[len(first) - 1 + index, id]) for index, id in enumerate(last))
         assert value == pytest.approx(expected, abs=1e-4)
     evaluation.tokens_per_batch = 16384
 

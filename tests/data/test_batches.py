@@ -250,7 +250,7 @@ def test_parts_of_long_documents(tmp_path: Path) -> None:
     assert np.array_equal(start[1:], (start + size)[:-1])
     assert size.min() > 0
     assert size.max() <= 1.5 * most
-    inside = np.array([not corpus.starts[FIRST + place] for place in start])
+    inside = np.array([not corpus.starts[FIRST + index] for index in start])
     assert inside.sum() <= 9000 // (most // 2) + 3
 
 

@@ -78,8 +78,8 @@ def test_every_position_is_equally_likely() -> None:
 def words_of(ids: np.ndarray, text: np.ndarray) -> np.ndarray:
     """The index of each token's word, computed token by token."""
     word, words = -1, []
-    for i, place in enumerate(text):
-        if i == 0 or text[i - 1] != place - 1 or VOCABULARY.starts_word[ids[place]]:
+    for i, position in enumerate(text):
+        if i == 0 or text[i - 1] != position - 1 or VOCABULARY.starts_word[ids[position]]:
             word += 1
         words.append(word)
     return np.array(words)

@@ -283,9 +283,9 @@ def test_a_flipped_byte_anywhere_is_named_and_repaired(name: str, tmp_path: Path
     expected = [whole.document(number).tolist() for number in range(whole.documents)]
     path = tmp_path / "shards" / name
     content = path.read_bytes()
-    for place in range(0, len(content), max(1, len(content) // 40)):
+    for position in range(0, len(content), max(1, len(content) // 40)):
         damaged = bytearray(content)
-        damaged[place] ^= 1  # changes a digit
+        damaged[position] ^= 1  # changes a digit
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=name):
             TokenShards.open(tmp_path / "shards")

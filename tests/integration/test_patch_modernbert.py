@@ -82,11 +82,11 @@ def test_flattened_inputs_and_dropout() -> None:
     lengths = MASKS["right"].sum(1)
     packed = IDS[MASKS["right"].bool()][None]
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-    places = torch.cat([torch.arange(int(length)) for length in lengths])[None]
+    positions = torch.cat([torch.arange(int(length)) for length in lengths])[None]
     named = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": S, "max_length_k": S}
     with torch.no_grad():
         expected = theirs(IDS, attention_mask=MASKS["right"]).last_hidden_state[MASKS["right"].bool()]
-        found = ours(packed, position_ids=places, **named).last_hidden_state[0]
+        found = ours(packed, position_ids=positions, **named).last_hidden_state[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     dropping, _ = pair("ModernBertModel", dropout=0.0, **SMALL, attention_dropout=0.3, mlp_dropout=0.3)
     for each in dropping.modules():

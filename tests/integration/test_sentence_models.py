@@ -177,7 +177,7 @@ def test_training_on_pairs(sentence_model: Any) -> None:
     ours, theirs = (MultipleNegativesRankingLoss(each) for each in (ours, theirs))
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
-        others = (TEXTS[place:] + TEXTS[:place] for place in range(len(TEXTS)))  # one number may be exact by chance
+        others = (TEXTS[shift:] + TEXTS[:shift] for shift in range(len(TEXTS)))  # one number may be exact by chance
         sides = ([module.model.preprocess(texts) for texts in (TEXTS, other)] for other in others)
         return {"losses": torch.stack([module(each, torch.zeros(len(TEXTS))) for each in sides])}
 

@@ -173,7 +173,7 @@ def test_slots_hold_the_members_of_each_group() -> None:
     slots = Slots.of([2, 0, 2, 2, 0], 4)
     assert slots.members.tolist() == [[1, 4, 5], [5, 5, 5], [0, 2, 3], [5, 5, 5]]
     assert (slots.scores.squeeze(1) < 0).equal(slots.members == 5)
-    assert slots.places.tolist() == [6, 0, 7, 8, 1]
+    assert slots.slot_of_member.tolist() == [6, 0, 7, 8, 1]
     assert Slots.of([], 2).members.tolist() == [[0], [0]]
 
 

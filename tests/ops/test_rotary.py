@@ -21,7 +21,9 @@ def test_scores_depend_on_distances() -> None:
     cos, sin = angles.cos(), angles.sin()
 
     def score(query: int, key: int) -> torch.Tensor:
-        rotated = (ops.rotary(x, cos, sin, positions=torch.tensor([place])) for x, place in ((q, query), (k, key)))
+        rotated = (
+            ops.rotary(x, cos, sin, positions=torch.tensor([position])) for x, position in ((q, query), (k, key))
+        )
         return torch.linalg.vecdot(*rotated)
 
     torch.testing.assert_close(score(7, 3), score(44, 40))

@@ -85,16 +85,16 @@ class Problem:
             none = {"qkv_bias": None, "out_bias": None, "up_bias": None, "down_bias": None}
             return named if bias else named._replace(**none)
 
-        places = SEQUENCES if sequences is None else sequences
-        tokens = places[-1]
+        boundaries = SEQUENCES if sequences is None else sequences
+        tokens = boundaries[-1]
         self.layers = [layer() for _ in range(count)]
-        self.cu_seqlens = torch.tensor(places, dtype=torch.int32, device=device)
+        self.cu_seqlens = torch.tensor(boundaries, dtype=torch.int32, device=device)
         self.x = draw(tokens, width, scale=1.0).to(device, dtype).requires_grad_()
         stream = parameter_dtype if pre_norm else None
         self.residual = None if stream is None else draw(tokens, width, scale=1.0).to(device, stream).requires_grad_()
         drops = options.attention_p + options.p_a + options.p_b > 0
         self.seeds = torch.arange(3 * count, device=device).view(count, 3) + 7 if drops else None
-        longest = max(after - before for before, after in pairwise(places))
+        longest = max(after - before for before, after in pairwise(boundaries))
         self.options = options._replace(max_seqlen=longest)
         self.weights = [draw(tokens, width).to(device) for _ in range(2)]
 

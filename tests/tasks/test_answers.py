@@ -41,9 +41,9 @@ def test_a_context_that_just_fits_has_no_second_window() -> None:
 
 def test_a_span_is_placed_in_windows_that_have_all_of_it() -> None:
     windows = Windows(BERT, stride=3, max_question=2).split([1, 2], list(range(11, 28)))
-    assert [window.place((6, 8)) for window in windows] == [(0, 0), (7, 9), (4, 6), (0, 0), (0, 0)]
-    assert {window.place(None) for window in windows} == {(0, 0)}
-    first, last = windows[1].place((6, 8))
+    assert [window.positions_of((6, 8)) for window in windows] == [(0, 0), (7, 9), (4, 6), (0, 0), (0, 0)]
+    assert {window.positions_of(None) for window in windows} == {(0, 0)}
+    first, last = windows[1].positions_of((6, 8))
     assert windows[1].tokens.ids[first : last + 1] == [17, 18, 19]
 
 

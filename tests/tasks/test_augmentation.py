@@ -31,11 +31,11 @@ def test_a_word_of_one_token_gets_what_the_model_predicts(augmenter: Augmenter) 
     proposed = augmenter.proposals(TEXT, words(TEXT))
     tokenizer, model = augmenter.tokenizer, augmenter.model
     ids = tokenizer.encode(TEXT)
-    place = ids.index(tokenizer.encode("congress")[0])
+    index = ids.index(tokenizer.encode("congress")[0])
     special = tokenizer.special
-    masked = torch.tensor([[special.cls, *ids[:place], special.mask, *ids[place + 1 :], special.sep]])
+    masked = torch.tensor([[special.cls, *ids[:index], special.mask, *ids[index + 1 :], special.sep]])
     with torch.no_grad():
-        order = model(masked).logits[0, place + 1].argsort(descending=True).tolist()
+        order = model(masked).logits[0, index + 1].argsort(descending=True).tolist()
     expected = [tokenizer.decode([id]) for id in order if id in augmenter._words][:4]
     assert proposed[0] == expected
     assert [len(some) for some in proposed] == [4, 4, 4]

@@ -204,12 +204,12 @@ def test_words_are_tagged_by_their_first_token(kind: str, request: pytest.Fixtur
     (feature,) = task.features([example])
     batch = task.batch([feature])
     labels = batch.targets["labels"]
-    places = (labels != -100).nonzero().flatten().tolist()
-    assert len(places) == len(words) < len(batch.input_ids) - 2
-    assert [task.labels[label] for label in labels[places]] == example.tags
+    positions = (labels != -100).nonzero().flatten().tolist()
+    assert len(positions) == len(words) < len(batch.input_ids) - 2
+    assert [task.labels[label] for label in labels[positions]] == example.tags
     assert batch.count == len(words)
-    for place, word in zip(places, words, strict=True):
-        piece = tokenizer.token(batch.input_ids[place]).lstrip("Ġ").lower()
+    for position, word in zip(positions, words, strict=True):
+        piece = tokenizer.token(batch.input_ids[position]).lstrip("Ġ").lower()
         assert word.lower().startswith(piece)
 
 

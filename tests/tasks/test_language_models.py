@@ -44,9 +44,9 @@ def pseudo(language_model: LanguageModel, text: str, begin: int = 0) -> list[flo
     special = language_model.tokenizer.special
     ids = [special.cls, *language_model.tokenizer.encode(text), special.sep]
     found = []
-    for place in range(1 + begin, len(ids) - 1):
-        changed = [*ids[:place], special.mask, *ids[place + 1 :]]
-        found.append(float(log_likelihoods(language_model, changed)[place, ids[place]]))  # type: ignore[arg-type]
+    for position in range(1 + begin, len(ids) - 1):
+        changed = [*ids[:position], special.mask, *ids[position + 1 :]]
+        found.append(float(log_likelihoods(language_model, changed)[position, ids[position]]))  # type: ignore[arg-type]
     return found
 
 
@@ -54,7 +54,9 @@ def test_likelihoods_of_a_causal_model(causal: LanguageModel) -> None:
     for text, score in zip(TEXTS, causal.score(TEXTS), strict=True):
         ids = causal.tokenizer.encode(text)
         rows = log_likelihoods(causal, ids) if ids else None
-        expected = [float(rows[place - 1, ids[place]]) for place in range(1, len(ids))] if rows is not None else []
+        expected = (
+            [float(rows[position - 1, ids[position]]) for position in range(1, len(ids))] if rows is not None else []
+        )
         assert score.tokens == len(expected)
         assert score.log_likelihood == pytest.approx(sum(expected), abs=1e-4)
         if expected:
@@ -91,7 +93,7 @@ def test_texts_longer_than_the_model(causal: LanguageModel, stride: int | None) 
     for start in range(0, len(ids), step):
         rows = log_likelihoods(causal, ids[start : start + causal.longest])
         end = min(len(ids), start + causal.longest)
-        expected += [float(rows[place - start - 1, ids[place]]) for place in range(max(done, start + 1), end)]
+        expected += [float(rows[position - start - 1, ids[position]]) for position in range(max(done, start + 1), end)]
         done = end
         if end == len(ids):
             break
@@ -104,11 +106,11 @@ def test_predictions_for_masks(masked: LanguageModel) -> None:
     special = masked.tokenizer.special
     for text, masks in zip(texts, masked.fill_mask(iter(texts), top_k=3), strict=True):
         ids = [special.cls, *masked.tokenizer.encode(text), special.sep]
-        places = [place for place, id in enumerate(ids) if id == special.mask]
-        assert len(masks) == len(places) == text.count("[MASK]")
+        positions = [position for position, id in enumerate(ids) if id == special.mask]
+        assert len(masks) == len(positions) == text.count("[MASK]")
         rows = log_likelihoods(masked, ids)  # type: ignore[arg-type]
-        for guesses, place in zip(masks, places, strict=True):
-            best = rows[place].exp().topk(3)
+        for guesses, position in zip(masks, positions, strict=True):
+            best = rows[position].exp().topk(3)
             assert [guess.token for guess in guesses] == [masked.tokenizer.token(id) for id in best.indices.tolist()]
             assert [guess.probability for guess in guesses] == pytest.approx(best.values.tolist(), abs=1e-6)
     with pytest.raises(DataError, match=r"text 2: expected \[MASK\] where a word is missing, got none here"):

@@ -103,7 +103,9 @@ def test_terms_of_a_gpt() -> None:
     ours, theirs = (model(ids, **layout) for model in (student, teacher))
     soft = 4 * functional.kl_div((ours.logits / 2).log_softmax(-1), (theirs.logits / 2).softmax(-1), reduction="sum")
     followed = [*range(4), *range(5, 11)]
-    words = functional.cross_entropy(ours.logits[followed], ids[[place + 1 for place in followed]], reduction="sum")
+    words = functional.cross_entropy(
+        ours.logits[followed], ids[[position + 1 for position in followed]], reduction="sum"
+    )
     states = [
         model.encoder(ids, cu_seqlens=batch.cu_seqlens, max_seqlen=64).last_hidden_state for model in (student, teacher)
     ]

@@ -102,8 +102,8 @@ def test_tags(directory: Path, tmp_path: Path) -> None:
     for example, ours in zip(examples, predict(model, task, examples), strict=True):
         text = " ".join(example.words)
         found = {each["start"]: each["entity"] for each in pipeline(text)}
-        places = [len(" ".join(example.words[:number])) + bool(number) for number in range(len(example.words))]
-        assert [found.get(place, found.get(place - 1)) for place in places] == ours  # a token may have the space
+        offsets = [len(" ".join(example.words[:number])) + bool(number) for number in range(len(example.words))]
+        assert [found.get(offset, found.get(offset - 1)) for offset in offsets] == ours  # a token may have the space
 
 
 @pytest.mark.parametrize("family", ENCODERS, indirect=True)

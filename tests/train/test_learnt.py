@@ -40,19 +40,19 @@ class Model(torch.nn.Module):
         self.given.append(ids.tolist())
         return SimpleNamespace(x=torch.arange(len(ids)))
 
-    def lm_head(self, place: Tensor) -> Tensor:
-        return 20.0 * torch.nn.functional.one_hot(torch.tensor(self._missing(self.given[-1], int(place))), self.size)
+    def lm_head(self, position: Tensor) -> Tensor:
+        return 20.0 * torch.nn.functional.one_hot(torch.tensor(self._missing(self.given[-1], int(position))), self.size)
 
-    def _missing(self, ids: list[int], place: int) -> int:
-        masked = ids[place + 1 :] != []
-        before = ids[1:place] if masked else ids  # without [CLS]
-        after = ids[place + 1 : -1] if masked else []
+    def _missing(self, ids: list[int], position: int) -> int:
+        masked = ids[position + 1 :] != []
+        before = ids[1:position] if masked else ids  # without [CLS]
+        after = ids[position + 1 : -1] if masked else []
         for document in self.text:
             for start in range(len(document) - len(before) - len(after)):
                 end = start + len(before)
                 if document[start:end] == before and document[end + 1 : end + 1 + len(after)] == after:
                     return int(document[end])
-        raise AssertionError("no such place")
+        raise AssertionError("no such position")
 
 
 @pytest.mark.parametrize(("family", "kind"), [("bert", MaskedLM), ("gpt2", CausalLM)])

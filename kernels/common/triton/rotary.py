@@ -9,9 +9,9 @@ import triton.language as tl
 
 @triton.jit
 def load_angles(cos, sin, position, pairs, mask, is_rotated, sign, P, PAIRS: tl.constexpr):
-    """Cosines and sines of ``pairs`` [n] at positions ``position`` [m] (int64), in fp32: where ``mask`` [m, n] and
-    ``is_rotated`` [m] are true. A position outside of the tables [P, PAIRS] reads nothing and gives NaN. A sign of -1 is the
-    inverse rotation."""
+    """Cosines and sines of ``pairs`` [n] at ``position`` [m] (int64), in fp32, where ``mask`` [m, n] and ``is_rotated``
+    [m] are true. A position outside of the tables [P, PAIRS] reads nothing and gives NaN. A sign of -1 is the inverse
+    rotation."""
     known = mask & ((position >= 0) & (position < P) & is_rotated)[:, None]
     angle = position[:, None] * PAIRS + pairs[None, :]
     c = tl.load(cos + angle, mask=known, other=float("nan")).to(tl.float32)

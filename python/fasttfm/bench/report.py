@@ -90,7 +90,7 @@ def _footnotes(rows: Sequence[Row]) -> list[str]:
     notes = [
         "of limit: least time for the bytes at the copy rate or the flops at the GEMM rate, over gpu_ms (or ms)",
         "vs best peer: its ms over ours, above 1 we are faster; on device: the same by gpu_ms, without host overhead",
-        *(f"not measured, or in part ({note}): {', '.join(places)}" for note, places in missing.items()),
+        *(f"not measured, or in part ({note}): {', '.join(cases)}" for note, cases in missing.items()),
     ]
     if compiled:
         notes.append(f"torch.compile compiled {len(compiled)} shapes; compilation is not in the times")
@@ -163,11 +163,11 @@ def _draw_panel(panel: Any, rows: Iterable[Row], contenders: list[str], groups: 
     peers = [name for name in contenders if not name.startswith("fasttfm")]
     for position, name in enumerate(contenders):
         own = [row for row in rows if row.contender == name]
-        places = [groups.index((row.case, row.dtype)) + (position - (len(contenders) - 1) / 2) * bar for row in own]
+        centers = [groups.index((row.case, row.dtype)) + (position - (len(contenders) - 1) / 2) * bar for row in own]
         heights = [100 * (row.fraction or 0.0) for row in own]
         ours = name not in peers
         color = _OUR_COLOR if ours else _PEER_COLORS[peers.index(name) % len(_PEER_COLORS)]
-        drawn = panel.bar(places, heights, width=0.94 * bar, color=color, label=name)
+        drawn = panel.bar(centers, heights, width=0.94 * bar, color=color, label=name)
         if ours:
             panel.bar_label(
                 drawn, labels=[f"{height:.0f}%" for height in heights], padding=2, fontsize=11, weight="bold"

@@ -87,9 +87,9 @@ def _theirs(config: Any, batch: Batch, device: torch.device) -> Callable[[], Non
         gpt, labels = HandmadeGPT(config).to(device).train(), torch.where(there, ids, -100)
         return _step(gpt, lambda: gpt(ids, labels), device)
     bert = HandmadeBert(config).to(device).train()
-    places = there.flatten().nonzero().squeeze(1)[batch.positions]
+    positions = there.flatten().nonzero().squeeze(1)[batch.positions]
     mask = None if bool(there.all()) else there
-    return _step(bert, lambda: bert(ids, mask, batch.labels, places), device)
+    return _step(bert, lambda: bert(ids, mask, batch.labels, positions), device)
 
 
 def _step(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> Callable[[], None]:

@@ -47,7 +47,7 @@ class Batch:
         return replace(self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """A position in the stream between two steps: the next batch is batch ``offset`` of a block."""
 
     epoch: int = 0
@@ -102,11 +102,11 @@ class BatchStream:
             raise _bad("epochs", "1 or more, or None", epochs)
         self.rank, self.world_size, self.epochs = rank, world_size, epochs
         self.workers, self.pin_memory = workers, pin_memory
-        self._place, self._batches = _Place(), 0
+        self._position, self._batches = _Position(), 0
 
     def __iter__(self) -> Iterator[Batch]:
         pin = self.pin_memory and torch.cuda.is_available()
-        numbered = _Numbered(self._plans, self._place, self.rank, self.world_size, self.epochs)
+        numbered = _Numbered(self._plans, self._position, self.rank, self.world_size, self.epochs)
         batches: Iterable[tuple[tuple[int, int, int], Batch]] = numbered
         if self.workers:
             # Without its own generator the loader would advance torch's, whose state the training uses.
@@ -118,10 +118,10 @@ class BatchStream:
                 prefetch_factor=4,
                 generator=torch.Generator(),
             )
-        for place, batch in batches:
-            self._place, self._batches = _Place(*place), self._batches + 1
+        for position, batch in batches:
+            self._position, self._batches = _Position(*position), self._batches + 1
             yield batch.pin_memory() if pin and not self.workers else batch
-        self._place, self._batches = _Place(), 0
+        self._position, self._batches = _Position(), 0
 
     @property
     def max_predictions(self) -> int | None:
@@ -132,7 +132,7 @@ class BatchStream:
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream, as plain values. It is the same for all ranks, and another number of ranks can
         resume from it."""
-        return {**self._plans.identity, "batches": self._batches * self.world_size, **self._place._asdict()}
+        return {**self._plans.identity, "batches": self._batches * self.world_size, **self._position._asdict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues after the batch at which ``state_dict`` was called. Raises ValueError for other data or
@@ -143,19 +143,19 @@ class BatchStream:
         if state["batches"] % self.world_size:
             raise _bad("state['batches']", f"a multiple of the {self.world_size} ranks", state["batches"])
         self._batches = state["batches"] // self.world_size
-        self._place = _Place(state["epoch"], state["block"], state["offset"])
+        self._position = _Position(state["epoch"], state["block"], state["offset"])
 
 
 class _Numbered(IterableDataset[tuple[tuple[int, int, int], Batch]]):
     """The batches of a rank, each with the position after it. Each of W workers makes every W-th batch."""
 
-    def __init__(self, plans: _Plans, place: _Place, rank: int, world_size: int, epochs: int | None) -> None:
-        self.plans, self.place, self.rank, self.world_size, self.epochs = plans, place, rank, world_size, epochs
+    def __init__(self, plans: _Plans, position: _Position, rank: int, world_size: int, epochs: int | None) -> None:
+        self.plans, self.position, self.rank, self.world_size, self.epochs = plans, position, rank, world_size, epochs
 
     def __iter__(self) -> Iterator[tuple[tuple[int, int, int], Batch]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        epoch, block, offset = self.place
+        epoch, block, offset = self.position
         offset += self.rank + worker * self.world_size
         empty = 0
         while self.epochs is None or epoch < self.epochs:
@@ -254,9 +254,9 @@ class _Plans:
         boundaries = np.append(0, np.cumsum(rows.length))
         ids = np.empty(boundaries[-1], dtype=np.int64)
         is_text = np.ones(len(ids), dtype=bool)
-        for places, id in self._special_places(rows, boundaries):
-            ids[places] = id
-            is_text[places] = False
+        for special, id in self._special_positions(rows, boundaries):
+            ids[special] = id
+            is_text[special] = False
         text = np.flatnonzero(is_text)
         parts = np.stack([rows.first, rows.second, rows.first_length, rows.second_length], axis=1)
         ids[text] = plan.tokens[spread(parts[:, :2].ravel(), parts[:, 2:].ravel())]
@@ -281,7 +281,7 @@ class _Plans:
             predictions=predictions,
         )
 
-    def _special_places(self, rows: Sequences, boundaries: np.ndarray) -> Iterator[tuple[np.ndarray, int | None]]:
+    def _special_positions(self, rows: Sequences, boundaries: np.ndarray) -> Iterator[tuple[np.ndarray, int | None]]:
         """The positions of special tokens, and their ids."""
         if not self.sequence_format.masked:
             if self.special.eos is not None:

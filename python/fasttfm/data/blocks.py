@@ -17,9 +17,9 @@ from fasttfm.data.shards import TokenShards
 ORDER, CUT, MASK = range(3)
 
 
-def generator(seed: int, purpose: int, *place: int) -> np.random.Generator:
-    """A generator that depends only on the arguments; ``place`` has up to three numbers."""
-    counter = np.array([0, *place, *[0] * (3 - len(place))], dtype=np.uint64)
+def generator(seed: int, purpose: int, *counters: int) -> np.random.Generator:
+    """A generator that depends only on the arguments; ``counters`` has up to three numbers."""
+    counter = np.array([0, *counters, *[0] * (3 - len(counters))], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=np.array([seed, purpose], dtype=np.uint64), counter=counter))
 
 

@@ -234,9 +234,9 @@ def pack(lengths: np.ndarray, budget: int) -> tuple[np.ndarray, np.ndarray]:
             stop = bisect_right(total, total[start] + budget) - 1
             order += numbers[start:stop]
             gap = budget - (total[stop] - total[start])
-            while gap > budget // 128 and (place := bisect_right(sizes, gap) - 1) >= 0:
-                gap -= sizes.pop(place)
-                order.append(fillers.pop(place))
+            while gap > budget // 128 and (index := bisect_right(sizes, gap) - 1) >= 0:
+                gap -= sizes.pop(index)
+                order.append(fillers.pop(index))
             bounds.append(len(order))
             start = stop
         waiting, fillers, sizes = np.sort(np.array(fillers, dtype=np.int64)), [], []  # unused fillers

@@ -244,8 +244,8 @@ class PathFinder:
 
 
 def _contains(ordered: Ids, value: int) -> bool:
-    place = int(np.searchsorted(ordered, value))
-    return place < len(ordered) and int(ordered[place]) == value
+    index = int(np.searchsorted(ordered, value))
+    return index < len(ordered) and int(ordered[index]) == value
 
 
 # ---- schema graphs ---------------------------------------------------------------------------------------------------

@@ -180,20 +180,20 @@ class Grounder:
         """The numbers of the text's concepts, each once, in their order."""
         words = words_of(text)
         found: dict[int, None] = {}
-        place = 0
-        while place < len(words):
-            number, size = self._at(words, place)
+        index = 0
+        while index < len(words):
+            number, size = self._at(words, index)
             if number is not None:
                 found[number] = None
-            place += size
+            index += size
         return list(found)
 
-    def _at(self, words: Sequence[str], place: int) -> tuple[int | None, int]:
+    def _at(self, words: Sequence[str], index: int) -> tuple[int | None, int]:
         """The longest concept that starts at a word, and the number of its words; None and 1 if there is none."""
-        firsts = list(dict.fromkeys(base_forms(words[place])))
+        firsts = list(dict.fromkeys(base_forms(words[index])))
         sizes = set(itertools.chain.from_iterable(self._sizes.get(word, ()) for word in firsts))
         for size in sorted(sizes, reverse=True):
-            run = words[place : place + size]
+            run = words[index : index + size]
             if len(run) < size or (size == 1 and run[0] in STOP_WORDS):
                 continue
             number = self._named([firsts, *(list(dict.fromkeys(base_forms(word))) for word in run[1:])])

@@ -83,8 +83,8 @@ def _label_name(label: Any, classes: Any, where: str) -> str | None:
 
 def is_image_folder(folder: Path) -> bool:
     """Whether a folder has images, or folders that have images."""
-    places = [folder, *(path for path in _visible(folder) if path.is_dir())]
-    return any(True for place in places for _ in _files(place))
+    directories = [folder, *(path for path in _visible(folder) if path.is_dir())]
+    return any(True for directory in directories for _ in _files(directory))
 
 
 def as_pixels(image: Any, name: str) -> np.ndarray:
@@ -142,7 +142,7 @@ def _of_folder(folder: Path) -> list[ImageExample]:
     labelled = [(label, file) for label in labels for file in _files(label)]
     if labelled:
         deeper = [inner for label in labels for inner in _visible(label) if inner.is_dir()]
-        if left := sum(1 for place in (folder, *deeper) for _ in _files(place)):
+        if left := sum(1 for directory in (folder, *deeper) for _ in _files(directory)):
             warnings.warn(f"{folder}: {left} images that are not in a label's own folder are left out", stacklevel=3)
         return [ImageExample(str(file), file, label.name) for label, file in labelled]
     found = [ImageExample(str(file), file) for file in _files(folder)]

@@ -45,16 +45,16 @@ class EntityNoise:
         """The entities that a model reads instead of ``entities`` int64 [T], -1 for none. If there is only one entity,
         no alignment gets another one."""
         noisy = entities.copy()
-        places = np.flatnonzero(entities >= 0)
-        draw = generator.random(len(places))
-        known = np.unique(entities[places])
-        other = places[draw < self.replaced]
+        linked = np.flatnonzero(entities >= 0)
+        draw = generator.random(len(linked))
+        known = np.unique(entities[linked])
+        other = linked[draw < self.replaced]
         if len(known) > 1:
             # A uniform draw from all entities but the alignment's own.
             number = generator.integers(0, len(known) - 1, len(other))
             own = np.searchsorted(known, entities[other])
             noisy[other] = known[number + (number >= own)]
-        noisy[places[(draw >= self.replaced) & (draw < self.replaced + self.masked)]] = -1
+        noisy[linked[(draw >= self.replaced) & (draw < self.replaced + self.masked)]] = -1
         return noisy
 
 
@@ -187,9 +187,9 @@ def _sentences(example: MentionExample, tokenizer: Tokenizer, known: Mapping[str
     bounds = [0, *sentence_starts(example.text), len(example.text)]
     sentences = []
     for low, high in itertools.pairwise(bounds):
-        places = [place for place, (start, _) in enumerate(found.offsets) if low <= start < high]
-        if places:
-            inside = slice(places[0], places[-1] + 1)
+        covered = [index for index, (start, _) in enumerate(found.offsets) if low <= start < high]
+        if covered:
+            inside = slice(covered[0], covered[-1] + 1)
             sentences.append(_Sentence(found.ids[inside], found.entities[inside]))
     return sentences
 

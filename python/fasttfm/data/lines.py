@@ -18,8 +18,8 @@ class DataError(ValueError):
 
 
 def data_error(where: str | Path, expected: str, got: str, *, line: int | None = None) -> DataError:
-    place = f"{where}" if line is None else f"{where}, line {line}"
-    return DataError(f"{place}: expected {expected}, got {got}")
+    location = f"{where}" if line is None else f"{where}, line {line}"
+    return DataError(f"{location}: expected {expected}, got {got}")
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, str, Any]]:

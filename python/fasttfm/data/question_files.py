@@ -67,21 +67,21 @@ def read_questions(path: str | Path) -> list[QuestionExample]:
 def _squad(path: Path, root: Any) -> Iterator[QuestionExample]:
     for i, article in enumerate(_field(path, "the file", root, "data", list)):
         for j, paragraph in enumerate(_field(path, f"data[{i}]", article, "paragraphs", list)):
-            place = f"data[{i}].paragraphs[{j}]"
-            context = _field(path, place, paragraph, "context", str)
-            for number, asked in enumerate(_field(path, place, paragraph, "qas", list)):
-                yield _question(path, f"{place}.qas[{number}]", asked, context)
+            where = f"data[{i}].paragraphs[{j}]"
+            context = _field(path, where, paragraph, "context", str)
+            for number, asked in enumerate(_field(path, where, paragraph, "qas", list)):
+                yield _question(path, f"{where}.qas[{number}]", asked, context)
 
 
-def _question(path: Path, place: str, asked: Any, context: str) -> QuestionExample:
-    question = _field(path, place, asked, "question", str)
+def _question(path: Path, where: str, asked: Any, context: str) -> QuestionExample:
+    question = _field(path, where, asked, "question", str)
     answers = []
-    for number, answer in enumerate(_field(path, place, asked, "answers", list) if "answers" in asked else ()):
-        inside = f"{place}.answers[{number}]"
+    for number, answer in enumerate(_field(path, where, asked, "answers", list) if "answers" in asked else ()):
+        inside = f"{where}.answers[{number}]"
         text, start = _field(path, inside, answer, "text", str), _field(path, inside, answer, "answer_start", int)
         answers.append(_answer(f"{path}, {inside}", context, text, start))
     impossible = bool(asked.get("is_impossible", False))
-    id = str(asked.get("id", asked.get("guid", place)))
+    id = str(asked.get("id", asked.get("guid", where)))
     return QuestionExample(id, question, context, [] if impossible else answers, impossible)
 
 
@@ -94,14 +94,14 @@ def _answer(where: str, context: str, text: str, start: int) -> Answer:
     return Answer(text, start)
 
 
-def _field(path: Path, place: str, value: Any, name: str, kind: type) -> Any:
+def _field(path: Path, where: str, value: Any, name: str, kind: type) -> Any:
     """``value[name]``. Raises DataError if it does not exist or is not of this type."""
     names = {str: "text", list: "list", int: "number", dict: "object"}
     if not isinstance(value, dict):
-        raise data_error(f"{path}, {place}", f"an object with {name!r}", type(value).__name__)
+        raise data_error(f"{path}, {where}", f"an object with {name!r}", type(value).__name__)
     if not isinstance(value.get(name), kind):
         got = f"{value[name]!r:.60}" if name in value else ", ".join(map(repr, value)) or "an empty object"
-        raise data_error(f"{path}, {place}", f"a {names[kind]} {name!r}", got)
+        raise data_error(f"{path}, {where}", f"a {names[kind]} {name!r}", got)
     return value[name]
 
 
@@ -148,32 +148,32 @@ def _coqa(path: Path, root: Any) -> Iterator[QuestionExample]:
         yield from _coqa_turns(path, f"data[{i}]", each)
 
 
-def _coqa_turns(path: Path, place: str, each: Any) -> Iterator[QuestionExample]:
-    story = _field(path, place, each, "story", str)
-    questions, answers = (_field(path, place, each, name, list) for name in ("questions", "answers"))
+def _coqa_turns(path: Path, where: str, each: Any) -> Iterator[QuestionExample]:
+    story = _field(path, where, each, "story", str)
+    questions, answers = (_field(path, where, each, name, list) for name in ("questions", "answers"))
     if len(questions) != len(answers):
-        raise data_error(f"{path}, {place}", f"{len(questions)} answers, as there are questions", f"{len(answers)}")
+        raise data_error(f"{path}, {where}", f"{len(questions)} answers, as there are questions", f"{len(answers)}")
     others: Any = each.get("additional_answers") or {}
     source = str(each.get("source") or "")
     domain = _DOMAINS.get(source, source)
     for turn, asked in enumerate(questions):
-        parts = [_field(path, f"{place}.questions[{turn}]", asked, "input_text", str)]
+        parts = [_field(path, f"{where}.questions[{turn}]", asked, "input_text", str)]
         for earlier in range(turn - 1, max(-1, turn - 1 - _TURNS), -1):
             parts += [str(questions[earlier].get("input_text")), str(answers[earlier].get("input_text"))]
         given = [answers[turn], *(other[turn] for other in others.values() if turn < len(other))]
-        spans = [_coqa_span(path, f"{place}.answers[{turn}]", story, answer) for answer in given]
+        spans = [_coqa_span(path, f"{where}.answers[{turn}]", story, answer) for answer in given]
         found = [span for span in spans if span is not None]
         texts = [answer["input_text"].strip() for answer in given]
         texts = ["" if text.lower() == "unknown" else text for text in texts]
         several = [[*texts[:one], *texts[one + 1 :]] for one in range(len(texts))]
-        id = f"{each.get('id', place)}-{asked.get('turn_id', turn + 1)}"
+        id = f"{each.get('id', where)}-{asked.get('turn_id', turn + 1)}"
         references = several if len(texts) > 1 else [texts]
         yield QuestionExample(id, " ".join(parts), story, found, not found, references, domain)
 
 
-def _coqa_span(path: Path, place: str, story: str, answer: Any) -> Answer | None:
-    text = _field(path, place, answer, "input_text", str).strip()
-    start, end = (_field(path, place, answer, name, int) for name in ("span_start", "span_end"))
+def _coqa_span(path: Path, where: str, story: str, answer: Any) -> Answer | None:
+    text = _field(path, where, answer, "input_text", str).strip()
+    start, end = (_field(path, where, answer, name, int) for name in ("span_start", "span_end"))
     if start < 0 or end > len(story):  # "unknown"
         return None
     at = story.lower().find(text.lower(), start, end) if text else -1
@@ -190,16 +190,16 @@ def _triviaqa(path: Path, root: Any) -> list[QuestionExample]:
     examples, without = [], 0
     verified = bool(root.get("VerifiedEval"))
     for i, each in enumerate(_field(path, "the file", root, "Data", list)):
-        place = f"Data[{i}]"
+        where = f"Data[{i}]"
         if verified and isinstance(each, dict) and not each.get("QuestionPartOfVerifiedEval"):
             continue
-        question = _field(path, place, each, "Question", str)
+        question = _field(path, where, each, "Question", str)
         answer = each.get("Answer")
-        aliases = [] if answer is None else _aliases(path, place, answer)
+        aliases = [] if answer is None else _aliases(path, where, answer)
         for name, document in _evidence(path, each, verified and root.get("Domain") == "Web"):
             context = _beginning(document)
-            places = {at: alias for alias in aliases for at in [context.lower().find(alias.lower())] if at >= 0}
-            found = [Answer(context[at : at + len(alias)], at) for at, alias in sorted(places.items())]
+            matches = {at: alias for alias in aliases for at in [context.lower().find(alias.lower())] if at >= 0}
+            found = [Answer(context[at : at + len(alias)], at) for at, alias in sorted(matches.items())]
             if found or answer is None:
                 id = f"{each.get('QuestionId', i)}--{name}"
                 examples.append(QuestionExample(id, question, context, found, False, [aliases] if aliases else []))
@@ -213,8 +213,8 @@ def _triviaqa(path: Path, root: Any) -> list[QuestionExample]:
     return examples
 
 
-def _aliases(path: Path, place: str, answer: Any) -> list[str]:
-    value = _field(path, f"{place}.Answer", answer, "Value", str)
+def _aliases(path: Path, where: str, answer: Any) -> list[str]:
+    value = _field(path, f"{where}.Answer", answer, "Value", str)
     lists = (answer.get(name) or [] for name in ("Aliases", "HumanAnswers", "NormalizedAliases"))
     return list(dict.fromkeys(filter(None, [value, *(alias for each in lists for alias in each)])))
 

@@ -68,33 +68,33 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Yields the fields of a message: a number, and an int or bytes. A truncated message raises IndexError or
     ValueError."""
-    place = 0
-    while place < len(data):
-        key, place = _varint(data, place)
+    offset = 0
+    while offset < len(data):
+        key, offset = _varint(data, offset)
         number, wire = key >> 3, key & 7
         if wire == 0:
-            value, place = _varint(data, place)
+            value, offset = _varint(data, offset)
             yield number, value
             continue
         if wire == 2:
-            size, place = _varint(data, place)
+            size, offset = _varint(data, offset)
         elif wire in (1, 5):
             size = 8 if wire == 1 else 4
         else:
             raise ValueError(f"wire type {wire}")
-        if number == 0 or place + size > len(data):
+        if number == 0 or offset + size > len(data):
             raise ValueError("no such field")
-        yield number, data[place : place + size]
-        place += size
+        yield number, data[offset : offset + size]
+        offset += size
 
 
-def _varint(data: bytes, place: int) -> tuple[int, int]:
+def _varint(data: bytes, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = data[place]
+        byte = data[offset]
         value |= (byte & 0x7F) << shift
-        place, shift = place + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 0x80:
-            return value, place
+            return value, offset
         if shift > 63:
             raise ValueError("a number of more than 64 bits")

@@ -154,8 +154,12 @@ def _own_copy(
     modules stay in evaluation when the model is trained."""
     tensors = [each for each in model.parameters() if each.is_floating_point()]
     if not always and all(each.dtype == dtype and each.device == device for each in tensors):
-        places = [place for each in model.modules() for place in (vars(each), each._parameters, each._buffers)]
-        shared = {id(value): value for place in places for value in place.values() if isinstance(value, Tensor)}
+        namespaces = [
+            namespace for each in model.modules() for namespace in (vars(each), each._parameters, each._buffers)
+        ]
+        shared = {
+            id(value): value for namespace in namespaces for value in namespace.values() if isinstance(value, Tensor)
+        }
         return copy.deepcopy(model, shared).eval()
     return copy.deepcopy(model).eval().requires_grad_(False).to(device=device, dtype=dtype)
 

@@ -298,25 +298,25 @@ class Session:
             return [Tokens(each, []) for each in inputs]
         found: list[Tokens | None] = [None] * len(inputs)
         texts: list[str] = []
-        places: list[tuple[int, int]] = []  # the index of each input that is text, and how many texts it has
+        counts: list[tuple[int, int]] = []  # the index of each input that is text, and how many texts it has
         for index, each in enumerate(inputs):
             if isinstance(each, str):
-                places.append((index, 1))
+                counts.append((index, 1))
                 texts.append(self._with_prompt(each))
             elif isinstance(each, tuple) and len(each) == 2 and all(isinstance(text, str) for text in each):
                 if self.settings.prompt:
                     raise ValueError("Session: inputs: expected single texts with a prompt, got a pair")
-                places.append((index, 2))
+                counts.append((index, 2))
                 texts += map(self._with_prompt, each)
             else:
                 found[index] = self._from_ids(each)
-        if len(places) < len(inputs):
+        if len(counts) < len(inputs):
             self._check_values([each.ids for each in found if each is not None])  # type: ignore[misc]
         if texts:
             if self.tokenizer is None or self._form is None:
                 raise ValueError("Session: tokenizer: expected one for texts, got None")
             ids = iter(self.tokenizer.encode_batch(texts))
-            for index, count in places:
+            for index, count in counts:
                 found[index] = self._form.one(next(ids)) if count == 1 else self._form.two(next(ids), next(ids))
         return found  # type: ignore[return-value]
 
@@ -368,15 +368,15 @@ class Session:
     def _launch_items(self, items: list[_Item]) -> Callable[[], Sequence[np.ndarray]]:
         """Starts the computation of requests, which may ask for different outputs."""
         outputs = list(dict.fromkeys(item.output for item in items))
-        places = [[index for index, item in enumerate(items) if item.output is output] for output in outputs]
+        groups = [[index for index, item in enumerate(items) if item.output is output] for output in outputs]
         waiting = [
             self._launch([items[index].tokens for index in own], output)
-            for output, own in zip(outputs, places, strict=True)
+            for output, own in zip(outputs, groups, strict=True)
         ]
 
         def finish() -> list[np.ndarray]:
             found: list[Any] = [None] * len(items)
-            for own, wait in zip(places, waiting, strict=True):
+            for own, wait in zip(groups, waiting, strict=True):
                 for index, result in zip(own, wait(), strict=True):
                     found[index] = result
             return found

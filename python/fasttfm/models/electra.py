@@ -300,15 +300,15 @@ class ElectraForJointPreTraining(PretrainedModel):
         batch = PackedBatch.of(input_ids, attention_mask, lengths=lengths, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         ids = batch.pack(input_ids)
         segments = None if token_type_ids is None else batch.pack(token_type_ids.expand_as(input_ids))
-        places = self.discriminator.encoder.positions(input_ids, ids, position_ids, batch)
+        token_positions = self.discriminator.encoder.positions(input_ids, ids, position_ids, batch)
         packed: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
 
-        encoded = self.generator.encoder.encode(ids, None, segments, places, **packed)
+        encoded = self.generator.encoder.encode(ids, None, segments, token_positions, **packed)
         words = batch.pack(labels) if positions is None else labels
         sampled = self.generator.lm_head.sample(encoded.x, words, positions=positions, max_predictions=max_predictions)
         sampled_ids, replaced = put_back(ids, sampled)
 
-        encoded = self.discriminator.encoder.encode(sampled_ids, None, segments, places, **packed)
+        encoded = self.discriminator.encoder.encode(sampled_ids, None, segments, token_positions, **packed)
         logits = self.discriminator.discriminator_head(encoded.x)
         discriminator_loss = ops.replaced_token_loss(logits, replaced)
         loss = sampled.loss + self.config.discriminator_weight * discriminator_loss

@@ -77,12 +77,12 @@ class MaskedLM(Pretraining):
         loss: Tensor = self.model.lm_head.loss(encoded.x, batch.labels, positions=batch.positions, reduction="sum")
         return loss
 
-    def word_logits(self, sentence: Tensor, place: int, special: Any) -> Tensor:
-        """The logits for the token at ``place``, which is masked."""
+    def word_logits(self, sentence: Tensor, position: int, special: Any) -> Tensor:
+        """The logits for the token at ``position``, which is masked."""
         ends = sentence.new_tensor([special.cls, special.sep])
         ids = torch.cat([ends[:1], sentence, ends[1:]])
-        ids[place + 1] = special.mask
-        return _logits_at(self.model, self.model.encoder, ids, place + 1)
+        ids[position + 1] = special.mask
+        return _logits_at(self.model, self.model.encoder, ids, position + 1)
 
 
 class MaskedLMWithSentences(MaskedLM):
@@ -162,9 +162,9 @@ class CausalLM(Pretraining):
         labels = batch.input_ids if real is None else torch.where(real, batch.input_ids, IGNORED)
         return (self.model.lm_head.loss(encoded.x, labels, batch.cu_seqlens, reduction="sum"),)
 
-    def word_logits(self, sentence: Tensor, place: int, special: Any) -> Tensor:
-        """The logits for the token at ``place``, given the tokens before it."""
-        return _logits_at(self.model, self.model.transformer, sentence[:place], place - 1)
+    def word_logits(self, sentence: Tensor, position: int, special: Any) -> Tensor:
+        """The logits for the token at ``position``, given the tokens before it."""
+        return _logits_at(self.model, self.model.transformer, sentence[:position], position - 1)
 
 
 def _encoded(model: TextModel, batch: Any) -> Encoded:
@@ -172,10 +172,10 @@ def _encoded(model: TextModel, batch: Any) -> Encoded:
     return model.encode(batch.input_ids, None, batch.token_type_ids, **layout)
 
 
-def _logits_at(model: Any, body: TextModel, ids: Tensor, place: int) -> Tensor:
+def _logits_at(model: Any, body: TextModel, ids: Tensor, position: int) -> Tensor:
     cu_seqlens = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
     encoded = body.encode(ids, None, None, cu_seqlens=cu_seqlens, max_seqlen=len(ids))
-    logits: Tensor = model.lm_head(encoded.x[place])
+    logits: Tensor = model.lm_head(encoded.x[position])
     return logits
 
 

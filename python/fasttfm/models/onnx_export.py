@@ -267,9 +267,9 @@ def _layer(layer: PackedLayer, x: Tensor, bias: Tensor) -> Tensor:
 def _rotary_layer(layer: Any, x: Tensor, bias: Tensor) -> Tensor:
     """ModernBERT's layer over [B, S, C]."""
     q, k, v = _heads(layer, x if layer.norm1 is None else layer.norm1(x))
-    places = torch.arange(x.shape[1], device=x.device)
-    tables = rotary_tables(layer.theta, places, layer.width // layer.heads, like=x)
-    x = x + layer.out(_context(layer, _turned(q, *tables), _turned(k, *tables), v, bias))
+    positions = torch.arange(x.shape[1], device=x.device)
+    tables = rotary_tables(layer.theta, positions, layer.width // layer.heads, like=x)
+    x = x + layer.out(_context(layer, _rotated(q, *tables), _rotated(k, *tables), v, bias))
     gate, up = layer.up(layer.norm2(x)).chunk(2, -1)
     y: Tensor = x + layer.down(layer.activation(gate) * up)
     return y
@@ -282,7 +282,7 @@ def _heads(layer: PackedLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``ops.rotary`` of [B, H, S, D], by the halves of a head."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)

@@ -84,7 +84,7 @@ class _Fp8Stack(_Stack):
         super().__init__(encoder)
         weights = [[each.weight for each in linears_of(layer)] for layer in encoder.layers]  # type: ignore[arg-type]
         layers = static_layers(weights, amax)
-        self._static: list[StaticLayer] = [layers[place] for place in encoder.order]
+        self._static: list[StaticLayer] = [layers[index] for index in encoder.order]
         self._following = [*(each.qkv for each in self._static[1:]), None]
         self._addresses = addresses_of(self._static)
 

@@ -69,7 +69,7 @@ class Slots(NamedTuple):
 
     members: Tensor  # int64 [groups, size], padded with the number of members
     scores: Tensor  # fp32 [groups, 1, size]: an additive mask for a softmax, 0 for members
-    places: Tensor  # int64 [members]: the index of each member in the flattened slots
+    slot_of_member: Tensor  # int64 [members]: the index of each member in the flattened slots
 
     @staticmethod
     def of(groups: Any, count: int) -> Slots:
@@ -78,13 +78,15 @@ class Slots(NamedTuple):
         order = np.argsort(groups, kind="stable")
         sizes = np.bincount(groups, minlength=count)
         size = max(1, int(sizes.max(initial=0)))
-        places = np.empty_like(groups)
-        places[order] = np.arange(len(groups)) + np.repeat(np.arange(count) * size - (np.cumsum(sizes) - sizes), sizes)
+        slot_of_member = np.empty_like(groups)
+        slot_of_member[order] = np.arange(len(groups)) + np.repeat(
+            np.arange(count) * size - (np.cumsum(sizes) - sizes), sizes
+        )
         members = np.full(count * size, len(groups), dtype=np.int64)
-        members[places] = np.arange(len(groups))
+        members[slot_of_member] = np.arange(len(groups))
         found = torch.from_numpy(members).view(count, size)
         scores = torch.zeros(count, 1, size).masked_fill((found == len(groups)).unsqueeze(1), _NO_MEMBER)
-        return Slots(found, scores, torch.from_numpy(places))
+        return Slots(found, scores, torch.from_numpy(slot_of_member))
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,7 @@ class GraphReasoner(nn.Module):
         query = self.pair_query(statements)
         pair_weights = _softmax(both[..., -query.shape[1] :], query, batch.pair_slots)  # [graphs, 1, size]
         found = (pair_weights, batch.pair_slots), (path_weights, batch.path_slots)
-        of_pairs, of_paths = (weights.flatten().index_select(0, slots.places) for weights, slots in found)
+        of_pairs, of_paths = (weights.flatten().index_select(0, slots.slot_of_member) for weights, slots in found)
         return Reasoned((pair_weights @ both).squeeze(1), of_paths, of_pairs)
 
     def convolved(self, batch: GraphBatch) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 class Compaction:
     """Moves the tokens of each of B sequences to its front and those that a mask ignores after them, both in order."""
 
-    places: Tensor  # int64 [B * S]: the row of [B * S] that each row moves to
+    targets: Tensor  # int64 [B * S]: the row of [B * S] that each row moves to
     sources: Tensor  # int64 [B * S]: the inverse permutation
     lengths: Tensor  # int32 [B]: the number of tokens of each sequence
 
@@ -31,9 +31,9 @@ class Compaction:
         lengths = tokens.sum(1, keepdim=True)
         columns = torch.where(tokens, tokens.cumsum(1), lengths + ignored.cumsum(1)) - 1
         first_rows = torch.arange(batch, device=ignored.device)[:, None] * sequence
-        places = (columns + first_rows).flatten()
+        targets = (columns + first_rows).flatten()
         rows = torch.arange(batch * sequence, device=ignored.device)
-        return Compaction(places, torch.empty_like(rows).scatter_(0, places, rows), lengths.squeeze(1).int())
+        return Compaction(targets, torch.empty_like(rows).scatter_(0, targets, rows), lengths.squeeze(1).int())
 
     def apply(self, x: Tensor) -> Tensor:
         """``x`` [B, S, ...] with the tokens of each sequence in front."""
@@ -41,7 +41,7 @@ class Compaction:
 
     def undo(self, x: Tensor) -> Tensor:
         """``x`` [B, S, ...] in the order of the mask again."""
-        return x.flatten(0, 1).index_select(0, self.places).view(x.shape)
+        return x.flatten(0, 1).index_select(0, self.targets).view(x.shape)
 
 
 @dataclass(frozen=True)

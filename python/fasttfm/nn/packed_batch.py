@@ -161,9 +161,9 @@ class PackedBatch:
             rows = self.cu_seqlens[:-1] + columns
             known = (columns >= 0) & (columns < self.cu_seqlens.diff())
         else:
-            places = torch.arange(self.shape[0], device=columns.device) * self.shape[1] + columns
-            rows = torch.searchsorted(self.indices, places).clamp(max=self.tokens - 1)
-            known = (columns >= 0) & (columns < self.shape[1]) & (self.indices[rows] == places)
+            flat = torch.arange(self.shape[0], device=columns.device) * self.shape[1] + columns
+            rows = torch.searchsorted(self.indices, flat).clamp(max=self.tokens - 1)
+            known = (columns >= 0) & (columns < self.shape[1]) & (self.indices[rows] == flat)
         return rows.where(known, 0), known
 
     def columns(self) -> Tensor | None:

@@ -135,8 +135,8 @@ class RotaryLayer(PackedLayer):
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
         if tables is None:
-            places = torch.arange(max_seqlen, device=x.device)
-            tables = {self.theta: rotary_tables(self.theta, places, self.width // self.heads, like=x)}
+            every = torch.arange(max_seqlen, device=x.device)
+            tables = {self.theta: rotary_tables(self.theta, every, self.width // self.heads, like=x)}
         heads = self.project(x).flatten(1, 2)
         rotated = ops.rotary(heads, *tables[self.theta], positions=positions, rotary_heads=2 * self.heads)
         return rotated.unflatten(1, (3, self.heads))

@@ -232,8 +232,8 @@ class _Attention(OpFunction):
     def keep(
         ctx: Any, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, lse: Tensor, *options: Any
     ) -> tuple[Tensor, Tensor]:
-        places, others = unshared(*options[:_PLACES]), options[_PLACES:_TENSORS]
-        ctx.save_for_backward(q, k, v, out, lse, *places, *others)
+        layout, others = unshared(*options[:_LAYOUT]), options[_LAYOUT:_TENSORS]
+        ctx.save_for_backward(q, k, v, out, lse, *layout, *others)
         ctx.numbers = options[_TENSORS:]
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # there is none of lse
@@ -265,8 +265,8 @@ class _PlainAttention(_Attention):
 # k and v are None where q is qkv. Its gradient comes in one piece as dq then, and dk and dv are empty.
 
 _TENSORS = 7  # the first fields of AttentionProblem
-_PLACES = 4  # the first of them say where sequences are
-_BIAS = 3 + _PLACES  # among the arguments of _Attention
+_LAYOUT = 4  # the first of them say where sequences are
+_BIAS = 3 + _LAYOUT  # among the arguments of _Attention
 
 
 def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
@@ -362,7 +362,7 @@ def _bias_backward(
 def _bias_backward_fake(
     dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, lse: Tensor, *options: Any
 ) -> Tensor:
-    return contiguous_like(options[_PLACES])
+    return contiguous_like(options[_LAYOUT])
 
 
 def _qkv_backward(

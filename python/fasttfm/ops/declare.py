@@ -291,21 +291,21 @@ class Op:
         self._count = len(inputs)
         self.known = KnownCalls(self.table)
         everything: list[Any] = [*inputs, *options, *outputs]
-        places = {item.name: place for place, item in enumerate(everything)}
-        self.saved = [everything[places[name]] for name in saves]
-        self.kept = [everything[places[name]] for name in backward_options]
-        self.differentiable = [inputs[places[name]] for name in gradients]
-        self.saved_places = [places[name] for name in saves]
-        self.kept_places = [places[name] for name in backward_options]
-        self.gradient_places = [places[name] for name in gradients]
-        self.wanted_places = [place for place in self.gradient_places if inputs[place].flagged]
+        indices = {item.name: index for index, item in enumerate(everything)}
+        self.saved = [everything[indices[name]] for name in saves]
+        self.kept = [everything[indices[name]] for name in backward_options]
+        self.differentiable = [inputs[indices[name]] for name in gradients]
+        self.saved_indices = [indices[name] for name in saves]
+        self.kept_indices = [indices[name] for name in backward_options]
+        self.gradient_indices = [indices[name] for name in gradients]
+        self.wanted_indices = [index for index in self.gradient_indices if inputs[index].flagged]
         self.copied_saves = [saves.index(given.name) for given in inputs if given.indices]
         # Where the backward finds the tensors that its gradients are like, and those that its backend is chosen by.
         self._sources = [1 + saves.index(given.name) for given in self.differentiable]
         chosen_by = [given.name for given in inputs] if chosen_by is None else chosen_by
-        self._choosers = _picker([places[name] for name in chosen_by])
+        self._choosers = _picker([indices[name] for name in chosen_by])
         self._backward_choosers = _picker([1 + [*saves, *backward_options].index(name) for name in chosen_by])
-        self.recomputed = [everything[places[name]] for name in recomputes]
+        self.recomputed = [everything[indices[name]] for name in recomputes]
         self.forward = register(
             _schema(f"{name}_forward", (*inputs, *options), outputs), self._forward, self.make_outputs
         )
@@ -337,20 +337,20 @@ class Op:
         """As a call, of arguments that the public function has checked and converted."""
         if backend is not None:
             self.table.check_name(backend)
-        differentiable = [arguments[place] for place in self.gradient_places]
+        differentiable = [arguments[index] for index in self.gradient_indices]
         call = self._function.apply if needs_gradient(*differentiable) else self.forward
         return first_of(call(*arguments, requested(backend)))
 
     def _convert(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with checked and converted options. Most options need no conversion: the tuple is copied only
         if one changes."""
-        place = self._count
+        index = self._count
         for option in self.options:
-            value = arguments[place]
+            value = arguments[index]
             found = option.convert(self.name, value)
             if found is not value:
-                arguments = (*arguments[:place], found, *arguments[place + 1 :])
-            place += 1
+                arguments = (*arguments[:index], found, *arguments[index + 1 :])
+            index += 1
         return arguments
 
     def _choose(self, asked: str | None, *tensors: Tensor | None) -> Backend:
@@ -360,7 +360,7 @@ class Op:
     # ---- torch.library: the last argument is the backend's name ----
 
     def _backward_schema(self) -> str:
-        wanted = [f"d{self.inputs[place].name}" for place in self.wanted_places]
+        wanted = [f"d{self.inputs[index].name}" for index in self.wanted_indices]
         wanted += [output.name for output in self.recomputed]
         flags = [flag(f"want_{name}") for name in wanted]
         results = [*(checked(f"d{given.name}") for given in self.differentiable), *self.recomputed]
@@ -382,7 +382,7 @@ class Op:
         return _returned([output.make(*arguments) for output in self.outputs])
 
     def _make_gradients(self, *arguments: Any) -> Any:
-        flags = len(self.wanted_places) + len(self.recomputed)
+        flags = len(self.wanted_indices) + len(self.recomputed)
         wanted = iter(arguments[-1 - flags : -1])
         first = arguments[self._sources[0]]
         gradients = [
@@ -399,11 +399,11 @@ def _schema(name: str, arguments: Sequence[Any], results: Sequence[Any]) -> str:
     return f"{name}({', '.join(argument.schema for argument in arguments)}, str? backend) -> {returned}"
 
 
-def _picker(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """A function that returns the arguments at these places. torch.compile cannot trace it."""
-    if list(places) == list(range(len(places))):
-        return operator.itemgetter(slice(len(places)))
-    return operator.itemgetter(*places) if len(places) > 1 else operator.itemgetter(slice(places[0], places[0] + 1))
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that returns the arguments at these indices. torch.compile cannot trace it."""
+    if list(indices) == list(range(len(indices))):
+        return operator.itemgetter(slice(len(indices)))
+    return operator.itemgetter(*indices) if len(indices) > 1 else operator.itemgetter(slice(indices[0], indices[0] + 1))
 
 
 def _returned(tensors: list[Tensor]) -> Any:
@@ -416,7 +416,7 @@ def first_of(outputs: Any) -> Any:
 
 
 def _autograd_function(op: Op, alternative: str) -> type[OpFunction]:
-    saved_places, kept_places, copied_saves = op.saved_places, op.kept_places, op.copied_saves
+    saved_indices, kept_indices, copied_saves = op.saved_indices, op.kept_indices, op.copied_saves
 
     class Function(OpFunction):
         instead = alternative
@@ -429,25 +429,25 @@ def _autograd_function(op: Op, alternative: str) -> type[OpFunction]:
             else:
                 outputs = op.forward(*arguments)
             values = (*given, *outputs) if isinstance(outputs, tuple) else (*given, outputs)
-            saved = [values[place] for place in saved_places]
-            for place in copied_saves:
-                saved[place] = unshared(saved[place])[0]
+            saved = [values[index] for index in saved_indices]
+            for index in copied_saves:
+                saved[index] = unshared(saved[index])[0]
             ctx.save_for_backward(*saved)
-            ctx.kept = [given[place] for place in kept_places] if kept_places else ()
+            ctx.kept = [given[index] for index in kept_indices] if kept_indices else ()
             ctx.requested = asked
             return values[len(given)]
 
         @staticmethod
         def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
             needed = ctx.needs_input_grad
-            wanted = [needed[place] for place in op.wanted_places]
+            wanted = [needed[index] for index in op.wanted_indices]
             wanted += [False] * len(op.recomputed)
             found = op.backward(dy, *ctx.saved_tensors, *ctx.kept, *wanted, ctx.requested)
             found = found if isinstance(found, tuple) else (found,)
             gradients: list[Tensor | None] = [None] * len(needed)
-            for place, gradient in zip(op.gradient_places, found, strict=False):  # recomputed outputs follow
-                if needed[place]:
-                    gradients[place] = gradient
+            for index, gradient in zip(op.gradient_indices, found, strict=False):  # recomputed outputs follow
+                if needed[index]:
+                    gradients[index] = gradient
             return tuple(gradients)
 
     return _named(Function, op.name)

@@ -91,10 +91,10 @@ def distillation_loss(
     divisor = None
     if reduction == "mean":
         divisor = cross_entropy.divisor(counted, total, ignore_index=0).to(torch.float32)
-    places = None if positions is None else positions.flatten()
+    selected = None if positions is None else positions.flatten()
     student = (student_hidden, student_weight, student_bias)
     others = (teacher.detach(), *(None if x is None else x.detach() for x in (teacher_weight, teacher_bias)))
-    rows = DistillationRows(*student, *others, counted, places, None, float(temperature))
+    rows = DistillationRows(*student, *others, counted, selected, None, float(temperature))
     if needs_gradient(*student):
         found: Tensor = _Distillation.apply(*rows, divisor, reduction, requested(backend))
     else:
@@ -177,8 +177,8 @@ class _Distillation(OpFunction):
         else:
             divisor, *totals = kept
             scale = dloss if divisor is None else dloss / divisor.to(dloss.dtype)
-        place = (counted, positions, ctx.shape, ctx.dtype, 0)  # a row that does not count is marked with 0
-        return *scaled_gradients(totals, scale, place, ctx.wanted, OP, backend), *([None] * 10)
+        layout = (counted, positions, ctx.shape, ctx.dtype, 0)  # a row that does not count is marked with 0
+        return *scaled_gradients(totals, scale, layout, ctx.wanted, OP, backend), *([None] * 10)
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------

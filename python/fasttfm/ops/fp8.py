@@ -75,8 +75,8 @@ class Scales:
         self.updates = 0  # the number of calls of update
         self.measuring = True  # before the first update: a tensor is measured before it is cast
         self.slots = [
-            Slot(self, each, self.scale[place], self.inverse[place], self.amax[place], self.limits[place])
-            for place, each in enumerate(formats)
+            Slot(self, each, self.scale[index], self.inverse[index], self.amax[index], self.limits[index])
+            for index, each in enumerate(formats)
         ]
 
     @torch.no_grad()

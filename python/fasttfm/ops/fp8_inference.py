@@ -55,8 +55,8 @@ def static_layers(weights: list[list[Tensor]], amax: Tensor) -> list[StaticLayer
     for index, layer in enumerate(weights):
         linears = []
         for number, weight in enumerate(layer):
-            place = count * index + number
-            each = Fp8Weight(weight, (inputs[place], own[place]))
+            position = count * index + number
+            each = Fp8Weight(weight, (inputs[position], own[position]))
             each.weight.measure(weight)
             each.rows.copy_(fp8.cast(weight, each.weight, with_columns=False).rows)
             linears.append(each)

@@ -209,12 +209,12 @@ def _backward_again(
     with torch.enable_grad():
         found = _KnowledgeBlock.apply(*streams, *where, call.batch.seeds, options, *call.given)
     pairs = [(out, given) for out, given in zip(found, (dy, de), strict=True) if given is not None]
-    places = [place for place, want in enumerate(wanted) if want]
+    indices = [index for index, want in enumerate(wanted) if want]
     inputs: list[Any] = [*streams, None, None, *call.given]
     outputs, upstream = zip(*pairs, strict=True)
-    found = torch.autograd.grad(outputs, [inputs[place] for place in places], upstream, allow_unused=True)
-    by_place = dict(zip(places, found, strict=True))
-    return tuple(by_place.get(place) for place in range(len(wanted)))
+    found = torch.autograd.grad(outputs, [inputs[index] for index in indices], upstream, allow_unused=True)
+    by_index = dict(zip(indices, found, strict=True))
+    return tuple(by_index.get(index) for index in range(len(wanted)))
 
 
 class _Forward:

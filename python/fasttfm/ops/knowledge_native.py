@@ -20,7 +20,7 @@ from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 from fasttfm.ops.transformer_native import PARAMETERS, Batch, Layers, Memory, Shape
 
 _MULTIPLIED = ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
-_PLACES = tuple(BlockParameters._fields.index(name) for name in _MULTIPLIED)
+_MULTIPLIED_INDICES = tuple(BlockParameters._fields.index(name) for name in _MULTIPLIED)
 _ATTENTION = BlockParameters._fields[:6]
 _VECTOR = 8  # of entities' columns on a GPU
 _MAX_ENTITY_WIDTH = 512  # kernels/knowledge_block/op.h: kMaxEntityWidth
@@ -89,9 +89,11 @@ def operands(call: Call, *, copies: bool) -> list[Tensor | None]:
     if call.layers.dtype == dtype:
         return call.given
     own = list(call.given)
-    places = [first + place for first in (0, PARAMETERS) for place in _PLACES]
-    for place, tensor in zip(places, linear.in_type([own[each] for each in places], dtype, copies=copies), strict=True):
-        own[place] = tensor
+    indices = [first + index for first in (0, PARAMETERS) for index in _MULTIPLIED_INDICES]
+    for index, tensor in zip(
+        indices, linear.in_type([own[each] for each in indices], dtype, copies=copies), strict=True
+    ):
+        own[index] = tensor
     return own
 
 
@@ -155,9 +157,9 @@ def _gradients(
     dtype = call.layers.dtype
     gradients = [
         torch.empty_like(each, dtype=dtype)
-        if each is not None and place not in absent and (want or (place == up and wanted[PARAMETERS + up]))
+        if each is not None and index not in absent and (want or (index == up and wanted[PARAMETERS + up]))
         else None
-        for place, (each, want) in enumerate(zip(own, wanted, strict=True))
+        for index, (each, want) in enumerate(zip(own, wanted, strict=True))
     ]
     if not wanted[down] and (call.entities.last or not wanted[PARAMETERS + down]):
         return gradients, None

@@ -14,7 +14,7 @@ NAMESPACE = "fasttfm"  # tools/hub_kernel.py writes another
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
-_PLAIN_ARGUMENTS = frozenset((*PLAIN_TENSORS, type(None), torch.dtype))  # in the place of tensors and between them
+_PLAIN_ARGUMENTS = frozenset((*PLAIN_TENSORS, type(None), torch.dtype))  # in the index of tensors and between them
 
 is_compiling = torch.compiler.is_dynamo_compiling  # other tracers are dispatch modes
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -39,7 +39,7 @@ class RegisteredOp:
         self.overload = overload
         self.implementation = implementation
         arguments = enumerate(overload._schema.arguments, start=1)
-        self.tensors = max(place for place, argument in arguments if "Tensor" in str(argument.type))  # come first
+        self.tensors = max(index for index, argument in arguments if "Tensor" in str(argument.type))  # come first
 
     def __call__(self, *args: Any) -> Any:
         if is_plain(args[: self.tensors]):

@@ -221,24 +221,24 @@ class _VocabularyLoss(OpFunction):
             scale = dloss if divisor is None else dloss / divisor.to(dloss.dtype)
         if ctx.scale != 1.0:
             scale = scale * ctx.scale
-        place = (labels, positions, ctx.shape, ctx.dtype, call.loss.ignore_index)
-        gradients = scaled_gradients((dh, dweight, dbias), scale, place, ctx.wanted, call.op, call.backend)
+        layout = (labels, positions, ctx.shape, ctx.dtype, call.loss.ignore_index)
+        gradients = scaled_gradients((dh, dweight, dbias), scale, layout, ctx.wanted, call.op, call.backend)
         return *gradients, *([None] * 6)
 
 
 def scaled_gradients(
     totals: Sequence[Tensor],
     scale: Tensor,
-    place: tuple[Any, ...],
+    layout: tuple[Any, ...],
     wanted: Sequence[bool],
     op: str,
     backend: str | None,
 ) -> tuple[Tensor | None, ...]:
-    """The results of a backward: the sum's gradients dh [N, C], dweight and dbias times ``scale``. ``place`` are
+    """The results of a backward: the sum's gradients dh [N, C], dweight and dbias times ``scale``. ``layout`` are
     labels, positions, hidden's shape and type, and ignore_index."""
 
     def scaled(now: Sequence[bool]) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = backward_op(*totals, scale, *place, now, op, backend)
+        found: tuple[Tensor, ...] = backward_op(*totals, scale, *layout, now, op, backend)
         return found
 
     if torch.compiler.is_compiling() or not wanted[1]:
@@ -246,7 +246,7 @@ def scaled_gradients(
     else:
         # The fp32 sum of dweight, unless a later backward needs it again, becomes the gradient on a CPU, and elsewhere
         # goes before hidden's gradient comes. A tensor subclass need not have memory of its own.
-        total, dtype = totals[1], place[3]
+        total, dtype = totals[1], layout[3]
         own = type(total) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph()
         if own and total.is_cpu and total.dtype == dtype:
             dhidden, _, dbias = scaled((wanted[0], False, wanted[2]))

@@ -88,8 +88,8 @@ def masked_lm_loss(
     if positions is None:
         result = _found_loss(*matrices, labels.flatten(), call, max_predictions, seed=seed, total=total)
     else:
-        places = positions.flatten()
-        result = vocabulary_loss(*matrices, labels.flatten(), call, positions=places, seed=seed, total=total)
+        chosen = positions.flatten()
+        result = vocabulary_loss(*matrices, labels.flatten(), call, positions=chosen, seed=seed, total=total)
     found = result.loss.reshape(labels.shape) if reduction == "none" else result.loss
     if not counts and not sample:
         return found
@@ -108,14 +108,14 @@ def _found_loss(
 ) -> CountedLoss:
     """The loss of the rows that ``labels`` [T] name, losses and samples in their shape."""
     ignore_index = call.loss.ignore_index
-    places, near, missed = _predicted(labels, ignore_index, most)
-    result = vocabulary_loss(hidden, weight, bias, near, call, positions=places, **options)
+    chosen, near, missed = _predicted(labels, ignore_index, most)
+    result = vocabulary_loss(hidden, weight, bias, near, call, positions=chosen, **options)
     loss, samples = result.loss, result.samples
     # Places that are filled up add nothing to the row they name.
     if call.reduction == "none":
-        loss = torch.zeros(len(labels), dtype=loss.dtype, device=loss.device).index_add(0, places, loss)
+        loss = torch.zeros(len(labels), dtype=loss.dtype, device=loss.device).index_add(0, chosen, loss)
     if samples is not None:
-        above = torch.zeros_like(labels, dtype=torch.int64).index_add(0, places, samples - ignore_index)
+        above = torch.zeros_like(labels, dtype=torch.int64).index_add(0, chosen, samples - ignore_index)
         samples = above + ignore_index
     if missed is not None:
         loss = torch.where(missed, torch.nan, loss)
@@ -127,13 +127,13 @@ def _predicted(labels: Tensor, ignore_index: int, most: int | None) -> tuple[Ten
     ignore_index; and whether there were more."""
     size = len(labels) if most is None else min(most, len(labels))
     counted = labels != ignore_index
-    places = torch.nonzero_static(counted, size=size, fill_value=max(0, len(labels) - 1)).squeeze(1)
+    chosen = torch.nonzero_static(counted, size=size, fill_value=max(0, len(labels) - 1)).squeeze(1)
     count = counted.sum()
     if most is not None and labels.is_cpu and is_plain((labels,)) and int(count) > size:
         raise checks.bad_value(OP, "max_predictions", f"at least the {int(count)} labels that count", most)
     present = torch.arange(size, device=labels.device) < count
-    near = torch.where(present, labels[places], ignore_index)
-    return places, near, None if most is None else count > size
+    near = torch.where(present, labels[chosen], ignore_index)
+    return chosen, near, None if most is None else count > size
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

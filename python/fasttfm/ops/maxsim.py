@@ -219,13 +219,13 @@ def _forward_cpu(
             if not keep:
                 best[columns, block] = torch.where(counted[block], similarities.amax(dim=2).t(), 0.0)
                 continue
-            values, places = similarities.max(dim=2)
+            values, argmax = similarities.max(dim=2)
             finite = counted[block, None] & (values < torch.inf)
             if hidden is not None:
                 finite &= ~hidden.all(dim=1)
-            places += torch.arange(first, tokens.stop, end - first)
+            argmax += torch.arange(first, tokens.stop, end - first)
             best[columns, block] = torch.where(counted[block], values.t(), 0.0)
-            index[columns, block] = torch.where(finite, places, -1).t().int()
+            index[columns, block] = torch.where(finite, argmax, -1).t().int()
     scores = torch.stack([best[:, first:end].sum(dim=1) for first, end in spans]) if spans else q.new_zeros(0, own)
     return scores, index if keep else index.new_empty(0)
 
@@ -259,9 +259,9 @@ def _backward_cpu(
     q, d = accumulate(queries), accumulate(documents)
     dqueries, ddocuments = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, d))
     every = (index >= 0).all(dim=1).tolist()
-    for column, places in enumerate(index):
-        rows = slice(None) if every[column] else (places >= 0).nonzero().squeeze(1)
-        found = places[rows]
+    for column, argmax in enumerate(index):
+        rows = slice(None) if every[column] else (argmax >= 0).nonzero().squeeze(1)
+        found = argmax[rows]
         weights = dscores[owners[rows], column, None]
         if want_dqueries:
             dqueries[rows] += d[found] * weights

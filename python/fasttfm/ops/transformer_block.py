@@ -355,8 +355,8 @@ def separate_seeds(seeds: Tensor | None, options: BlockOptions) -> Seeds:
     """One seed for each dropout; None if its probability is 0."""
     if seeds is None:
         return None, None, None
-    places = enumerate((options.attention_p, options.p_a, options.p_b))
-    attention, a, b = (seeds[place : place + 1] if p > 0 else None for place, p in places)
+    indices = enumerate((options.attention_p, options.p_a, options.p_b))
+    attention, a, b = (seeds[index : index + 1] if p > 0 else None for index, p in indices)
     return attention, a, b
 
 

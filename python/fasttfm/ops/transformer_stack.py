@@ -170,10 +170,10 @@ def _in_type(layers: Layers, dtype: torch.dtype, *, copies: bool) -> list[Tensor
     if layers.dtype == dtype:
         return layers.given
     own = list(layers.given)
-    places = [first + place for first in range(0, len(own), PARAMETERS) for place in _MULTIPLIED]
-    cast = linear.in_type([own[place] for place in places], dtype, copies=copies)
-    for place, tensor in zip(places, cast, strict=True):
-        own[place] = tensor
+    indices = [first + index for first in range(0, len(own), PARAMETERS) for index in _MULTIPLIED]
+    cast = linear.in_type([own[index] for index in indices], dtype, copies=copies)
+    for index, tensor in zip(indices, cast, strict=True):
+        own[index] = tensor
     return own
 
 
@@ -268,15 +268,15 @@ def _summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tens
         if len(layers.present) == len(layers.given):
             return gradients
         return [gradient for gradient, each in zip(gradients, layers.given, strict=True) if each is not None]
-    places: dict[int, list[int]] = {}
-    for place, each in enumerate(layers.given):
+    indices: dict[int, list[int]] = {}
+    for index, each in enumerate(layers.given):
         if each is not None:
-            places.setdefault(id(each), []).append(place)
-    totals = [gradients[group[-1]] for group in places.values()]
-    for step in range(2, 1 + max(map(len, places.values()))):
-        pairs = zip(totals, places.values(), strict=True)
+            indices.setdefault(id(each), []).append(index)
+    totals = [gradients[group[-1]] for group in indices.values()]
+    for step in range(2, 1 + max(map(len, indices.values()))):
+        pairs = zip(totals, indices.values(), strict=True)
         shared = [(total, group[-step]) for total, group in pairs if total is not None and len(group) >= step]
-        terms: Any = [gradients[place] for _, place in shared]
+        terms: Any = [gradients[index] for _, index in shared]
         torch._foreach_add_([total for total, _ in shared], terms)
     return totals
 

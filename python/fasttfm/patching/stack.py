@@ -127,7 +127,7 @@ class Stack(Uncopied):
         if any(each.layer.training and getattr(each.layer, "gradient_checkpointing", False) for each in self.layers):
             return self._run_checkpointed(x, values, cu_seqlens, seeds, options)
         layers = self._parameters(values)
-        y, _ = transformer_stack(x, None, cu_seqlens, seeds, options, [layers[place] for place in self.order])
+        y, _ = transformer_stack(x, None, cu_seqlens, seeds, options, [layers[index] for index in self.order])
         return y
 
     def _run_checkpointed(
@@ -135,11 +135,11 @@ class Stack(Uncopied):
     ) -> Tensor:
         """Gradient checkpointing: each layer saves only its input and runs again in the backward, with the same
         seeds."""
-        for index, place in enumerate(self.order):
-            own = values[place * _PARAMETERS : (place + 1) * _PARAMETERS]
-            seed = None if seeds is None else seeds[index : index + 1]
+        for step, index in enumerate(self.order):
+            own = values[index * _PARAMETERS : (index + 1) * _PARAMETERS]
+            seed = None if seeds is None else seeds[step : step + 1]
             run = functools.partial(self._run_layer, own, cu_seqlens, seed, options)
-            layer = self.layers[place].layer
+            layer = self.layers[index].layer
             x = layer._gradient_checkpointing_func(run, x) if layer.gradient_checkpointing else run(x)
         return x
 
@@ -152,8 +152,8 @@ class Stack(Uncopied):
     def _parameters(self, values: list[Any]) -> list[BlockParameters]:
         """The parameters of one or several layers."""
         rows = [values[first : first + _PARAMETERS] for first in range(0, len(values), _PARAMETERS)]
-        weights = join([row[place] for row in rows for place in (0, 2, 4)])
-        biases = join([row[place] for row in rows for place in (1, 3, 5)])
+        weights = join([row[index] for row in rows for index in (0, 2, 4)])
+        biases = join([row[index] for row in rows for index in (1, 3, 5)])
         return [
             BlockParameters(weight, bias, *row[6:8], *row[12:14], *row[8:12], *row[14:])
             for weight, bias, row in zip(weights, biases, rows, strict=True)

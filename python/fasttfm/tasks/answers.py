@@ -54,7 +54,7 @@ class Window(NamedTuple):
     start: int
     size: int
 
-    def place(self, span: tuple[int, int] | None) -> tuple[int, int]:
+    def positions_of(self, span: tuple[int, int] | None) -> tuple[int, int]:
         """The position of a span (first and last token of the context) in the sequence; the first token, twice, if
         there is no span or it is not entirely in the window."""
         if span is None or span[0] < self.start or span[1] >= self.start + self.size:

@@ -108,10 +108,10 @@ class Augmenter:
         first, last, mask = self._frame
         room = longest_input(self.model.config) - 2
         tokens = [
-            [place for place, (start, stop) in enumerate(offsets) if start < high and stop > low and stop > start]
+            [index for index, (start, stop) in enumerate(offsets) if start < high and stop > low and stop > start]
             for low, high in words
         ]
-        single = [number for number, places in enumerate(tokens) if len(places) == 1 and places[0] < room]
+        single = [number for number, indices in enumerate(tokens) if len(indices) == 1 and indices[0] < room]
         proposed: list[list[str]] = [[] for _ in words]
         if single:
             masked = [[first, *ids[:room], last] for _ in single]
@@ -121,7 +121,7 @@ class Augmenter:
                 proposed[number] = [self._words[id] for id in best]
         for number, (low, high) in enumerate(words):
             if len(tokens[number]) > 1:
-                proposed[number] = self._nearest(text[low:high], [ids[place] for place in tokens[number]])
+                proposed[number] = self._nearest(text[low:high], [ids[index] for index in tokens[number]])
         return proposed
 
     def _likeliest(self, rows: list[list[int]], mask: int) -> list[list[int]]:

@@ -263,10 +263,10 @@ class TinyBertRecipe(Recipe):
 def _pairs(batch: PackedBatch, *windows: tuple[int | None, int | None]) -> Tensor:
     """Bool [sequences, S, S]: whether a query attends to a key in layers with all of these windows."""
     longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
-    places = torch.arange(longest, device=batch.cu_seqlens.device)
-    inside = places < batch.cu_seqlens.diff()[:, None]
+    positions = torch.arange(longest, device=batch.cu_seqlens.device)
+    inside = positions < batch.cu_seqlens.diff()[:, None]
     pairs = inside[:, :, None] & inside[:, None, :]
-    distance = places[None, :] - places[:, None]  # of the key from the query
+    distance = positions[None, :] - positions[:, None]  # of the key from the query
     for left, right in windows:
         for bound, beyond in ((left, -distance), (right, distance)):
             if bound is not None and bound >= 0:

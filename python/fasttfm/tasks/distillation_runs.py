@@ -68,14 +68,14 @@ def with_layers(teacher: PretrainedModel, layers: Sequence[int]) -> PretrainedMo
     """A copy of the teacher with only these of its layers."""
     depth: Any = "n_layer" if isinstance(teacher.config, GPTConfig) else "num_hidden_layers"
     student = type(teacher)(replace(teacher.config, **{depth: len(layers)}, extra={}))
-    places = {theirs: ours for ours, theirs in enumerate(layers)}
+    numbers = {theirs: ours for ours, theirs in enumerate(layers)}
     state = {}
     for name, tensor in teacher.state_dict().items():
         layer = _LAYER.search(name)
         if layer is None:
             state[name] = tensor
-        elif int(layer[1]) in places:
-            state[f"{name[: layer.start(1)]}{places[int(layer[1])]}{name[layer.end(1) :]}"] = tensor
+        elif int(layer[1]) in numbers:
+            state[f"{name[: layer.start(1)]}{numbers[int(layer[1])]}{name[layer.end(1) :]}"] = tensor
     student.load_state_dict(state, strict=not teacher.tied())
     return student.to(next(teacher.parameters()).dtype)
 

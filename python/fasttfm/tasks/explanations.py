@@ -44,8 +44,10 @@ def draw_explanation(graph: ConceptGraph, example: Any, found: ChosenAnswer, pat
     from matplotlib import pyplot
 
     best = found.paths[found.choice][:paths]
-    places = _positions(best)
-    rows = max([sum(1 for x, _ in places.values() if x == column) for column in {x for x, _ in places.values()}] or [1])
+    positions = _positions(best)
+    rows = max(
+        [sum(1 for x, _ in positions.values() if x == column) for column in {x for x, _ in positions.values()}] or [1]
+    )
     figure, panel = pyplot.subplots(figsize=(10, 1.6 + 0.9 * rows))
     panel.set_title(f"{example.context}\n{example.endings[found.choice]}", fontsize=11)
     panel.axis("off")
@@ -55,13 +57,15 @@ def draw_explanation(graph: ConceptGraph, example: Any, found: ChosenAnswer, pat
         panel.text(0.5, 0.5, "no path connects the question with this answer", ha="center")
     ends = {each.path.concepts[0]: "question" for each in best} | {each.path.concepts[-1]: "answer" for each in best}
     boxes = {}
-    for concept, (x, y) in places.items():
+    for concept, (x, y) in positions.items():
         colour = _COLOURS[ends.get(concept, "")]
         box = {"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#666666"}
         name = graph.concepts[concept].replace("_", " ")
         boxes[concept] = panel.text(x, y, name, ha="center", va="center", bbox=box, zorder=1).get_bbox_patch()
     for (head, relation, tail), weight in _edges(graph, best).items():
-        _draw_edge(panel, (places[head], boxes[head]), (places[tail], boxes[tail]), f"{relation} {weight:.2f}", weight)
+        _draw_edge(
+            panel, (positions[head], boxes[head]), (positions[tail], boxes[tail]), f"{relation} {weight:.2f}", weight
+        )
     with atomic_write(path) as partial:
         figure.savefig(partial, dpi=110, format="png", bbox_inches="tight")
     pyplot.close(figure)
@@ -85,8 +89,8 @@ def _edges(graph: ConceptGraph, paths: Sequence[WeightedPath]) -> dict[tuple[int
     count = len(graph.relations)
     found: dict[tuple[int, str, int], float] = defaultdict(float)
     for weight, path in paths:
-        for place, relation in enumerate(path.relations):
-            head, tail = path.concepts[place : place + 2]
+        for step, relation in enumerate(path.relations):
+            head, tail = path.concepts[step : step + 2]
             if relation >= count:
                 head, tail = tail, head
             found[head, graph.relations[relation % count], tail] += weight
@@ -97,8 +101,8 @@ def _positions(paths: Sequence[WeightedPath]) -> dict[int, tuple[float, float]]:
     """The position of each concept in the picture; x is its position along the path with the largest weight."""
     along: dict[int, float] = {}
     for _, path in paths:
-        for place, concept in enumerate(path.concepts):
-            along.setdefault(concept, place / len(path.relations))
+        for step, concept in enumerate(path.concepts):
+            along.setdefault(concept, step / len(path.relations))
     columns: dict[float, list[int]] = defaultdict(list)
     for concept, x in along.items():
         columns[x].append(concept)

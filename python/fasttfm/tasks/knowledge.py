@@ -112,12 +112,14 @@ class MarkedTask(ClassifyTask):
         """The ids and entities, with marks inserted around the spans."""
         ids, entities = list(text.ids), list(text.entities)
         for span, mark in sorted(marked, reverse=True):  # from the end, so that earlier positions stay valid
-            inside = [place for place, (start, end) in enumerate(text.offsets) if start < span.end and end > span.start]
+            inside = [
+                position for position, (start, end) in enumerate(text.offsets) if start < span.end and end > span.start
+            ]
             first = inside[0] if inside else sum(end <= span.start for _, end in text.offsets)
             last = inside[-1] + 1 if inside else first
-            for place in (last, first):
-                ids.insert(place, self._id(mark))
-                entities.insert(place, -1)
+            for position in (last, first):
+                ids.insert(position, self._id(mark))
+                entities.insert(position, -1)
         return ids, entities
 
     def _id(self, mark: str) -> int:
@@ -127,8 +129,8 @@ class MarkedTask(ClassifyTask):
     def _start(self, ids: list[int], room: int) -> int:
         """The start of the part of a text that is read, chosen so that all marks are in it if they fit."""
         marks = {self._id(mark) for mark in self.marks}
-        places = [place for place, id in enumerate(ids) if id in marks]
-        return min(places[0], max(0, places[-1] + 1 - room))
+        positions = [position for position, id in enumerate(ids) if id in marks]
+        return min(positions[0], max(0, positions[-1] + 1 - room))
 
     def batch(self, features: Sequence[Feature]) -> TaskBatch:
         batch = super().batch(features)

@@ -353,8 +353,10 @@ class TagTask(Task):
             for start in range(0, max(1, len(ids)), room):
                 tokens = form.one(ids[start : start + room])
                 shift = len(form.first) - start
-                places = {place + shift: word for place, word in firsts.items() if start <= place < start + room}
-                found.append(Feature(index, [tokens], TagTarget(places, example.tags)))
+                positions = {
+                    position + shift: word for position, word in firsts.items() if start <= position < start + room
+                }
+                found.append(Feature(index, [tokens], TagTarget(positions, example.tags)))
         return found
 
     def _tokens(self, words: Sequence[str]) -> tuple[list[int], dict[int, int]]:
@@ -363,19 +365,19 @@ class TagTask(Task):
         owners = [number for number, word in enumerate(words) for _ in range(len(word) + 1)]  # each character's word
         firsts: dict[int, int] = {}
         seen: set[int] = set()
-        for place, (_, end) in enumerate(offsets):
+        for position, (_, end) in enumerate(offsets):
             word = owners[max(0, end - 1)]  # a token may start with the space before its word
             if word not in seen:
                 seen.add(word)
-                firsts[place] = word
+                firsts[position] = word
         return ids, firsts
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         labels = torch.full((batch.tokens,), IGNORED)
         numbers = {label: number for number, label in enumerate(self.labels)}
         for feature, begin in zip(batch.features, batch.cu_seqlens.tolist(), strict=False):
-            for place, word in feature.target.places.items() if feature.target.tags else ():
-                labels[begin + place] = numbers.get(feature.target.tags[word], IGNORED)
+            for position, word in feature.target.positions.items() if feature.target.tags else ():
+                labels[begin + position] = numbers.get(feature.target.tags[word], IGNORED)
         return {"labels": labels}
 
     def count(self, batch: TaskBatch) -> float:
@@ -394,7 +396,10 @@ class TagTask(Task):
         starts = batch.cu_seqlens[:-1].tolist()
         numbers, values = best.tolist(), largest.tolist()
         return [
-            {word: (numbers[start + place], values[start + place]) for place, word in feature.target.places.items()}
+            {
+                word: (numbers[start + position], values[start + position])
+                for position, word in feature.target.positions.items()
+            }
             for feature, start in zip(batch.features, starts, strict=True)
         ]
 
@@ -448,8 +453,8 @@ class TagTask(Task):
 class TagTarget:
     """The positions of the words' first tokens, and the words' tags."""
 
-    def __init__(self, places: dict[int, int], tags: Sequence[str]) -> None:
-        self.places, self.tags = places, tags
+    def __init__(self, positions: dict[int, int], tags: Sequence[str]) -> None:
+        self.positions, self.tags = positions, tags
 
 
 # ---- endings ---------------------------------------------------------------------------------------------------------

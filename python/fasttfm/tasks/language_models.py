@@ -91,10 +91,12 @@ class LanguageModel:
         mask = self.mask
         for group in by_budget(self._masked(texts, mask), self.tokens_per_batch):
             starts = itertools.accumulate((feature.tokens for feature in group), initial=0)
-            places = [start + place for feature, start in zip(group, starts, strict=False) for place in feature.target]
+            positions = [
+                start + position for feature, start in zip(group, starts, strict=False) for position in feature.target
+            ]
             states = self._states(group)
             guesses: list[list[Guess]] = []
-            for rows in torch.tensor(places, device=self._device).split(_ROWS):
+            for rows in torch.tensor(positions, device=self._device).split(_ROWS):
                 with torch.inference_mode():
                     best = self._head(states.index_select(0, rows)).float().softmax(-1).topk(top_k)
                 for values, ids in zip(best.values.tolist(), best.indices.tolist(), strict=True):
@@ -110,12 +112,12 @@ class LanguageModel:
         assert self._form is not None
         for number, text in enumerate(texts, 1):
             tokens = self._form.one(self.tokenizer.encode(text))
-            places = [index for index, id in enumerate(tokens.ids) if id == self.tokenizer.special.mask]
-            if not places:
+            positions = [index for index, id in enumerate(tokens.ids) if id == self.tokenizer.special.mask]
+            if not positions:
                 got = f"none in its first {self.longest} tokens" if tokens.cut else f"{text:.60}"
                 raise DataError(f"text {number}: expected {mask} where a word is missing, got {got}")
             self.truncated += tokens.cut > 0
-            yield Feature(number - 1, [tokens], places)
+            yield Feature(number - 1, [tokens], positions)
 
     # ---- likelihoods -------------------------------------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ class LanguageModel:
         done = max(1, begin)  # the first token is not predicted
         for start in itertools.count(0, step):
             end = min(len(ids), start + self.longest)
-            targets = [(place - start - 1, ids[place]) for place in range(max(done, start + 1), end)]
+            targets = [(position - start - 1, ids[position]) for position in range(max(done, start + 1), end)]
             done = max(done, end)
             last = end == len(ids)
             if targets or last:
@@ -174,12 +176,12 @@ class LanguageModel:
         tokens = self._form.one(ids)
         self.truncated += tokens.cut > 0
         first = len(self._form.first)
-        places = range(first + begin, len(tokens.ids) - len(self._form.last))
-        if not places:
+        positions = range(first + begin, len(tokens.ids) - len(self._form.last))
+        if not positions:
             yield Feature(number, [tokens], Targets([], True))
-        for place in places:
-            masked = [*tokens.ids[:place], mask, *tokens.ids[place + 1 :]]
-            targets = Targets([(place, tokens.ids[place])], place == places[-1])
+        for position in positions:
+            masked = [*tokens.ids[:position], mask, *tokens.ids[position + 1 :]]
+            targets = Targets([(position, tokens.ids[position])], position == positions[-1])
             yield Feature(number, [Tokens(masked, tokens.segments)], targets)
 
     def _losses(self, group: Sequence[Feature]) -> list[list[float]]:
@@ -187,9 +189,9 @@ class LanguageModel:
         needed = [feature for feature in group if feature.target.pairs]
         starts = itertools.accumulate((feature.tokens for feature in needed), initial=0)
         pairs = [
-            (start + place, id)
+            (start + position, id)
             for feature, start in zip(needed, starts, strict=False)
-            for place, id in feature.target.pairs
+            for position, id in feature.target.pairs
         ]
         losses: list[float] = []
         if pairs:

@@ -104,7 +104,7 @@ class QuestionTask(Task):
                 answer = example.answers[0]
                 span = span_of_characters(offsets, answer.start, answer.start + len(answer.text))
             for window in self.windows.split(tokenizer.encode(example.question), ids):
-                target = SpanTarget(window, offsets, *window.place(span))
+                target = SpanTarget(window, offsets, *window.positions_of(span))
                 found.append(Feature(index, [window.tokens], target))
         return found
 
@@ -196,14 +196,14 @@ class QuestionTask(Task):
 
     def domain_scores(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, Scores]:
         """Exact match and F1 of every domain, as CoQA's evaluation reports them, with its number of questions."""
-        places: dict[str, list[int]] = {}
-        for place, example in enumerate(examples):
-            places.setdefault(example.domain or "other", []).append(place)
-        if len(places) < 2:
+        indices: dict[str, list[int]] = {}
+        for index, example in enumerate(examples):
+            indices.setdefault(example.domain or "other", []).append(index)
+        if len(indices) < 2:
             return {}
         found: dict[str, Scores] = {}
-        for domain, chosen in sorted(places.items()):
-            some = ([every[place] for place in chosen] for every in (examples, predictions))
+        for domain, chosen in sorted(indices.items()):
+            some = ([every[index] for index in chosen] for every in (examples, predictions))
             scores = self.scores(*some)
             found[domain] = {"questions": len(chosen), "exact": scores["exact"], "f1": scores["f1"]}
         return found

@@ -165,8 +165,8 @@ class SimilarityTask(Task):
         length = self.language.format.max_length
         names = ("models.Transformer", "models.Pooling", "models.Normalize")
         modules = [
-            {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.{name}"}
-            for place, (name, path) in enumerate(zip(names, ("", "1_Pooling", "2_Normalize"), strict=True))
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.{name}"}
+            for number, (name, path) in enumerate(zip(names, ("", "1_Pooling", "2_Normalize"), strict=True))
         ]
         config = json.loads((directory / "config.json").read_text())
         width = config.get("hidden_size") or config.get("dim") or config.get("n_embd")

@@ -24,7 +24,7 @@ from fasttfm.ops.backends import BackendRefused
 from fasttfm.testing.call import Call, backends_on, floating_inputs
 from fasttfm.testing.harness import comparisons_of
 from fasttfm.testing.memory_layouts import INCOMING_LAYOUTS, INPUT_LAYOUTS
-from fasttfm.testing.non_finite import Place, check_place, values_for
+from fasttfm.testing.non_finite import Element, check_element, values_for
 from fasttfm.testing.spec import Inputs, OpSpec
 from fasttfm.testing.specs import every_spec
 from fasttfm.testing.tolerance import Comparison, root_mean_square, summary
@@ -86,8 +86,8 @@ class RandomCall:
         owners = [name for name in floating_inputs(inputs) if inputs[name].numel() > 0]
         if owners:
             owner = source.choice(owners)
-            place = Place(owner, source.randrange(inputs[owner].numel()))
-            check_place(self.call, inputs, incoming, place, [source.choice(values_for(self.call, place))])
+            element = Element(owner, source.randrange(inputs[owner].numel()))
+            check_element(self.call, inputs, incoming, element, [source.choice(values_for(self.call, element))])
 
     def __str__(self) -> str:
         call = self.call

@@ -33,14 +33,14 @@ HUGE = 1e30
 
 
 @dataclass(frozen=True)
-class Place:
+class Element:
     """One element of an input, or of the incoming gradient of an output."""
 
     owner: str | int
     element: int
 
     def put(self, value: float, inputs: Inputs, incoming: Sequence[Tensor]) -> tuple[Inputs, list[Tensor]]:
-        """The inputs and incoming gradients with ``value`` at this place."""
+        """The inputs and incoming gradients with ``value`` at this element."""
         if isinstance(self.owner, str):
             return {**inputs, self.owner: _with_element(inputs[self.owner], self.element, value)}, list(incoming)
         changed = list(incoming)
@@ -52,13 +52,13 @@ class Place:
         return f"element {self.element} of {owner}"
 
 
-def places(inputs: Inputs, incoming: Sequence[Tensor]) -> Iterator[Place]:
+def elements(inputs: Inputs, incoming: Sequence[Tensor]) -> Iterator[Element]:
     """The middle element of each floating input and of each incoming gradient."""
     tensors: dict[str | int, Tensor] = {name: inputs[name] for name in floating_inputs(inputs)}
     tensors.update(enumerate(incoming))
     for owner, tensor in tensors.items():
         if tensor.numel() > 0:
-            yield Place(owner, tensor.numel() // 2)
+            yield Element(owner, tensor.numel() // 2)
 
 
 def _with_element(tensor: Tensor, element: int, value: float) -> Tensor:
@@ -78,22 +78,24 @@ def check_non_finite(call: Call) -> None:
     incoming = call.incoming(inputs)
     if not incoming:  # the outputs are integers
         return
-    for place in places(inputs, incoming):
-        check_place(call, inputs, incoming, place, values_for(call, place))
+    for element in elements(inputs, incoming):
+        check_element(call, inputs, incoming, element, values_for(call, element))
 
 
-def values_for(call: Call, place: Place) -> tuple[float, ...]:
+def values_for(call: Call, element: Element) -> tuple[float, ...]:
     """The values to insert: NaN, and also infinities into an input, unless they mark masked elements there."""
-    nan_only = isinstance(place.owner, int) or place.owner in call.spec.infinity_masks
+    nan_only = isinstance(element.owner, int) or element.owner in call.spec.infinity_masks
     return NON_FINITE[:1] if nan_only else NON_FINITE
 
 
-def check_place(call: Call, inputs: Inputs, incoming: Sequence[Tensor], place: Place, values: Sequence[float]) -> None:
+def check_element(
+    call: Call, inputs: Inputs, incoming: Sequence[Tensor], element: Element, values: Sequence[float]
+) -> None:
     clean = call.exact(inputs, incoming=incoming)
     unspoilt = _Unspoilt(call.tested(inputs, incoming=incoming), call.naive(inputs, incoming=incoming), clean)
-    depends = _dependence(call, inputs, incoming, place, clean)
+    depends = _dependence(call, inputs, incoming, element, clean)
     for value in values:
-        _check_value(call, (inputs, incoming), place, value, depends, unspoilt)
+        _check_value(call, (inputs, incoming), element, value, depends, unspoilt)
 
 
 class _Unspoilt(NamedTuple):
@@ -104,11 +106,13 @@ class _Unspoilt(NamedTuple):
     exact: Run
 
 
-def _dependence(call: Call, inputs: Inputs, incoming: Sequence[Tensor], place: Place, clean: Run) -> dict[str, Tensor]:
-    """For each output and gradient, by name: which elements depend on the place."""
+def _dependence(
+    call: Call, inputs: Inputs, incoming: Sequence[Tensor], element: Element, clean: Run
+) -> dict[str, Tensor]:
+    """For each output and gradient, by name: which elements depend on the element."""
     found = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in clean.tensors().items()}
     for value in (1.25, HUGE, -HUGE):
-        changed, changed_incoming = place.put(value, inputs, incoming)
+        changed, changed_incoming = element.put(value, inputs, incoming)
         other = call.exact(changed, incoming=changed_incoming).tensors()
         for name, tensor in clean.tensors().items():
             found[name] |= other[name] != tensor
@@ -118,20 +122,20 @@ def _dependence(call: Call, inputs: Inputs, incoming: Sequence[Tensor], place: P
 def _check_value(
     call: Call,
     arguments: tuple[Inputs, Sequence[Tensor]],
-    place: Place,
+    element: Element,
     value: float,
     depends: dict[str, Tensor],
     unspoilt: _Unspoilt,
 ) -> None:
-    what = f"{value} at {place}"
-    inputs, incoming = place.put(value, *arguments)
+    what = f"{value} at {element}"
+    inputs, incoming = element.put(value, *arguments)
     tested, naive = call.tested(inputs, incoming=incoming), call.naive(inputs, incoming=incoming)
     forms = [naive, _written_out(call, inputs, incoming)]
     limits, by_nan = [], []
     if not math.isnan(value):
-        huge, huge_incoming = place.put(math.copysign(HUGE, value), *arguments)
+        huge, huge_incoming = element.put(math.copysign(HUGE, value), *arguments)
         limits = [naive, call.exact(huge, incoming=huge_incoming)]
-        nan, nan_incoming = place.put(math.nan, *arguments)  # an infinity may become a NaN (0 * infinity)
+        nan, nan_incoming = element.put(math.nan, *arguments)  # an infinity may become a NaN (0 * infinity)
         by_nan = [call.naive(nan, incoming=nan_incoming), _written_out(call, nan, nan_incoming)]
     for name, tensor in tested.tensors().items():
         finite = _finite(name, forms)

@@ -110,15 +110,15 @@ def _choose(held_out: TokenShards, tokenizer: Tokenizer, count: int) -> list[tup
     numbers = [(document, i) for document in range(held_out.documents) for i in range(_sentences(held_out, document))]
     draw = np.random.default_rng(0)
     found: list[tuple[np.ndarray, int]] = []
-    for place in draw.permutation(len(numbers)).tolist():
-        document, sentence = numbers[place]
+    for position in draw.permutation(len(numbers)).tolist():
+        document, sentence = numbers[position]
         bounds = held_out.sentences(document)
         tokens = held_out.document(document)[bounds[sentence] : bounds[sentence + 1]].astype(np.int64)
         if not _LENGTHS[0] <= len(tokens) <= _LENGTHS[1] or np.isin(tokens, special).any():
             continue
         whole = starts[tokens] & np.append(starts[tokens][1:], True)
-        places = [at for at in np.flatnonzero(whole).tolist() if at >= _CONTEXT]
-        words = [at for at in places if _is_word(tokenizer, int(tokens[at]))]
+        positions = [at for at in np.flatnonzero(whole).tolist() if at >= _CONTEXT]
+        words = [at for at in positions if _is_word(tokenizer, int(tokens[at]))]
         if words:
             found.append((tokens, words[int(draw.integers(len(words)))]))
         if len(found) == count:
@@ -136,13 +136,13 @@ def _is_word(tokenizer: Tokenizer, id: int) -> bool:
 
 
 @torch.no_grad()
-def _guessed(objective: MaskedLM | CausalLM, tokenizer: Tokenizer, tokens: np.ndarray, place: int) -> GuessedWord:
+def _guessed(objective: MaskedLM | CausalLM, tokenizer: Tokenizer, tokens: np.ndarray, position: int) -> GuessedWord:
     was_training, device = objective.training, next(objective.parameters()).device
     objective.eval()
-    logits = objective.word_logits(torch.from_numpy(tokens).to(device), place, tokenizer.special)
+    logits = objective.word_logits(torch.from_numpy(tokens).to(device), position, tokenizer.special)
     objective.train(was_training)
     probabilities = logits.double().softmax(-1).cpu().numpy()
-    before, word, after = (tokenizer.decode(part).strip() for part in np.split(tokens, [place, place + 1]))
+    before, word, after = (tokenizer.decode(part).strip() for part in np.split(tokens, [position, position + 1]))
     seen = after if isinstance(objective, MaskedLM) else ""
     return GuessedWord(before, word, seen, _likeliest(probabilities, tokenizer))
 

@@ -29,8 +29,8 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
     positions, count = case.sizes.get("positions"), torch.Size(leading).numel()
     if isinstance(positions, int):
         positions = torch.randperm(count, generator=generator)[:positions].sort().values.tolist()
-    places = None if positions is None else torch.tensor(positions, dtype=torch.int64, device=device)
-    shape = tuple(leading) if places is None else tuple(places.shape)
+    selected = None if positions is None else torch.tensor(positions, dtype=torch.int64, device=device)
+    shape = tuple(leading) if selected is None else tuple(selected.shape)
     mask = (torch.rand(shape, generator=generator) < case.sizes["share"]).to(device) if "share" in case.sizes else None
     teacher = tensor(*leading, width or vocabulary, scale=1.0 if width else scale)
     return {
@@ -40,7 +40,7 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
         "teacher": teacher,
         "teacher_weight": tensor(vocabulary, width, scale=scale * width**-0.5) if width else None,
         "teacher_bias": tensor(vocabulary, scale=scale) if biased and width else None,
-        "positions": places,
+        "positions": selected,
         "mask": mask,
     }
 
