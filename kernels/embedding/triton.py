@@ -161,7 +161,7 @@ def _rows_kernel(
     seed,  # [1] int64, or unused
     statistics,  # [2, N] fp32: mean, rstd
     keys,  # [3, N] int32: the row of each table that the token's dx goes to; _NO_ROW for none
-    places,  # [N, 8] int32: id, position, segment, sequence, token
+    row_indices,  # [N, 8] int32: id, position, segment, sequence, token
     terms,  # [N, 8] fp32: mean, rstd, correction, mean(g), slope
     dposition,  # [splits, positions, C], or unused
     parts,  # [4, programs, C] fp32: each program's partial sums of dweight, dbias and two rows of dsegment
@@ -237,11 +237,11 @@ def _rows_kernel(
             if SEGMENTS == "given":
                 given = tl.load(segment_ids + rows, mask=in_rows, other=0).to(tl.int64)
                 segment = _keyed(given, segment_rows, -1, keys + 2 * N, rows, in_rows, NO_ROW)
-            tl.store(places + rows * 8, word.to(tl.int32), mask=in_rows)
-            tl.store(places + rows * 8 + 1, position.to(tl.int32), mask=in_rows)
-            tl.store(places + rows * 8 + 2, segment.to(tl.int32), mask=in_rows)
-            tl.store(places + rows * 8 + 3, sequence.to(tl.int32, bitcast=True), mask=in_rows)
-            tl.store(places + rows * 8 + 4, token.to(tl.int32, bitcast=True), mask=in_rows)
+            tl.store(row_indices + rows * 8, word.to(tl.int32), mask=in_rows)
+            tl.store(row_indices + rows * 8 + 1, position.to(tl.int32), mask=in_rows)
+            tl.store(row_indices + rows * 8 + 2, segment.to(tl.int32), mask=in_rows)
+            tl.store(row_indices + rows * 8 + 3, sequence.to(tl.int32, bitcast=True), mask=in_rows)
+            tl.store(row_indices + rows * 8 + 4, token.to(tl.int32, bitcast=True), mask=in_rows)
 
             h = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32)
             if DROPOUT:
@@ -287,8 +287,8 @@ def _rows_kernel(
             if FUSED_SEGMENTS >= 2:
                 dsegment1 += tl.sum(tl.where(mask & (segment == 1)[:, None], dx, 0.0), axis=0)
         if BY_POSITION:
-            place = (split * position_rows + group) * C + columns
-            tl.store(dposition + place, dgroup.to(dposition.dtype.element_ty), mask=in_row)
+            offset = (split * position_rows + group) * C + columns
+            tl.store(dposition + offset, dgroup.to(dposition.dtype.element_ty), mask=in_row)
     part = parts + program.to(tl.int64) * C + columns
     stride = tl.num_programs(0).to(tl.int64) * C
     if LAYER_NORM:
@@ -308,7 +308,7 @@ def _table_kernel(
     segment_table,  # [segments, C] or unused
     weight,  # [C] or unused
     seed,  # [1] int64, or unused
-    places,  # [N, 8] int32, from _rows_kernel
+    row_indices,  # [N, 8] int32, from _rows_kernel
     terms,  # [N, 8] fp32, from _rows_kernel
     keys,  # [N] int32, ascending
     order,  # [N] int64: the token of each key
@@ -347,14 +347,14 @@ def _table_kernel(
         mask = live[:, None] & in_row[None, :]
         dx = tl.load(dy + rows[:, None] * C + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         if DROPOUT:
-            sequence = tl.load(places + rows * 8 + 3, mask=live, other=0).to(tl.uint32, bitcast=True)
-            token = tl.load(places + rows * 8 + 4, mask=live, other=0).to(tl.uint32, bitcast=True)
+            sequence = tl.load(row_indices + rows * 8 + 3, mask=live, other=0).to(tl.uint32, bitcast=True)
+            token = tl.load(row_indices + rows * 8 + 4, mask=live, other=0).to(tl.uint32, bitcast=True)
             keep = kept(tl.load(seed), sequence, token, threshold, first_column, BLOCK_N, BLOCK_C)
             dx = tl.where(keep, dx * scale, 0.0)
         if LAYER_NORM:
-            word = tl.load(places + rows * 8, mask=live, other=0).to(tl.int64)
-            position = tl.load(places + rows * 8 + 1, mask=live, other=0).to(tl.int64)
-            segment = tl.load(places + rows * 8 + 2, mask=live, other=0).to(tl.int64)
+            word = tl.load(row_indices + rows * 8, mask=live, other=0).to(tl.int64)
+            position = tl.load(row_indices + rows * 8 + 1, mask=live, other=0).to(tl.int64)
+            segment = tl.load(row_indices + rows * 8 + 2, mask=live, other=0).to(tl.int64)
             value = _lookup(
                 word_table,
                 position_table,
@@ -506,7 +506,7 @@ def embedding_backward_triton(
     # Grouped by position, no program processes a packed token past the end of the position table: its keys keep these
     # values.
     keys = torch.full((3, count), _NO_ROW, dtype=torch.int32, device=dy.device)
-    places = torch.empty((count, 8), dtype=torch.int32, device=dy.device)
+    row_indices = torch.empty((count, 8), dtype=torch.int32, device=dy.device)
     terms = torch.empty((count if layer_norm else 0, 8), dtype=torch.float32, device=dy.device)
     common = {
         "threshold": threshold,
@@ -523,7 +523,7 @@ def embedding_backward_triton(
     with on_device(dy):
         parts = _sum_by_position(
             (dy, *whole_tables, *_contiguous(*indices, cu_seqlens, instead=word_table), whole_weight, whole_seed),
-            (statistics, keys, places, terms),
+            (statistics, keys, row_indices, terms),
             dtables[1] if by_position else None,
             {**sizes, "padding_idx": -1 if padding_idx is None else padding_idx},
             {**common, "PACKED": cu_seqlens is not None, "FUSED_SEGMENTS": fused_segments},
@@ -534,7 +534,7 @@ def embedding_backward_triton(
             sum_parts(parts[2 : 2 + fused_segments], tuple(used_segments))
         for dtable, own_keys, done in zip(dtables, keys, (False, by_position, fused_segments > 0), strict=True):
             if len(dtable) > 0 and not done:
-                _sum_by_key((dy, *whole_tables, whole_weight, whole_seed, places, terms), own_keys, dtable, common)
+                _sum_by_key((dy, *whole_tables, whole_weight, whole_seed, row_indices, terms), own_keys, dtable, common)
     return *dtables, dweight, dbias
 
 
@@ -545,7 +545,7 @@ def _sum_by_position(
     sizes: dict[str, int],
     constants: dict[str, Any],
 ) -> Tensor:
-    """Runs _rows_kernel: fills ``rows`` (statistics, keys, places, terms) and ``dposition``, and returns its parts."""
+    """Runs _rows_kernel: fills ``rows`` (statistics, keys, row_indices, terms) and ``dposition``; returns its parts."""
     dy, columns, groups, members = inputs[0], sizes["C"], 1, sizes["N"]
     if dposition is not None:
         groups = sizes["position_rows"] if constants["PACKED"] else sizes["tokens_per_sequence"]

@@ -259,9 +259,9 @@ __global__ void __launch_bounds__(S::kThreads)
   griddepcontrol_launch_dependents();
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int warp = warp_uniform(thread / 32), group = warp / (S::kGroupThreads / 32);
-  const int place = warp % (S::kGroupThreads / 32);
-  const int warp_row = place / S::kTile.warp_columns * S::kWarpRows;
-  const int warp_column = place % S::kTile.warp_columns * S::kWarpColumns;
+  const int warp_in_group = warp % (S::kGroupThreads / 32);
+  const int warp_row = warp_in_group / S::kTile.warp_columns * S::kWarpRows;
+  const int warp_column = warp_in_group % S::kTile.warp_columns * S::kWarpColumns;
   const int first_row = static_cast<int>(blockIdx.y) * S::kRows;
   const int first_column = static_cast<int>(blockIdx.x) * S::kColumns;
   const int all_stages = (static_cast<int>(p.inner) + kInner - 1) / kInner;

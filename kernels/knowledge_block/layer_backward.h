@@ -191,9 +191,9 @@ class Backward : transformer::Backward<Device> {
 
   // The fields that both LayerNorms of the entities have in common; the gradient of the residual is written to
   // `stream`.
-  EntityNormBackward entity_norm(int place, KeptRegion z, KeptRegion statistics,
+  EntityNormBackward entity_norm(int seed_index, KeptRegion z, KeptRegion statistics,
                                  const transformer::NormParameters& parameters, BackwardRegion stream) const {
-    auto norm = transformer::add_norm_of<EntityNormBackward>(entities_, 0, place);
+    auto norm = transformer::add_norm_of<EntityNormBackward>(entities_, 0, seed_index);
     norm.columns = own_.entity_width;
     norm.z = kept_at(z);
     norm.mean = statistics_at(statistics);

@@ -134,8 +134,8 @@ class Forward : transformer::Forward<Device> {
     this->steps_(Device::entity_norm_forward, entity);
   }
 
-  EntityNormForward entity_norm(int place, const void* residual, void* z, float* statistics) const {
-    auto norm = transformer::add_norm_of<EntityNormForward>(entities_, 0, place);
+  EntityNormForward entity_norm(int seed_index, const void* residual, void* z, float* statistics) const {
+    auto norm = transformer::add_norm_of<EntityNormForward>(entities_, 0, seed_index);
     norm.columns = own_.entity_width;
     norm.residual = residual;
     norm.residual_stride = own_.entity_stride;

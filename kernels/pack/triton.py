@@ -17,7 +17,7 @@ from fasttfm.kernels.common.launch import on_device
 
 # Sizes that change from batch to batch: Triton would recompile the kernel for a 1 or for a size that 16 does not
 # divide.
-_SIZES_OF_A_BATCH = ["B", "S", "T", "places"]
+_SIZES_OF_A_BATCH = ["B", "S", "T", "slots"]
 
 
 @triton.jit(do_not_specialize=_SIZES_OF_A_BATCH)
@@ -29,7 +29,7 @@ def _copy_kernel(
     S,
     T,
     C,
-    places,  # of a sequence; S, or more when packing
+    slots,  # of a sequence; S, or more when packing
     batch_stride,
     token_stride,
     packed_stride,
@@ -46,14 +46,14 @@ def _copy_kernel(
     inside = (columns < C)[None, :]
     here = (tokens < S)[:, None] & inside
     present = here & ((rows >= 0) & (rows < T) & (rows < end))[:, None]
-    place = padded + sequence * batch_stride + tokens[:, None] * token_stride + columns[None, :]
+    pointers = padded + sequence * batch_stride + tokens[:, None] * token_stride + columns[None, :]
     if TO_PACKED:
         total = tl.load(cu_seqlens + B).to(tl.int64)
-        padding = total + sequence * places + tokens - end
-        padding = tl.where((tokens < places) & (padding >= total), padding, -1)
+        padding = total + sequence * slots + tokens - end
+        padding = tl.where((tokens < slots) & (padding >= total), padding, -1)
         rows = tl.where(rows < end, rows, padding)  # a token past S is one that the padded batch has no room for: 0
         row = packed + rows[:, None] * packed_stride + columns[None, :]
-        tl.store(row, tl.load(place, mask=present, other=0), mask=inside & ((rows >= 0) & (rows < T))[:, None])
+        tl.store(row, tl.load(pointers, mask=present, other=0), mask=inside & ((rows >= 0) & (rows < T))[:, None])
         covered = tl.num_programs(1) * BLOCK_S
         for later in range(covered, end - begin, covered):  # a sequence that is longer than the padded batch
             rows = begin + later + tokens
@@ -62,7 +62,7 @@ def _copy_kernel(
             tl.store(row, zeros, mask=inside & ((rows >= 0) & (rows < T) & (rows < end))[:, None])
     else:
         row = packed + rows[:, None] * packed_stride + columns[None, :]
-        tl.store(place, tl.load(row, mask=present, other=0), mask=here)
+        tl.store(pointers, tl.load(row, mask=present, other=0), mask=here)
 
 
 # For rows too narrow for wide loads, whose stride changes with the padded length too.
@@ -93,11 +93,11 @@ def _copy(padded: Tensor, packed: Tensor, cu_seqlens: Tensor, to_packed: bool) -
             packed.zero_()
         return
     batch, longest, columns = padded.shape[0], padded.shape[1], padded.shape[2:].numel()
-    places = max(longest, triton.cdiv(packed.shape[0], batch)) if to_packed else longest
+    slots = max(longest, triton.cdiv(packed.shape[0], batch)) if to_packed else longest
     padded, packed = _columns(padded, 2), _columns(packed, 1)
     tile, kernel = _tile(columns), _narrow_kernel if columns * padded.element_size() < 16 else _copy_kernel
     with on_device(padded):
-        kernel[(batch, triton.cdiv(places, tile["BLOCK_S"]), triton.cdiv(columns, tile["BLOCK_C"]))](
+        kernel[(batch, triton.cdiv(slots, tile["BLOCK_S"]), triton.cdiv(columns, tile["BLOCK_C"]))](
             padded,
             packed,
             cu_seqlens.contiguous(),
@@ -105,7 +105,7 @@ def _copy(padded: Tensor, packed: Tensor, cu_seqlens: Tensor, to_packed: bool) -
             longest,
             packed.shape[0],
             columns,
-            places,
+            slots,
             padded.stride(0),
             padded.stride(1),
             packed.stride(0),
@@ -129,7 +129,7 @@ def compile_signatures(columns: int, element: str) -> list[dict[str, object]]:
     tile = _tile(columns)
     num_warps = tile.pop("num_warps")
     pointers = {"padded": f"*{element}", "packed": f"*{element}", "cu_seqlens": "*i32"}
-    numbers = dict.fromkeys(("B", "S", "T", "C", "places", "batch_stride", "token_stride", "packed_stride"), "i32")
+    numbers = dict.fromkeys(("B", "S", "T", "C", "slots", "batch_stride", "token_stride", "packed_stride"), "i32")
     return [
         {
             "kernel": _copy_kernel,

@@ -36,8 +36,8 @@ def _mean_kernel(
     sums = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for first in range(begin, end, BLOCK_T):
         rows = first + tl.arange(0, BLOCK_T)
-        place = x + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-        sums += tl.load(place, mask=(rows < end)[:, None] & (columns < C)[None, :], other=0.0).to(tl.float32)
+        pointers = x + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+        sums += tl.load(pointers, mask=(rows < end)[:, None] & (columns < C)[None, :], other=0.0).to(tl.float32)
     mean = tl.sum(sums, 0) / tl.maximum(end - begin, 1).to(tl.float32)
     tl.store(means + sequence * C + columns, mean, mask=columns < C)
 

@@ -51,9 +51,10 @@ inline float score_scale(const TransformerShape& shape) {
   return static_cast<float>(1 / std::sqrt(static_cast<double>(head_dim_of(shape))));
 }
 
-// A layer's seed for attention (place 0) or for the dropout after one of the two blocks (1, 2); null without dropout.
-inline const int64_t* seed_of(const TransformerCall& call, int64_t layer, int place, int threshold) {
-  return threshold > 0 ? call.seeds + 3 * layer + place : nullptr;
+// A layer's seed for attention (seed_index 0) or for the dropout after one of the two blocks (1, 2); null without
+// dropout.
+inline const int64_t* seed_of(const TransformerCall& call, int64_t layer, int seed_index, int threshold) {
+  return threshold > 0 ? call.seeds + 3 * layer + seed_index : nullptr;
 }
 
 // Sets the common fields of the launchers' params structs.
@@ -109,19 +110,19 @@ Attention attention_of(const TransformerCall& call, int64_t layer, const void* q
   return attention;
 }
 
-// Sets the common fields of a forward or backward call of one of a layer's two dropout_add_layer_norm; `place` is the
-// index of its seed.
+// Sets the common fields of a forward or backward call of one of a layer's two dropout_add_layer_norm; `seed_index` is
+// the index of its seed.
 template <class Norm>
-Norm add_norm_of(const TransformerCall& call, int64_t layer, int place) {
+Norm add_norm_of(const TransformerCall& call, int64_t layer, int seed_index) {
   Norm norm{};
-  const int threshold = place == 1 ? call.threshold_a : call.threshold_b;
+  const int threshold = seed_index == 1 ? call.threshold_a : call.threshold_b;
   norm.rows = norm.tokens_per_sequence = call.tokens;
   norm.columns = call.width;
-  norm.seed = seed_of(call, layer, place, threshold);
+  norm.seed = seed_of(call, layer, seed_index, threshold);
   norm.cu_seqlens = threshold > 0 ? call.cu_seqlens : nullptr;
   norm.sequences = threshold > 0 ? call.sequences : 0;
   norm.threshold = threshold;
-  norm.scale = place == 1 ? call.scale_a : call.scale_b;
+  norm.scale = seed_index == 1 ? call.scale_a : call.scale_b;
   norm.dtype = call.dtype;
   norm.residual_dtype = call.residual_dtype;
   norm.threads = static_cast<int>(call.processors);

@@ -21,7 +21,7 @@ struct NormTensors {
 // The indices of a LayerNorm's parameters, and of the bias that is added before it.
 struct NormParameters {
   TransformerParameter weight, bias, linear_bias;
-  int place;  // index of its seed
+  int seed_index;
 };
 constexpr NormParameters kParametersA = {kNormAWeight, kNormABias, kOutBias, 1};
 constexpr NormParameters kParametersB = {kNormBWeight, kNormBBias, kDownBias, 2};
@@ -146,7 +146,7 @@ class Backward {
   }
 
   void add_norm(int64_t layer, const NormParameters& own, const NormTensors& tensors) {
-    auto norm = add_norm_of<WithBlockMemory<DropoutAddLayerNormBackward>>(call_, layer, own.place);
+    auto norm = add_norm_of<WithBlockMemory<DropoutAddLayerNormBackward>>(call_, layer, own.seed_index);
     norm.dy = tensors.dy;
     norm.dz = tensors.dz;
     norm.z = tensors.z;

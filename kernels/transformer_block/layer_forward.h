@@ -47,24 +47,24 @@ class Forward {
 
   ForwardTensors tensors_of(int64_t layer) const {
     const bool last = layer + 1 == call_.layers, training = call_.training != 0, pre = call_.pre_norm != 0;
-    const auto place = [&](bool is_kept, KeptRegion kept_region, ForwardRegion region) {
+    const auto address = [&](bool is_kept, KeptRegion kept_region, ForwardRegion region) {
       return is_kept ? kept(layer, kept_region) : scratch(region);
     };
     const auto next = [&](BetweenRegion between, ForwardRegion region) {
       return training ? between_layers(call_, kept_, layer, between) : scratch(region);
     };
     ForwardTensors tensors{};
-    tensors.qkv = place(training, kKeptQkv, kQkv);
-    tensors.out = place(training, kKeptOut, kOut);
-    tensors.lse = static_cast<float*>(place(training, kKeptLse, kLse));
+    tensors.qkv = address(training, kKeptQkv, kQkv);
+    tensors.out = address(training, kKeptOut, kOut);
+    tensors.lse = static_cast<float*>(address(training, kKeptLse, kLse));
     tensors.branch_a = scratch(kBranchA);
-    tensors.y1 = place(training && !call_.recompute, kKeptY1, kY1);
-    tensors.z1 = training || pre ? place(training, kKeptZ1, kZ1) : nullptr;
-    tensors.statistics_a = static_cast<float*>(place(training, kKeptStatistics1, kStatisticsA));
+    tensors.y1 = address(training && !call_.recompute, kKeptY1, kY1);
+    tensors.z1 = training || pre ? address(training, kKeptZ1, kZ1) : nullptr;
+    tensors.statistics_a = static_cast<float*>(address(training, kKeptStatistics1, kStatisticsA));
     tensors.left = training ? kept(layer, kKeptLeft) : nullptr;
-    tensors.a = place(training && call_.keep_activation, kKeptA, kA);
+    tensors.a = address(training && call_.keep_activation, kKeptA, kA);
     tensors.branch_b = scratch(kBranchB);
-    tensors.statistics_b = static_cast<float*>(place(training, kKeptStatistics, kStatisticsB));
+    tensors.statistics_b = static_cast<float*>(address(training, kKeptStatistics, kStatisticsB));
     tensors.workspace = scratch(kForwardWorkspace);
     tensors.y = last ? call_.y : next(kBetweenY, kY);
     if (pre)
@@ -123,9 +123,9 @@ class Forward {
     return norm;
   }
 
-  DropoutAddLayerNormForward add_norm(int64_t layer, int place, const void* branch, const void* residual, void* y,
+  DropoutAddLayerNormForward add_norm(int64_t layer, int seed_index, const void* branch, const void* residual, void* y,
                                       void* z, float* statistics) const {
-    auto norm = add_norm_of<DropoutAddLayerNormForward>(call_, layer, place);
+    auto norm = add_norm_of<DropoutAddLayerNormForward>(call_, layer, seed_index);
     norm.x = branch;
     norm.residual = residual;
     norm.y = y;

@@ -286,7 +286,7 @@ def _signatures(columns: int, table: str, element: str, parameter: str) -> list[
     sizes = dict.fromkeys(("N", "C", "V", "position_rows", "segment_rows", "sequences", "tokens_per_sequence"), "i32")
     loop = dict.fromkeys(("padding_idx", "groups", "members", "splits"), "i32")
     dropout = {"threshold": "i32", "scale": "fp32"}
-    rows = {"keys": j, "places": j, "terms": f}
+    rows = {"keys": j, "row_indices": j, "terms": f}
     constants = {"LAYER_NORM": True, "HAS_WEIGHT": True, "DROPOUT": True, "POSITIONS": "own", "SEGMENTS": "given"}
     forward = {**tables, **given, "weight": w, "bias": w, "seed": i, "y": e, "statistics": f, "errors": i, **sizes}
     backward = {"dy": e, **tables, **given, "weight": w, "seed": i, "statistics": f, **rows, "dposition": t, "parts": f}
