@@ -34,7 +34,7 @@ EXPERIMENT = Experiment(
     "Model size and loss",
     "GPT-3 (Brown et al., 2020), figure 3.1; Kaplan et al. (2020), figure 1.",
     """The papers found that the loss falls as a power of the number of parameters outside the tables, over many orders
-    of magnitude, if there are enough tokens. Here every model sees the same few hundred thousand tokens, so the curve
+    of magnitude, if there are enough tokens. Here every model sees the same 800 thousand tokens, so the curve
     falls at first and flattens where the largest models would need more of them.""",
     run,
     label="size",
