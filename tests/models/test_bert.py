@@ -147,3 +147,53 @@ def test_training_step_reaches_every_parameter() -> None:
     loss.backward()
     assert loss.dtype == torch.float32
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_labels_in_padding_are_ignored_by_question_answering(packed: bool) -> None:
+    model = models.BertForQuestionAnswering(models.BertConfig(**SIZES)).eval()
+    mask = MASKS["right"]
+    lengths = mask.sum(1)
+    inputs: dict[str, Any] = {"input_ids": IDS, "attention_mask": mask}
+    if packed:
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+        inputs = {"input_ids": IDS[mask], "cu_seqlens": cu_seqlens, "max_seqlen": S}
+    first = torch.zeros(B, dtype=torch.int64)
+    beyond = torch.where(lengths < S, lengths, 0)  # the first padding
+    found = model(**inputs, start_positions=beyond, end_positions=first).loss
+    expected = model(**inputs, start_positions=torch.where(lengths < S, S, 0), end_positions=first).loss
+    assert torch.equal(found, expected)
+    assert found < 10
+
+
+@pytest.mark.parametrize("rows", [1, B])
+@pytest.mark.filterwarnings("error")
+def test_regression_of_one_label(rows: int) -> None:
+    model = models.BertForSequenceClassification(models.BertConfig(**{**SIZES, "num_labels": 1})).eval()
+    labels = torch.arange(0.0, rows)
+    given = [labels, labels[:, None]]
+    logits = model(IDS[:rows]).logits
+    expected = (logits[:, 0] - labels).square().mean()
+    for each in given:
+        torch.testing.assert_close(model(IDS[:rows], labels=each).loss, expected)
+
+
+def test_a_regression_of_several_labels_needs_all_of_them() -> None:
+    config = models.BertConfig(**{**SIZES, "num_labels": 3}, problem_type="regression")
+    model = models.BertForSequenceClassification(config)
+    with pytest.raises(ValueError, match=r"labels: expected shape \(3, 3\) for a regression, got shape \(3,\)"):
+        model(IDS, labels=torch.ones(B))
+
+
+@pytest.mark.parametrize("argument", ["inputs_embeds", "head_mask", "return_dict"])
+@pytest.mark.parametrize("name", ["BertModel", "BertForMaskedLM"])
+def test_arguments_that_are_not_supported_are_named(name: str, argument: str) -> None:
+    model = getattr(models, name)(models.BertConfig(**SIZES))
+    with pytest.raises(TypeError, match=f"BertModel: {argument}: expected no such argument"):
+        model(IDS, **{argument: None})
+
+
+def test_a_batch_without_tokens() -> None:
+    output = models.BertModel(models.BertConfig(**SIZES))(IDS, torch.zeros(B, S))
+    assert output.last_hidden_state.shape == (B, S, SIZES["hidden_size"])
+    assert output.pooler_output.shape == (B, SIZES["hidden_size"])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import train_runs
-from model_parity import config_of, same_tensors
+from model_parity import GPT_SIZES, config_of, same_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -464,3 +464,33 @@ def test_a_list_of_end_tokens_and_missing_ids_are_fine() -> None:
     models.GPT2Config(eos_token_id=[1, 2], pad_token_id=None).check()
     with pytest.raises(ValueError, match=r"GPT2Config: eos_token_id: expected a whole number, .* got \['a'\]"):
         models.GPT2Config(eos_token_id=["a"]).check()  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("BertModel", "pad_token_id"), ("GPT2Model", "eos_token_id"), ("ModernBertModel", "local_rope_theta")],
+)
+def test_a_field_without_a_value_is_not_read_back_as_its_default(name: str, field: str, tmp_path: Path) -> None:
+    kept = config_of(models, name, {**(GPT_SIZES if "GPT" in name else SIZES), field: None})
+    kept.save_pretrained(tmp_path)
+    assert getattr(type(kept).from_pretrained(tmp_path), field) is None
+    assert "problem_type" not in kept.to_dict()  # it has none by default
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("GPT2DoubleHeadsModel", "summary_activation", "relu"),
+        ("ModernBertForMaskedLM", "classifier_activation", "mish"),
+        ("ModernBertForTokenClassification", "classifier_activation", "mish"),
+    ],
+)
+def test_activations_that_are_not_supported_are_named(name: str, field: str, value: str, tmp_path: Path) -> None:
+    sizes = GPT_SIZES if "GPT" in name else {**SIZES, "pad_token_id": 0}
+    config = config_of(models, name, sizes)
+    model = getattr(models, name)(config)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(CheckpointError, match=f"config.json: .*activation: expected .*, got '{value}'"):
+        type(model).from_pretrained(tmp_path)

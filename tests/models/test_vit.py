@@ -229,3 +229,16 @@ def test_same_numbers_on_a_gpu(name: str, dtype: torch.dtype, tmp_path: Path) ->
     ours, theirs = pair(name, tmp_path, hidden_size=128, num_attention_heads=2)
     given = {key: value.cuda() for key, value in arguments(name).items()}
     check(ours.cuda().to(dtype), theirs.cuda().to(dtype), pixels(), **given)
+
+
+def test_a_batch_without_images() -> None:
+    model = models.ViTForImageClassification(models.ViTConfig(**SIZES))
+    assert model(pixels()[:0]).logits.shape == (0, 3)
+
+
+def test_channels_last() -> None:
+    model = models.ViTModel(models.ViTConfig(**SIZES)).eval()
+    expected = model(pixels()).last_hidden_state
+    images = pixels().to(memory_format=torch.channels_last)
+    found = model.to(memory_format=torch.channels_last)(images).last_hidden_state
+    torch.testing.assert_close(found, expected)

@@ -77,3 +77,16 @@ def test_packed_stays_packed() -> None:
 def test_contradictory_arguments_are_reported(ids: Tensor, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"PackedBatch: {message}"):
         PackedBatch.of(ids, **options)
+
+
+@pytest.mark.parametrize("lengths", [[0, 0], [0, 2], [2, 0]])
+def test_sequences_without_tokens_do_not_raise(lengths: list[int]) -> None:
+    batch = PackedBatch.of(IDS[:2], lengths=lengths)
+    x = torch.arange(1.0, 1 + batch.tokens)[:, None]
+    there = torch.tensor(lengths) > 0
+    last = batch.last_tokens(x)
+    chosen = batch.last_tokens(x, torch.arange(batch.tokens) == 0)
+    for found, expected in ((batch.first_tokens(x), 1.0), (last, 2.0), (chosen, 1.0)):
+        assert found.shape == (2, 1)
+        assert found[there].flatten().tolist() == [expected] * int(there.sum())
+        assert bool(there.any()) or not found.any()

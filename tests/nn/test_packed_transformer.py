@@ -242,6 +242,26 @@ def test_a_layer_that_is_used_twice_has_one_set_of_parameters() -> None:
     assert torch.equal(shared(x, CU_SEQLENS, 9), layer(once, CU_SEQLENS, 9)[0])
 
 
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+def test_layers_can_be_removed_and_added(norm_first: bool) -> None:
+    x, module = tokens(), encoder(norm_first, layers=3)
+    module(x, CU_SEQLENS, 9)
+    chosen = [module.layers[2], module.layers[0]]
+    expected = fasttfm.nn.PackedTransformer(chosen, module.final_norm)(x, CU_SEQLENS, 9)
+    module.layers = nn.ModuleList(chosen[:1])
+    module(x, CU_SEQLENS, 9)
+    module.layers.append(chosen[1])
+    assert torch.equal(module(x, CU_SEQLENS, 9), expected)
+
+
+def test_layers_that_run_twice_cannot_be_removed() -> None:
+    layers = [fasttfm.nn.PackedLayer(C, H, I) for _ in range(2)]
+    shared = fasttfm.nn.PackedTransformer([*layers, *layers])
+    del shared.layers[1]
+    with pytest.raises(ValueError, match="PackedTransformer: layers: expected 2, because some of them run more than"):
+        shared(tokens(), CU_SEQLENS, 9)
+
+
 def test_hidden_states_are_the_stream_before_each_layer() -> None:
     x = tokens()
     for norm_first in (False, True):

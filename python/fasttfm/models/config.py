@@ -86,14 +86,17 @@ class ModelConfig:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as transformers writes them: the number of labels is that of their names."""
-        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "extra"}
+        """The fields as transformers writes them: the number of labels is that of their names. None is written only if
+        it is not the default, which a reader assumes for a missing field."""
+        own = [each for each in dataclasses.fields(self) if each.name != "extra"]
+        unset = {each.name for each in own if each.default is None} - self.extra.keys()
+        fields = {each.name: getattr(self, each.name) for each in own}
         labels = fields.pop("num_labels")
         values = {**self.extra, **fields, "model_type": self.model_type}
         if len(values.get("id2label") or range(2)) != labels:
             values["id2label"] = {str(index): f"LABEL_{index}" for index in range(labels)}
             values["label2id"] = {f"LABEL_{index}": index for index in range(labels)}
-        return {name: value for name, value in values.items() if value is not None or name in self.extra}
+        return {name: value for name, value in values.items() if value is not None or name not in unset}
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes ``config.json``."""

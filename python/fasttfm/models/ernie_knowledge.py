@@ -220,6 +220,7 @@ class ErnieKnowledgeModel(KnowledgeModel, BertModel):
     config_class = ErnieKnowledgeConfig
     names = NAMES
     stack_class = KnowledgeTransformer
+    layer_inputs = ("entities",)
 
     def __init__(self, config: EncoderConfig, add_pooling_layer: bool = True) -> None:
         super().__init__(config, add_pooling_layer)

@@ -236,6 +236,9 @@ class GPT2DoubleHeadsModel(GPT2Head):
     sequence raises ValueError; on a GPU its logit is NaN, and a later call or ``fasttfm.ops.check_errors()`` raises."""
 
     def __init__(self, config: GPTConfig) -> None:
+        if config.summary_activation not in (None, "tanh"):
+            got = repr(config.summary_activation)
+            raise ValueError(f"{type(self).__name__}: summary_activation: expected 'tanh' or None, got {got}")
         config.num_labels = 1  # as HF's does
         super().__init__(config)
         self.lm_head = CausalLMHead(config.n_embd, config.vocab_size)

@@ -34,7 +34,7 @@ from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import MaskedLM
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import Embeddings, MaskedLMHead, PackedBatch, PackedTransformer, RotaryLayer, RotaryTransformer
-from fasttfm.nn.parts import masked_lm_transform
+from fasttfm.nn.parts import known_activation, masked_lm_transform
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 
@@ -140,6 +140,7 @@ class ModernBertModel(BertModel):
 
     config_class = ModernBertConfig
     names = NAMES
+    layer_inputs = ("rotary_positions",)
 
     def __init__(self, config: Any, add_pooling_layer: bool = False) -> None:
         super().__init__(config, add_pooling_layer=False)
@@ -235,7 +236,7 @@ class PredictionHead(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         width = config.hidden_size
-        self.activation = config.classifier_activation
+        self.activation = known_activation("PredictionHead", config.classifier_activation)
         self.dense = nn.Linear(width, width, bias=config.classifier_bias)
         self.norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)
 

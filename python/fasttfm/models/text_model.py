@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -62,6 +62,7 @@ class TextModel(BaseModel):
     """
 
     embeddings: Embeddings
+    layer_inputs: ClassVar[tuple[str, ...]] = ()  # the names of additional arguments of run_layers
 
     def encode(
         self,
@@ -99,6 +100,9 @@ class TextModel(BaseModel):
             use = "torch.compile, torch.export or fasttfm.models.export_onnx"
             raise RuntimeError(f"{type(self).__name__}: torch.jit.trace would record one batch's sizes; use {use}")
         layout, others = _split(layout)
+        for name in others:
+            if name not in self.layer_inputs:
+                raise TypeError(f"{type(self).__name__}: {name}: expected no such argument (it is not supported)")
         batch = PackedBatch.of(input_ids, attention_mask, **layout)
         ids = batch.pack(input_ids)
         x = self.embeddings(

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fasttfm import ops
-from fasttfm.nn.parts import product
-from fasttfm.ops import checks
+from fasttfm.nn.parts import known_activation, product
 
 
 class GatedActivation(nn.Module):
@@ -22,7 +21,7 @@ class GatedActivation(nn.Module):
 
     def __init__(self, activation: str = "gelu", *, gate_first: bool = True) -> None:
         super().__init__()
-        self.activation = _known("GatedActivation", activation)
+        self.activation = known_activation("GatedActivation", activation)
         self.gate_first = gate_first
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +59,7 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation = _known("GatedMLP", activation)
+        self.activation = known_activation("GatedMLP", activation)
         self.gate_first = gate_first
         self.gate_up_proj = nn.Linear(width, 2 * intermediate, bias=bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(intermediate, width, bias=bias, device=device, dtype=dtype)
@@ -73,9 +72,3 @@ class GatedMLP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, gate_first={self.gate_first}"
-
-
-def _known(module: str, activation: str) -> str:
-    if activation not in ops.ACTIVATIONS:
-        raise checks.bad_value(module, "activation", f"one of {', '.join(ops.ACTIVATIONS)}", repr(activation))
-    return activation

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fasttfm import ops
-from fasttfm.nn.parts import masked_lm_transform
+from fasttfm.nn.parts import known_activation, masked_lm_transform
 from fasttfm.nn.plain import is_plain, register_plain_class
 from fasttfm.ops import checks
 
@@ -58,7 +58,7 @@ class MaskedLMHead(nn.Module):
         super().__init__()
         factory = {"device": device, "dtype": dtype}
         inner = width if embedding_width is None else embedding_width
-        self.activation = activation
+        self.activation = known_activation("MaskedLMHead", activation)
         self.dense = nn.Linear(width, inner, bias=dense_bias, **factory)
         self.norm = nn.LayerNorm(inner, eps=eps, bias=norm_bias, **factory)
         self.decoder = nn.Linear(inner, vocabulary, bias=decoder_bias, **factory)  # its weight may be the word table

@@ -136,19 +136,25 @@ class PackedBatch:
 
     def first_tokens(self, x: Tensor) -> Tensor:
         """The row of each sequence's first token: ``[sequences, ...]``. A sequence without tokens gets some other
-        row."""
+        row, or 0 if the batch has no tokens."""
         if self.tokens and self.is_full and self.shape is not None:
             return x.unflatten(0, self.shape)[:, 0]
-        return x.index_select(0, self.cu_seqlens[:-1].clamp(max=max(0, self.tokens - 1)))
+        return self._select(x, self.cu_seqlens[:-1])
 
     def last_tokens(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
         """The row of each sequence's last token: ``[sequences, ...]``. With ``chosen`` (bool [T]) it is the last chosen
-        token, or the sequence's first token if none is chosen."""
+        token, or the sequence's first token if none is chosen. A sequence without tokens gets some other row, or 0 if
+        the batch has no tokens."""
         rows = self.cu_seqlens[1:] - 1
-        if chosen is not None:
+        if chosen is not None and self.tokens:
             numbers = torch.arange(self.tokens, device=x.device).where(chosen, -1)
             rows = torch.maximum(self.per_sequence(numbers, fill=-1).amax(1), self.cu_seqlens[:-1])
-        return x.index_select(0, rows)
+        return self._select(x, rows)
+
+    def _select(self, x: Tensor, rows: Tensor) -> Tensor:
+        if self.tokens:
+            return x.index_select(0, rows.clamp(0, self.tokens - 1))
+        return x.new_zeros(len(rows), *x.shape[1:])
 
     def rows(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """The row of one token of each sequence, given by its column in the padded batch or by its index in a packed

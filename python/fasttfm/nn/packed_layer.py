@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fasttfm import ops
-from fasttfm.nn.parts import layer_norm, linear_activation, packed_residual_norm, product
+from fasttfm.nn.parts import known_activation, layer_norm, linear_activation, packed_residual_norm, product
 from fasttfm.nn.plain import is_plain
 from fasttfm.ops import checks, linear
 from fasttfm.ops.attention import window_bounds
@@ -78,7 +78,7 @@ class PackedLayer(nn.Module):
         super().__init__()
         if heads < 1 or width % heads:
             raise checks.bad_value(_NAME, "heads", f"a divisor of the width {width}", heads)
-        _check_activation(activation)
+        known_activation(_NAME, activation)
         self.dropout, self.attention_dropout = dropout, attention_dropout
         self.feed_forward_dropout = dropout if feed_forward_dropout is None else feed_forward_dropout
         for name in ("dropout", "feed_forward_dropout", "attention_dropout"):
@@ -158,7 +158,7 @@ class PackedLayer(nn.Module):
     def block_options(self, max_seqlen: int, next_norm: nn.LayerNorm | None) -> BlockOptions:
         """The layer's options of the op."""
         _, _, norm_a, _, _, norm_b = self.block_modules(next_norm)
-        _check_activation(self.activation)
+        known_activation(_NAME, self.activation)
         attention_p, p_a, p_b = self.rates()
         return BlockOptions(
             heads=self.heads,
@@ -247,7 +247,7 @@ class PackedLayer(nn.Module):
             got = f"shape {tuple(x.shape)} with strides {x.stride()}"
             raise checks.bad_value(_NAME, "x", f"a contiguous [T, {width}]", got)
         checks.check_cu_seqlens(_NAME, cu_seqlens, like=x)
-        _check_activation(self.activation)
+        known_activation(_NAME, self.activation)
         for name, given in (("residual", residual), ("next_norm", next_norm)):
             if given is not None and not self.norm_first:
                 raise checks.bad_value(_NAME, name, "None in a post-LN model", type(given).__name__)
@@ -255,11 +255,6 @@ class PackedLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, activation={self.activation}, norm_first={self.norm_first}"
-
-
-def _check_activation(activation: Any) -> None:
-    if not isinstance(activation, str) or activation not in ops.ACTIVATIONS:
-        raise checks.bad_value(_NAME, "activation", f"one of {', '.join(ops.ACTIVATIONS)}", repr(activation))
 
 
 def draw_seeds(device: torch.device, layers: int | None = None) -> Tensor:

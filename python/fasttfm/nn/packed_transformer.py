@@ -47,7 +47,7 @@ class PackedTransformer(nn.Module):
             )
         unique = list(dict.fromkeys(layers))
         self.layers = nn.ModuleList(unique)
-        self.order = [unique.index(layer) for layer in layers]
+        self._repeated = [unique.index(layer) for layer in layers] if len(unique) < len(layers) else None
         self.final_norm = final_norm
         self.checkpointing = (
             False  # gradient checkpointing: layers save only their inputs and run again in the backward
@@ -138,6 +138,18 @@ class PackedTransformer(nn.Module):
         (normalised,) = linear.autocast(x)
         parameters = [each for _, each in blocks]
         return explain("transformer_stack", normalised, residual, blocks[0][0], parameters)
+
+    @property
+    def order(self) -> list[int]:
+        """The indices in ``layers`` of the layers that run. If no layer occurs twice, layers can be removed and
+        added."""
+        count = len(self.layers)
+        if self._repeated is None:
+            return list(range(count))
+        if count != max(self._repeated) + 1:
+            expected = f"{max(self._repeated) + 1}, because some of them run more than once"
+            raise ValueError(f"PackedTransformer: layers: expected {expected}, got {count}")
+        return self._repeated
 
     def in_order(self) -> list[PackedLayer]:
         """The layers in their order, without wrappers."""

@@ -11,9 +11,17 @@ from torch import Tensor, nn
 from fasttfm import ops
 from fasttfm.nn.plain import activation_name, dropout_rate, is_plain
 from fasttfm.nn.residual import add_norm, add_then_norm
+from fasttfm.ops import checks
 from fasttfm.ops.linear import dense, is_widened
 
 Activation = str | Callable[[Tensor], Tensor]  # a key of ops.ACTIVATIONS, a function or a module
+
+
+def known_activation(module: str, activation: Any) -> str:
+    """The name of an activation, which a module's constructor checks."""
+    if not isinstance(activation, str) or activation not in ops.ACTIVATIONS:
+        raise checks.bad_value(module, "activation", f"one of {', '.join(ops.ACTIVATIONS)}", repr(activation))
+    return activation
 
 
 def product(linear: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -27,12 +27,13 @@ class PatchProjection(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """``[B, patches, C]`` of ``pixels`` [B, channels, height, width], row by row."""
         width, channels, height, breadth = self.weight.shape
-        cells = pixels.unflatten(3, (-1, breadth)).unflatten(2, (-1, height)).permute(0, 2, 4, 1, 3, 5)
+        grid = (pixels.shape[2] // height, pixels.shape[3] // breadth)
+        cells = pixels.unflatten(3, (grid[1], breadth)).unflatten(2, (grid[0], height)).permute(0, 2, 4, 1, 3, 5)
         # One copy reorders the patches and casts them.
         dtype = autocast_type(pixels) or self.weight.dtype
         rows = cells.to(dtype, memory_format=torch.contiguous_format).reshape(-1, channels * height * breadth)
-        y: Tensor = linear.dense(rows, self.weight.view(width, -1), self.bias)
-        return y.view(pixels.shape[0], -1, width)
+        y: Tensor = linear.dense(rows, self.weight.flatten(1), self.bias)
+        return y.view(pixels.shape[0], grid[0] * grid[1], width)
 
 
 class MaskToken(nn.Module):
