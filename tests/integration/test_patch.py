@@ -430,3 +430,13 @@ def test_altered_embedding_tables_are_called() -> None:
         return {"states": module(IDS[:2]).last_hidden_state}
 
     check_altered(ours, theirs, call, {})
+
+
+@pytest.mark.parametrize("name", ["BertModel", "ModernBertModel"])
+def test_embeddings_with_a_norm_without_parameters(name: str) -> None:
+    ours, theirs = pair(name, **({"pad_token_id": 0} if name.startswith("Modern") else {}))
+    for model in (ours, theirs):
+        for each in model.embeddings.modules():
+            if isinstance(each, torch.nn.LayerNorm):
+                each.weight = each.bias = None
+    torch.testing.assert_close(ours.embeddings(IDS), theirs.embeddings(IDS))

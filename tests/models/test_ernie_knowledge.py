@@ -448,3 +448,9 @@ def test_entities_that_leave_a_layer_unused() -> None:
         gradients.append(torch.autograd.grad(loss, [inputs[1], layer.entity_up.weight, layer.down.weight]))
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_without_entities_in_other_dtypes(dtype: torch.dtype) -> None:
+    model = models.ErnieKnowledgeModel(models.ErnieKnowledgeConfig(**{**SIZES, "num_entities": 0})).to(dtype)
+    assert model(IDS).last_hidden_state.dtype == dtype

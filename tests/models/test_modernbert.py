@@ -156,3 +156,10 @@ def test_sequences_beyond_the_configured_positions_on_a_gpu() -> None:
         short, long = model(IDS.cuda()).last_hidden_state, model(IDS.cuda().repeat(1, 3)).last_hidden_state
     assert short.isfinite().all()
     assert long.isfinite().all()
+
+
+def test_training_after_an_evaluation_in_inference_mode() -> None:
+    model = models.ModernBertForMaskedLM(models.ModernBertConfig(**{**SIZES, "pad_token_id": 0}))
+    with torch.inference_mode():
+        model(IDS)
+    model.train()(IDS, labels=IDS).loss.backward()

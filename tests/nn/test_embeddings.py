@@ -122,3 +122,10 @@ def test_a_hook_changes_nothing_about_dropout() -> None:
     HOOKS["full backward hook"](module, "norm")
     torch.testing.assert_close(run(), fused)
     assert 0.3 < (fused == 0).float().mean() < 0.7
+
+
+def test_a_norm_without_parameters_normalises() -> None:
+    module = fasttfm.nn.Embeddings(7, 8, dropout=0.0)
+    module.norm = nn.LayerNorm(8, elementwise_affine=False)
+    ids = torch.arange(6).view(2, 3)
+    torch.testing.assert_close(module(ids), module.norm(module.word(ids)))

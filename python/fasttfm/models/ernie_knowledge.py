@@ -197,19 +197,19 @@ class EntityEmbeddings(nn.Module):
         self.weight = nn.Parameter(torch.zeros(entities, vector_size), requires_grad=False) if entities else None
         self.projection = None if vector_size == width else nn.Linear(vector_size, width, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """``[A, width]``"""
-        vectors = self.vectors(ids)
+    def forward(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``[A, width]``; without entities in ``dtype``."""
+        vectors = self.vectors(ids, dtype)
         return vectors if self.projection is None else self.projection(vectors)
 
-    def vectors(self, ids: Tensor) -> Tensor:
-        """``[A, vector_size]``"""
+    def vectors(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``[A, vector_size]``; without entities in ``dtype``."""
         count = 0 if self.weight is None else len(self.weight)
         if ids.device.type == "cpu" and len(ids) and not -1 <= int(ids.min()) <= int(ids.max()) < count:
             got = int(ids.max()) if int(ids.max()) >= count else int(ids.min())
             raise ValueError(f"EntityEmbeddings: ids: expected a number from -1 to {count - 1}, got {got}")
         if self.weight is None:
-            return torch.zeros(len(ids), self.vector_size, device=ids.device)
+            return torch.zeros(len(ids), self.vector_size, dtype=dtype, device=ids.device)
         known = (ids >= 0).unsqueeze(-1)
         return functional.embedding(ids.clamp(min=0), self.weight).masked_fill(~known, 0.0)
 
@@ -251,7 +251,7 @@ class ErnieKnowledgeModel(KnowledgeModel, BertModel):
             entities = AlignedEntities.of(ids, batch.cu_seqlens, batch.max_seqlen)
         elif isinstance(entities, Tensor):
             entities = AlignedEntities.of(batch.pack(entities), batch.cu_seqlens, batch.max_seqlen)
-        vectors = self.entity_embeddings(entities.ids)
+        vectors = self.entity_embeddings(entities.ids, self.embeddings.word.weight.dtype)
         where = (batch.cu_seqlens, batch.max_seqlen)
         states: Tensor = self.encoder(x, *where, entities=vectors, aligned=entities, hidden_states=hidden_states)
         return states

@@ -87,6 +87,7 @@ class Embeddings(nn.Module):
             segment_ids=segment_ids,
             weight=None if norm is None else norm.weight,
             bias=None if norm is None else norm.bias,
+            layer_norm=norm is not None,
             eps=0.0 if norm is None else norm.eps,
             p=self.dropout if self.training else 0.0,
             cu_seqlens=cu_seqlens,

@@ -215,7 +215,8 @@ class RotaryTransformer(PackedTransformer):
         if key not in self._tables or len(next(iter(self._tables[key].values()))[0]) < max_seqlen:
             # Twice as many as before, so that they grow a few times only.
             longer = self.positions * 2 ** max(0, math.ceil(math.log2(max(1, max_seqlen) / self.positions)))
-            self._tables[key] = self._make_tables(x, torch.arange(longer, device=x.device))
+            with torch.inference_mode(False):  # calls that train use them, too
+                self._tables[key] = self._make_tables(x, torch.arange(longer, device=x.device))
         return self._tables[key]
 
     @torch.no_grad()

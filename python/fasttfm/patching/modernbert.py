@@ -33,6 +33,7 @@ class ModernBertEmbeddings(parts.Patched, theirs.ModernBertEmbeddings):
             word.weight,
             weight=norm.weight,
             bias=norm.bias,
+            layer_norm=True,
             eps=norm.eps,
             p=dropout_rate(self.drop),
             padding_idx=word.padding_idx,

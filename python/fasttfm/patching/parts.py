@@ -84,6 +84,7 @@ class Embeddings(Patched):
             segment_ids=None if token_type_ids is None else token_type_ids.expand_as(input_ids),
             weight=norm.weight,
             bias=norm.bias,
+            layer_norm=True,
             eps=norm.eps,
             p=dropout_rate(self.dropout),
             padding_idx=word.padding_idx,
