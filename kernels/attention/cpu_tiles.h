@@ -196,16 +196,16 @@ class WeightDropout {
   // Draws for the tile's keys. It is not inlined, so that forward and backward share one copy.
   __attribute__((noinline)) void draw(const TilePosition& tile, int64_t row) {
     const auto query = static_cast<uint32_t>(tile.query + row), first = static_cast<uint32_t>(tile.key / kBlock);
-    constexpr uint32_t draws = kKeyTile / 16;
-    uint16_t pairs[draws][8];
-    for (uint32_t i = 0; i < draws; ++i) {  // the draws are independent, so the compiler vectorizes four of them
-      const Draw drawn = draw_weights(seed_, sequence_, head_, query, first + i / 4, i % 4);
-      std::memcpy(pairs[i], drawn.word, sizeof(drawn.word));
-    }
     auto* out = reinterpret_cast<uint16_t*>(bytes_);
-    for (uint32_t block = 0; block < draws / 4; ++block)
+    for (int64_t block = 0; block * kBlock < tile.panels.last * kLanes; ++block) {
+      uint16_t pairs[4][8];
+      for (uint32_t d = 0; d < 4; ++d) {  // the draws are independent, so the compiler vectorizes them
+        const Draw drawn = draw_weights(seed_, sequence_, head_, query, first + static_cast<uint32_t>(block), d);
+        std::memcpy(pairs[d], drawn.word, sizeof(drawn.word));
+      }
       for (int pair = 0; pair < 8; ++pair)
-        for (uint32_t d = 0; d < 4; ++d) *out++ = pairs[4 * block + d][pair];
+        for (int d = 0; d < 4; ++d) *out++ = pairs[d][pair];
+    }
   }
 
   // Scales the kept weights of the drawn row and zeros the others.

@@ -15,10 +15,15 @@ FASTTFM_KERNEL void forward_row(const BiasGeluForward& p, int64_t row) {
   const T* x = static_cast<const T*>(p.x) + row * p.x_stride;
   T* y = static_cast<T*>(p.y) + row * p.columns;
   const auto* bias = static_cast<const float*>(p.bias);
-  for_columns(p.columns, [&](int64_t c, auto n) {
-    Lanes u = load(x + c, n);
-    if (bias != nullptr) u = u + load(bias + c, n);
-    store(y + c, activated<A, sizeof(T) == 4>(u).value, n);
+  for_column_groups<4>(p.columns, [&](int64_t first, auto n, auto count) {
+    Lanes u[count];
+    for (int i = 0; i < count; ++i) {
+      const int64_t c = first + i * kLanes;
+      u[i] = load(x + c, n);
+      if (bias != nullptr) u[i] = u[i] + load(bias + c, n);
+    }
+    for (int i = 0; i < count; ++i) u[i] = activated<A, sizeof(T) == 4>(u[i]).value;
+    for (int i = 0; i < count; ++i) store(y + first + i * kLanes, u[i], n);
   });
 }
 
@@ -30,14 +35,22 @@ FASTTFM_KERNEL void backward_row(const BiasGeluBackward& p, int64_t row, float* 
   T* dx = static_cast<T*>(p.dx) + row * p.columns;
   T* y = p.y == nullptr ? nullptr : static_cast<T*>(p.y) + row * p.columns;
   const auto* bias = static_cast<const float*>(p.bias);
-  for_columns(p.columns, [&](int64_t c, auto n) {
-    Lanes u = load(x + c, n);
-    if (bias != nullptr) u = u + load(bias + c, n);
-    const auto at_u = activated<A, sizeof(T) == 4>(u);
-    const Lanes out = load(dy + c, n) * at_u.derivative;
-    store(dx + c, out, n);
-    if (y != nullptr) store(y + c, at_u.value, n);
-    if (dbias != nullptr) store(dbias + c, load(dbias + c, n) + out, n);
+  for_column_groups<2>(p.columns, [&](int64_t first, auto n, auto count) {
+    Lanes u[count];
+    for (int i = 0; i < count; ++i) {
+      const int64_t c = first + i * kLanes;
+      u[i] = load(x + c, n);
+      if (bias != nullptr) u[i] = u[i] + load(bias + c, n);
+    }
+    Activated at_u[count];
+    for (int i = 0; i < count; ++i) at_u[i] = activated<A, sizeof(T) == 4>(u[i]);
+    for (int i = 0; i < count; ++i) {
+      const int64_t c = first + i * kLanes;
+      const Lanes out = load(dy + c, n) * at_u[i].derivative;
+      store(dx + c, out, n);
+      if (y != nullptr) store(y + c, at_u[i].value, n);
+      if (dbias != nullptr) store(dbias + c, load(dbias + c, n) + out, n);
+    }
   });
 }
 

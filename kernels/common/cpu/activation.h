@@ -1,6 +1,9 @@
 // Values and derivatives of the activations on sixteen lanes; the formulas are in activation.py.
 #pragma once
 
+#include <cstdint>
+#include <type_traits>
+
 #include "common/activation.h"
 #include "common/cpu/simd_math.h"
 
@@ -50,6 +53,18 @@ inline Activated activated(const Lanes& u) {
     const Lanes value = v * l.s;
     return {value, value * l.rest + l.s};
   }
+}
+
+// Calls body(column, lanes, count) for groups of N blocks of 16 columns with count = std::integral_constant<int, N>,
+// and for the remaining blocks one by one. An activation is a long chain of dependent operations. Where sixteen lanes
+// are one register, the chains of several blocks hide each other's latency.
+template <int N, class Body>
+inline void for_column_groups(int64_t columns, Body body) {
+  constexpr int count = kRegisters == 1 ? N : 1;
+  int64_t column = 0;
+  for (; column + count * kLanes <= columns; column += count * kLanes)
+    body(column, Full{}, std::integral_constant<int, count>{});
+  for_columns(columns - column, [&](int64_t c, auto n) { body(column + c, n, std::integral_constant<int, 1>{}); });
 }
 
 }  // namespace FASTTFM_ISA
