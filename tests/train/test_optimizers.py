@@ -65,3 +65,20 @@ def test_biases_and_norms_do_not_decay() -> None:
     model.requires_grad_(False)
     model.next_sentence.requires_grad_(True)
     assert [len(group["params"]) for group in parameter_groups(model, 0.3)] == [1, 1]
+
+
+def test_lamb_counts_the_steps_of_each_parameter() -> None:
+    """A parameter whose first gradient comes later has the bias correction of its own first step."""
+
+    def trained(*, together: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        both = [torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
+        lamb = Lamb(both if together else [{"params": [each]} for each in both], lr=0.1)
+        for step in range(3):
+            for each, first in zip(both, (0, 2), strict=True):
+                each.grad = torch.randn(4, 4) if step >= first else None
+            lamb.step()
+        return [each.detach() for each in both]
+
+    for found, expected in zip(trained(together=True), trained(together=False), strict=True):
+        assert torch.equal(found, expected)

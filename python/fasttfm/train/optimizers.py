@@ -71,7 +71,7 @@ class Lamb(Optimizer):
         u  = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay p
         p <- p - lr (|p| / |u|) u       |p| / |u| is 1 where either is 0, and for parameters that do not decay
 
-    It runs on the device, with one foreach operation per group.
+    It runs on the device, with foreach operations over each group.
     """
 
     _step_supports_amp_scaling = True
@@ -117,12 +117,13 @@ class Lamb(Optimizer):
         torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
         torch._foreach_add_([state["step"] for state in states], keep)
 
-        count = states[0]["step"].double().clamp(min=1)  # the same for all parameters
+        # Parameters whose first gradient came later have done fewer steps.
+        counts = torch.stack([state["step"] for state in states]).double().clamp(min=1)
         denominator = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominator, (1 - beta2**count).sqrt().float())
+        torch._foreach_div_(denominator, list((1 - beta2**counts).sqrt().float().unbind()))
         torch._foreach_add_(denominator, group["eps"])
         update = torch._foreach_div(first, denominator)
-        torch._foreach_div_(update, (1 - beta1**count).float())
+        torch._foreach_div_(update, list((1 - beta1**counts).float().unbind()))
         rates: list[Tensor] = [group["lr"] * keep] * len(parameters)
         if group["weight_decay"] != 0:
             torch._foreach_add_(update, parameters, alpha=group["weight_decay"])
