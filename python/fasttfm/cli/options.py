@@ -143,7 +143,13 @@ def check_output_file(arguments: argparse.Namespace) -> None:
     read = [arguments.data] if isinstance(arguments.data, (str, Path)) else arguments.data or []
     if output.exists() and any(Path(path).exists() and output.samefile(path) for path in read):
         raise ValueError(f"--output: expected another file than --data, got {output}")
-    if output.exists() and not arguments.overwrite:
+    check_new_file(output, overwrite=arguments.overwrite)
+
+
+def check_new_file(output: Path, *, overwrite: bool) -> None:
+    """Raises ValueError if the file exists and is not to be replaced, and OSError if it cannot be written. Makes its
+    directory."""
+    if output.exists() and not overwrite:
         raise ValueError(f"--output: expected a new file, got {output}, which exists; --overwrite replaces it")
     check_writable(output.parent)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from fasttfm.atomic_files import atomic_write
 from fasttfm.cli.embed import SPLITS, add_model_options, embedder_of, read_texts
-from fasttfm.cli.options import Formatter, check_writable, device_of, exit_on_user_error
+from fasttfm.cli.options import Formatter, check_new_file, device_of, exit_on_user_error
 
 
 def add_parser(subparsers: Any) -> None:
@@ -83,9 +83,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if output is not None:
         if output.suffix != ".jsonl":
             raise ValueError(f"--output: expected a name that ends in .jsonl, got {output}")
-        if output.exists() and not arguments.overwrite:
-            raise ValueError(f"--output: expected a new file, got {output}, which exists; --overwrite replaces it")
-        check_writable(output.parent)
+        check_new_file(output, overwrite=arguments.overwrite)
 
 
 def _queries(arguments: argparse.Namespace, settings: dict[str, str]) -> tuple[list[str], Any]:

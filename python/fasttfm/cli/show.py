@@ -17,7 +17,7 @@ from fasttfm.cli.options import (
     MODEL_HELP,
     Formatter,
     add_device_option,
-    check_writable,
+    check_new_file,
     device_of,
     exit_on_user_error,
 )
@@ -50,11 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
         output: Path = arguments.output
         if output.suffix not in (".html", ".png"):
             raise ValueError(f"--output: expected a name that ends in .html or .png, got {output}")
-        if output.exists() and not arguments.overwrite:
-            raise ValueError(f"--output: expected a new file, got {output}, which exists; --overwrite replaces it")
         if arguments.max_tokens < 3:
             raise ValueError(f"--max-tokens: expected a number from 3 on, got {arguments.max_tokens}")
-        check_writable(output.parent)
+        check_new_file(output, overwrite=arguments.overwrite)
         layers, heads = (_numbers(name, getattr(arguments, name)) for name in ("layers", "heads"))
 
         from fasttfm.inference.opening import open_model, tokenizer_of
