@@ -194,28 +194,12 @@ class AdamW(torch.optim.AdamW):
                 found_inf = torch.maximum(found_inf, (norm * 0 != 0).to(found_inf.dtype))
         states = self._states(given)
         exp_avgs, exp_avg_sqs, steps = ([state[name] for state in states] for name in _STATES)
-        columns, copied = _in_one_layout(given.parameters, given.gradients, exp_avgs, exp_avg_sqs)
+        columns, copied = in_one_layout(given.parameters, given.gradients, exp_avgs, exp_avg_sqs)
         by_group = zip(*(given.split(each) for each in (*columns, steps)), strict=True)
-        for group, (parameters, gradients, exp_avgs, exp_avg_sqs, steps) in zip(given.groups, by_group, strict=True):
-            beta1, beta2 = group["betas"]
-            torch_adamw(
-                parameters,
-                gradients,
-                exp_avgs,
-                exp_avg_sqs,
-                [],
-                steps,
-                fused=True,
-                grad_scale=scale,
-                found_inf=found_inf,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+        for group, tensors in zip(given.groups, by_group, strict=True):
+            lr, weight_decay = group["lr"], group["weight_decay"]
+            options = {"lr": lr, "weight_decay": weight_decay, "grad_scale": scale, "found_inf": found_inf}
+            adamw_step(Columns(*tensors), group, **options)
         for tensor, copy in copied:
             tensor.copy_(copy)
         weight_copies.forget(given.parameters)
@@ -279,13 +263,58 @@ class AdamW(torch.optim.AdamW):
 def _check_on_cpu(given: _Given) -> None:
     if not all(each.is_cpu for each in given.parameters):
         raise ValueError("AdamW: params: expected all on the CPU or all on one GPU")
-    for each in given.gradients:
+    check_gradients("AdamW", given.gradients)
+
+
+def check_gradients(name: str, gradients: Iterable[Tensor]) -> None:
+    for each in gradients:
         if each.layout != torch.strided or each.is_complex():
             got = each.dtype if each.layout == torch.strided else each.layout
-            raise ValueError(f"AdamW: params: expected dense gradients of real numbers, got one of {got}")
+            raise ValueError(f"{name}: params: expected dense gradients of real numbers, got one of {got}")
 
 
-def _in_one_layout(
+class Columns(NamedTuple):
+    """For each parameter of a step, what it reads and writes."""
+
+    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor]
+    exp_avgs: Sequence[Tensor]
+    exp_avg_sqs: Sequence[Tensor]
+    steps: Sequence[Tensor]
+
+
+def adamw_step(
+    columns: Columns,
+    group: dict[str, Any],
+    *,
+    lr: float | Tensor,
+    weight_decay: float,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """torch's fused AdamW with the betas and the epsilon of a group: one pass, with a step count for each parameter."""
+    beta1, beta2 = group["betas"]
+    torch_adamw(
+        list(columns.parameters),
+        list(columns.gradients),
+        list(columns.exp_avgs),
+        list(columns.exp_avg_sqs),
+        [],
+        list(columns.steps),
+        fused=True,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def in_one_layout(
     parameters: list[Tensor], gradients: list[Tensor], *states: list[Tensor]
 ) -> tuple[list[list[Tensor]], list[tuple[Tensor, Tensor]]]:
     """Each parameter with its gradient and states in one memory layout, because torch's fused step reads them in memory

@@ -71,7 +71,9 @@ class Lamb(Optimizer):
         u  = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + decay p
         p <- p - lr (|p| / |u|) u       |p| / |u| is 1 where either is 0, and for parameters that do not decay
 
-    It runs on the device, with foreach operations over each group.
+    It runs on the device: the moments and Adam's update in one pass of torch's fused AdamW, the rest in foreach
+    operations, of which only the scaling by ``lr |p| / |u|`` is one kernel per parameter. As in torch's fused
+    optimizers, ``grad_scale`` also divides the gradients themselves.
     """
 
     _step_supports_amp_scaling = True
@@ -94,54 +96,62 @@ class Lamb(Optimizer):
             with torch.enable_grad():
                 result = closure()
         for group in self.param_groups:
-            parameters = [each for each in group["params"] if each.grad is not None]
-            if parameters:
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            for each in group["params"]:
+                if each.grad is not None:
+                    alike.setdefault((each.device, each.dtype), []).append(each)
+            for parameters in alike.values():
                 self._update(group, parameters)
         return result
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        updates, keep = self._adam_updates(group, parameters)
+        rate, decay = group["lr"] * keep, group["weight_decay"]
+        if decay != 0:
+            torch._foreach_add_(updates, parameters, alpha=decay)
+            of_parameters, of_updates = _norms(parameters), _norms(updates)
+            known = (of_parameters > 0) & (of_updates > 0)
+            rates = rate * torch.where(known, of_parameters / of_updates, 1.0)
+            torch._foreach_mul_(updates, list(rates.unbind()))
+        else:
+            torch._foreach_mul_(updates, rate)
+        torch._foreach_sub_(parameters, updates)
+
+    def _adam_updates(self, group: dict[str, Any], parameters: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """Adam's update of each parameter, without decay, after a step of the moments; and a factor: 0 if the step is
+        skipped, else 1. torch's AdamW adds the updates to zeros if its learning rate is -1."""
+        gradients = [each.grad.to(each.dtype) for each in parameters if each.grad is not None]
+        optim.check_gradients("Lamb", gradients)
         for each in parameters:
             if not self.state[each]:
                 self.state[each]["exp_avg"] = torch.zeros_like(each)
                 self.state[each]["exp_avg_sq"] = torch.zeros_like(each)
                 self.state[each]["step"] = torch.zeros((), device=each.device)
-        states = [self.state[each] for each in parameters]
-        first = [state["exp_avg"] for state in states]
-        second = [state["exp_avg_sq"] for state in states]
-        beta1, beta2 = group["betas"]
-        gradients, keep = self._gradients(parameters)
-        # In a skipped step gradients are 0, moments do not decay and the rate is 0.
-        torch._foreach_mul_(first, torch.where(keep > 0, beta1, 1.0))
-        torch._foreach_add_(first, torch._foreach_mul(gradients, 1 - beta1))
-        torch._foreach_mul_(second, torch.where(keep > 0, beta2, 1.0))
-        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
-        torch._foreach_add_([state["step"] for state in states], keep)
-
-        # Parameters whose first gradient came later have done fewer steps.
-        counts = torch.stack([state["step"] for state in states]).double().clamp(min=1)
-        denominator = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominator, list((1 - beta2**counts).sqrt().float().unbind()))
-        torch._foreach_add_(denominator, group["eps"])
-        update = torch._foreach_div(first, denominator)
-        torch._foreach_div_(update, list((1 - beta1**counts).float().unbind()))
-        rates: list[Tensor] = [group["lr"] * keep] * len(parameters)
-        if group["weight_decay"] != 0:
-            torch._foreach_add_(update, parameters, alpha=group["weight_decay"])
-            sizes = zip(torch._foreach_norm(parameters), torch._foreach_norm(update), strict=True)
-            rates = [rate * _trust(*norms) for rate, norms in zip(rates, sizes, strict=True)]
-        torch._foreach_sub_(parameters, [change * rate for change, rate in zip(update, rates, strict=True)])
-
-    def _gradients(self, parameters: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """The gradients to use, and a factor: 0 if the step is skipped, else 1."""
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        keep = torch.ones((), device=parameters[0].device)
-        if (found_inf := getattr(self, "found_inf", None)) is not None:
-            keep = 1 - found_inf
-            gradients = [torch.where(keep > 0, each, 0.0) for each in gradients]
-        if (grad_scale := getattr(self, "grad_scale", None)) is not None:
-            gradients = list(torch._foreach_mul(gradients, torch.where(keep > 0, 1 / grad_scale, 1.0)))
-        return gradients, keep
+        first, second, steps = (
+            [self.state[each][name] for each in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
+        updates = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in parameters]
+        torch._foreach_zero_(updates)
+        columns, copied = optim.in_one_layout(updates, gradients, first, second)
+        scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        optim.adamw_step(
+            optim.Columns(columns[0], columns[1], columns[2], columns[3], steps),
+            group,
+            lr=-1.0,
+            weight_decay=0.0,
+            grad_scale=scale,
+            found_inf=found_inf,
+        )
+        for tensor, copy in copied:
+            tensor.copy_(copy)
+        keep = torch.ones((), device=parameters[0].device, dtype=_wide(parameters[0].dtype))
+        return updates, keep if found_inf is None else keep - found_inf.to(keep.device, non_blocking=True)
 
 
-def _trust(parameter: Tensor, update: Tensor) -> Tensor:
-    return torch.where((parameter > 0) & (update > 0), parameter / update, 1.0)
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """The norm of each tensor, at least in fp32."""
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=_wide(tensors[0].dtype)))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
