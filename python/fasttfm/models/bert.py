@@ -231,7 +231,7 @@ class BertModel(TextModel):
         if encoded.pooled is not None:
             return encoded.pooled
         assert self.pooler is not None
-        return torch.tanh(self.pooler(encoded.batch.first_tokens(encoded.x)))
+        return torch.tanh(self.pooler(encoded.first_tokens()))
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------
@@ -365,7 +365,8 @@ class BertForNextSentencePrediction(BertHead):
         labels: Tensor | None = None,
         **layout: Unpack[Layout],
     ) -> ClassifierOutput:
-        encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids)
+        encoded = self.encoder.encode(*inputs, reads_first=True, **layout)
         logits = self.next_sentence(self.encoder.pool(encoded))
         loss = None if labels is None else token_loss(logits, labels.flatten())
         return ClassifierOutput(loss, logits, **encoded.returned())
@@ -394,7 +395,8 @@ class BertForSequenceClassification(BertHead):
         labels: Tensor | None = None,
         **layout: Unpack[Layout],
     ) -> ClassifierOutput:
-        encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
+        inputs = (input_ids, attention_mask, token_type_ids, position_ids)
+        encoded = self.encoder.encode(*inputs, reads_first=True, **layout)
         logits = self.classify(encoded)
         loss = None if labels is None else classification_loss(logits, labels, self.config.problem_type)
         return ClassifierOutput(loss, logits, **encoded.returned())
@@ -428,7 +430,7 @@ class BertForMultipleChoice(BertHead):
         choices, ids, others = flatten_choices(
             type(self).__name__, num_choices, input_ids, attention_mask, token_type_ids, position_ids
         )
-        encoded = self.encoder.encode(ids, *others, **layout)
+        encoded = self.encoder.encode(ids, *others, reads_first=True, **layout)
         logits = self.classifier(self.summarise(encoded)).view(-1, choices)
         loss = None if labels is None else token_loss(logits, labels)
         return ClassifierOutput(loss, logits, **encoded.returned())

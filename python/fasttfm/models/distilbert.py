@@ -208,7 +208,7 @@ class FirstTokenHead(DistilBertHead):
 
     def summarise(self, encoded: Encoded) -> Tensor:
         """[sequences, C]"""
-        first = self.pre_classifier(encoded.batch.first_tokens(encoded.x))
+        first = self.pre_classifier(encoded.first_tokens())
         summary: Tensor = self.dropout(functional.relu(first))
         return summary
 

@@ -169,7 +169,7 @@ class ElectraForSequenceClassification(ElectraHead, BertForSequenceClassificatio
         return ClassificationHead(config.hidden_size, config.num_labels, functional.gelu)
 
     def classify(self, encoded: Encoded) -> Tensor:
-        logits: Tensor = self.classifier(encoded.batch.first_tokens(encoded.x), self.dropout)
+        logits: Tensor = self.classifier(encoded.first_tokens(), self.dropout)
         return logits
 
 
@@ -183,7 +183,7 @@ class ElectraForMultipleChoice(ElectraHead, BertForMultipleChoice):
         self.finish()
 
     def summarise(self, encoded: Encoded) -> Tensor:
-        summary: Tensor = self.dropout(functional.gelu(self.summary(encoded.batch.first_tokens(encoded.x))))
+        summary: Tensor = self.dropout(functional.gelu(self.summary(encoded.first_tokens())))
         return summary
 
 

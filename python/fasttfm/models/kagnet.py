@@ -98,7 +98,7 @@ class GraphChoice(PretrainedModel):
         )
         choosing: Any = self  # the family's multiple-choice model, which this class is mixed into
         encoded_graphs = self.graph.encode(graph)  # first, so that its backward is last
-        encoded = choosing.encoder.encode(ids, *others, **layout)
+        encoded = choosing.encoder.encode(ids, *others, reads_first=True, **layout)
         statements = choosing.summarise(encoded)
         if graph.graphs != len(statements):
             raise ValueError(f"{name}: graph: expected {len(statements)} graphs, one per choice, got {graph.graphs}")

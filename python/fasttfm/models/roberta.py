@@ -113,7 +113,7 @@ class RobertaForSequenceClassification(BertForSequenceClassification):
         return ClassificationHead(config.hidden_size, config.num_labels, torch.tanh)
 
     def classify(self, encoded: Encoded) -> Tensor:
-        logits: Tensor = self.classifier(encoded.batch.first_tokens(encoded.x), self.dropout)
+        logits: Tensor = self.classifier(encoded.first_tokens(), self.dropout)
         return logits
 
 

@@ -28,14 +28,19 @@ class Layout(TypedDict, total=False):
 class Encoded(NamedTuple):
     """The result of the layers, for heads."""
 
-    x: Tensor  # [T, C]
+    x: Tensor  # [T, C], or [sequences, C] with only_first
     batch: PackedBatch
     hidden_states: States  # in the caller's shape
     attentions: States
     pooled: Tensor | None = None  # [sequences, C], if a call of the model has returned it
+    only_first: bool = False  # whether x has only the first token of each sequence
 
     def returned(self) -> dict[str, States]:
         return {"hidden_states": self.hidden_states, "attentions": self.attentions}
+
+    def first_tokens(self) -> Tensor:
+        """[sequences, C]"""
+        return self.x if self.only_first else self.batch.first_tokens(self.x)
 
 
 class BaseModel(PretrainedModel):
@@ -70,13 +75,16 @@ class TextModel(BaseModel):
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        *,
+        reads_first: bool = False,
         **layout: Any,
     ) -> Encoded:
         """The packed states of the last layer, for a model with a head. If this module has hooks or is a subclass, it
-        is called, and its output is packed again."""
+        is called, and its output is packed again. ``reads_first`` says that the head reads only the first token of each
+        sequence, so that the others' states may be left out."""
         inputs = (input_ids, attention_mask, token_type_ids, position_ids)
         if type(self).__module__.startswith("fasttfm.models.") and not is_watched(self):
-            return self.encode_packed(*inputs, **layout)
+            return self.encode_packed(*inputs, reads_first=reads_first, **layout)
         output = self(*inputs, **layout)
         for option in ("output_hidden_states", "output_attentions"):
             layout.pop(option, None)
@@ -93,9 +101,10 @@ class TextModel(BaseModel):
         *,
         output_hidden_states: bool = False,
         output_attentions: bool = False,
+        reads_first: bool = False,
         **layout: Any,
     ) -> Encoded:
-        """The packed states of the last layer, for this module's own forward."""
+        """The packed states of the last layer, for this module's own forward. ``reads_first`` is that of ``encode``."""
         if not torch.compiler.is_compiling() and torch.jit.is_tracing():
             use = "torch.compile, torch.export or fasttfm.models.export_onnx"
             raise RuntimeError(f"{type(self).__name__}: torch.jit.trace would record one batch's sizes; use {use}")
@@ -112,6 +121,11 @@ class TextModel(BaseModel):
             segment_ids=None if token_type_ids is None else batch.pack(token_type_ids.expand_as(input_ids)),
         )
         states: list[Tensor] | None = [] if output_hidden_states or output_attentions else None
+        plain = type(self.encoder) is PackedTransformer and not is_watched(self.encoder)
+        if reads_first and plain and states is None and not others:
+            first = self.encoder.first_tokens(x, batch.cu_seqlens, batch.max_seqlen)
+            if first is not None:
+                return Encoded(first, batch, None, None, only_first=True)
         x = self.run_layers(x, batch, states, **others)
         attentions = self.attentions(states, batch) if states is not None and output_attentions else None
         hidden = (*states, x) if states is not None and output_hidden_states else None

@@ -15,6 +15,7 @@ from fasttfm.ops import checks, linear
 from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import requested
 from fasttfm.ops.fp8_block import fp8_block
+from fasttfm.ops.linear import dense
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 from fasttfm.ops.transformer_stack import transformer_stack
 
@@ -206,20 +207,63 @@ class PackedLayer(nn.Module):
         seeds: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The forward if some modules are not plain: those are called, the others are fused."""
-        attention_p, p_a, p_b = rates
-        seed, seed_a, seed_b = (None, None, None) if seeds is None else seeds.split(1)
-        packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
         context = ops.attention(
-            self.project(x), window=self.window, max_seqlen=max_seqlen, dropout_p=attention_p, seed=seed, **packed
+            self.project(x),
+            window=self.window,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            dropout_p=rates[0],
+            seed=None if seeds is None else seeds[:1],
         )
         assert isinstance(context, Tensor)
+        return self._after_attention(context, x if residual is None else residual, cu_seqlens, norms, rates, seeds)
+
+    def first_tokens(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, seeds: Tensor | None) -> Tensor:
+        """The rows of ``forward``'s y that belong to the first tokens of the sequences, ``[sequences, C]``, for a
+        post-LN layer without a window whose modules are plain. Of the other tokens, only keys and values are computed.
+        The arguments are ``forward``'s; the same seeds drop the same elements."""
+        weights = self.qkv.weight.split([self.width, 2 * self.width])
+        biases = (None, None) if self.qkv.bias is None else self.qkv.bias.split([self.width, 2 * self.width])
+        stream = x.index_select(0, cu_seqlens[:-1].clamp(max=len(x) - 1))
+        heads = (self.heads, self.width // self.heads)
+        q = dense(stream, weights[0], biases[0]).unflatten(-1, heads)
+        k, v = dense(x, weights[1], biases[1]).unflatten(-1, (2, *heads)).unbind(1)
+        own = torch.arange(len(cu_seqlens), dtype=torch.int32, device=x.device)
+        attention_p, _, _ = rates = self.rates()
+        context = ops.attention(
+            q,
+            k,
+            v,
+            cu_seqlens=own,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen=1,
+            max_seqlen_k=max_seqlen,
+            dropout_p=attention_p,
+            seed=None if seeds is None else seeds[:1],
+        )
+        assert isinstance(context, Tensor)
+        return self._after_attention(context, stream, own, (self.norm1, self.norm2), rates, seeds)[0]
+
+    def _after_attention(
+        self,
+        context: Tensor,
+        stream: Tensor,
+        cu_seqlens: Tensor,
+        norms: tuple[nn.Module, nn.Module | None],
+        rates: tuple[float, float, float],
+        seeds: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``forward``'s result, given attention's and the residual stream; tensors have a row for each token of
+        ``cu_seqlens``."""
+        _, p_a, p_b = rates
+        _, seed_a, seed_b = (None, None, None) if seeds is None else seeds.split(1)
+        packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
         branch, bias = product(self.out, context.flatten(-2))
-        stream = x if residual is None else residual
         y, z = packed_residual_norm(norms[0], branch, stream, linear_bias=bias, p=p_a, seed=seed_a, **packed)
         branch, bias = product(self.down, linear_activation(self.up, self.activation, y))
-        stream = y if residual is None else z
+        stream = z if self.norm_first else y
         y, z = packed_residual_norm(norms[1], branch, stream, linear_bias=bias, p=p_b, seed=seed_b, **packed)
-        return y, None if residual is None or norms[1] is None else z
+        return y, z if self.norm_first and norms[1] is not None else None
 
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values [T, 3, H, D] of ``x`` [T, C]."""

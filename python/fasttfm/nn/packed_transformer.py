@@ -16,13 +16,18 @@ from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
 from fasttfm.nn.parts import layer_norm
 from fasttfm.nn.plain import ABSENT, Tree, Uncopied, is_watched
 from fasttfm.ops import linear
+from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import Explanation, explain
-from fasttfm.ops.library import PLAIN_TENSORS
+from fasttfm.ops.library import PLAIN_TENSORS, is_plain
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 from fasttfm.ops.transformer_stack import transformer_stack
 
 Block = tuple[BlockOptions, BlockParameters]
 _PLAIN = frozenset((*PLAIN_TENSORS, type(None)))
+
+# If the multiply-adds of a layer's [C, C] GEMM are fewer, the ops of ``first_tokens`` take longer than the rows that it
+# saves.
+_SIZABLE = 2**23
 
 _NOT_WHOLE = "takes layers that are plain, without hooks, wrappers or checkpointing"
 
@@ -109,8 +114,26 @@ class PackedTransformer(nn.Module):
             plan = self.__dict__["_plan"] = _Plan(tree, self._modules_in_order(), self.final_norm)
         return plan.blocks(max_seqlen) if plan.fusable else None
 
-    def _run_whole(self, x: Tensor, cu_seqlens: Tensor, blocks: list[Block]) -> Tensor:
-        """Runs the layers by one op for each group of layers with the same options."""
+    def first_tokens(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
+        """The rows of ``forward``'s result that belong to the first tokens of the sequences, ``[sequences, C]``, of a
+        post-LN model without windows on a CPU: the last layer computes only keys and values of the other tokens. None
+        if ``forward`` has to compute all rows, or is faster because there are few of them."""
+        sizable = x.is_cpu and x.numel() * x.shape[-1] >= _SIZABLE
+        if not sizable or self.final_norm is not None or not is_plain((x, cu_seqlens)):
+            return None
+        blocks = self.blocks(max_seqlen)
+        if blocks is None:
+            return None
+        last = self.in_order()[-1]
+        if last.window != window_bounds(causal=False, window=None):
+            return None
+        return self._run_whole(x, cu_seqlens, blocks, first_tokens_of=last)
+
+    def _run_whole(
+        self, x: Tensor, cu_seqlens: Tensor, blocks: list[Block], *, first_tokens_of: PackedLayer | None = None
+    ) -> Tensor:
+        """Runs the layers by one op for each group of layers with the same options. The last layer, where it is given
+        as ``first_tokens_of``, computes only the first tokens' states."""
         first: Any = next(iter(self.layers))
         residual: Tensor | None = None
         if self.final_norm is not None:
@@ -120,11 +143,15 @@ class PackedTransformer(nn.Module):
         drops = any(options.attention_p or options.p_a or options.p_b for options, _ in blocks)
         seeds = draw_seeds(x.device, len(blocks)) if drops else None
         start = 0
-        for options, group in itertools.groupby(blocks, key=operator.itemgetter(0)):
+        whole = blocks if first_tokens_of is None else blocks[:-1]
+        for options, group in itertools.groupby(whole, key=operator.itemgetter(0)):
             parameters = [each for _, each in group]
             own = None if seeds is None else seeds[start : start + len(parameters)]
             x, residual = transformer_stack(x, residual, cu_seqlens, own, options, parameters)
             start += len(parameters)
+        if first_tokens_of is not None:
+            options, _ = blocks[-1]
+            return first_tokens_of.first_tokens(x, cu_seqlens, options.max_seqlen, None if seeds is None else seeds[-1])
         return x
 
     def explain(self, x: Tensor, max_seqlen: int) -> Explanation:
