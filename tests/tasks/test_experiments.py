@@ -30,6 +30,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 def test_an_experiment_runs(name: str, lab: Lab, tmp_path: Path) -> None:
     experiment = EXPERIMENTS[name]
     rows = list(experiment.run(lab))
+    experiment.write(rows[:1], tmp_path)  # the command writes after each row
     paths = experiment.write(rows, tmp_path)
     assert [path.suffix for path in paths] == [".csv", ".md", ".png"]
     assert paths[2].read_bytes().startswith(b"\x89PNG")

@@ -214,7 +214,7 @@ def draw(experiment: Experiment, rows: Sequence[Row], path: Path) -> None:
 
 def _draw_values(panel: Any, names: Sequence[str], values: Sequence[float]) -> None:
     """Bars from 0, or points where the values are so near to each other that bars would look alike."""
-    known = [value for value in values if math.isfinite(value)]
+    known = [value for value in values if math.isfinite(value)] or [0.0]
     smallest, largest = min(known), max(known)
     spread = largest - smallest
     if smallest > 2 * spread > 0:
