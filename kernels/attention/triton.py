@@ -66,7 +66,7 @@ def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
         "FEATURES": (
             problem.window_left != UNLIMITED,
             problem.window_right != UNLIMITED,
-            bias is not None,
+            _bias_unit(bias),
             problem.alibi_slopes is not None,
             bias is None and problem.alibi_slopes is None and problem.scale > 0,
             problem.seed is not None,
@@ -77,22 +77,35 @@ def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
+def _bias_strides(bias: Tensor | None) -> tuple[int, int, int]:
+    """The strides of sequences, heads and queries; 0 where all share the bias."""
+    if bias is None:
+        return 0, 0, 0
+    return *(0 if bias.shape[axis] == 1 else bias.stride(axis) for axis in (0, 1)), bias.stride(2)
+
+
+def _bias_unit(bias: Tensor | None) -> int:
+    """The unit of a bias's strides, as in ``_strides``; 0 without a bias."""
+    return 0 if bias is None else 8 if math.gcd(*_bias_strides(bias)) % 8 == 0 else 1
+
+
 def _added(q: Tensor, problem: AttentionProblem) -> dict[str, Any]:
     """The kernels' arguments for terms that are added to the scores; q is passed in place of a missing tensor."""
     bias, slopes = problem.bias, problem.alibi_slopes
+    batch, head, row = (stride // max(_bias_unit(bias), 1) for stride in _bias_strides(bias))
     return {
         "bias": q if bias is None else bias,
         "slopes": q if slopes is None else slopes,
-        "bias_batch": 0 if bias is None or bias.shape[0] == 1 else bias.stride(0),
-        "bias_head": 0 if bias is None or bias.shape[1] == 1 else bias.stride(1),
-        "bias_row": 0 if bias is None else bias.stride(2),
+        "bias_batch": batch,
+        "bias_head": head,
+        "bias_row": row,
     }
 
 
 def _call(q: Tensor, problem: AttentionProblem) -> tuning.Call:
     keys, dropout = problem.max_seqlen_k, problem.seed is not None
     sizes = (q.shape[-1], q.element_size(), problem.max_seqlen, keys)
-    return tuning.Call(is_hopper(q.device), *sizes, dropout, block_memory(q))
+    return tuning.Call(is_hopper(q.device), *sizes, dropout, block_memory(q), problem.bias is not None)
 
 
 def _even(problem: AttentionProblem, tiles: tuning.Tiles) -> bool:
@@ -242,7 +255,7 @@ def attention_bias_bwd_triton(
             UNIT=unit,
             ALL_SEQUENCES=batches == 1,
             ALL_HEADS=heads == 1,
-            **chosen.options(),
+            **_tile_options(problem, chosen),
         )
 
 

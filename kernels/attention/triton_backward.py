@@ -110,7 +110,7 @@ def tile_gradients(
     else:
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dproducts = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
-    keys = first_key + tl.arange(0, k_tile.shape[0])
+    keys = tl.multiple_of(first_key + tl.arange(0, k_tile.shape[0]), k_tile.shape[0])
     scores = masked_scores(
         products, tl.expand_dims(queries, q_axis), tl.expand_dims(keys, 1 - q_axis), shape, terms, MASKED, FEATURES
     )
@@ -210,7 +210,7 @@ def _bwd_kv_kernel(
     bias,  # [1 or B, 1 or H, >= S, >= Sk] or unused
     slopes,  # fp32 [H] or unused
     seed,  # int64 [1] or unused
-    q_batch,  # strides in units of UNIT elements, those of bias in elements
+    q_batch,  # strides in units of UNIT elements, those of bias of FEATURES[BIAS]
     q_row,
     q_head,
     k_batch,
@@ -322,7 +322,7 @@ def _bwd_kv_kernel(
                 statistics + _statistics_start(sequence, q_first, head, heads, statistics_rows, Q_LAYOUT),
                 statistics_size,
                 shape,
-                (scale, head_bias(bias, bias_batch, bias_head, sequence, head), bias_row, slope),
+                (scale, head_bias(bias, bias_batch, bias_head, sequence, head, FEATURES), bias_row, slope),
                 (seed_value, sequence, head, threshold),
                 part != 1,
                 FEATURES,
@@ -407,7 +407,7 @@ def _bwd_q_kernel(
     bias,  # [1 or B, 1 or H, >= S, >= Sk] or unused
     slopes,  # fp32 [H] or unused
     seed,  # int64 [1] or unused
-    q_batch,  # strides in units of UNIT elements, those of bias in elements
+    q_batch,  # strides in units of UNIT elements, those of bias of FEATURES[BIAS]
     q_row,
     q_head,
     k_batch,
@@ -478,7 +478,7 @@ def _bwd_q_kernel(
     tl.store(own + statistics_size, delta)
     shape = (q_length, k_length, window_left, window_right)
     slope = tl.load(slopes + head) if FEATURES[SLOPES] else 0.0
-    terms = (scale, head_bias(bias, bias_batch, bias_head, sequence, head), bias_row, slope)
+    terms = (scale, head_bias(bias, bias_batch, bias_head, sequence, head, FEATURES), bias_row, slope)
     begin, full_begin, full_end, end = key_tiles(first, shape, FEATURES, BLOCK_M, BLOCK_N)
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for part in tl.static_range(0 if FEATURES[LEFT] else 1, 2 if EVEN and not FEATURES[RIGHT] else 3):

@@ -56,7 +56,7 @@ def _bias_kernel(
     bias,  # [1 or B, 1 or H, >= S, >= Sk]
     slopes,  # fp32 [H] or unused
     seed,  # int64 [1] or unused
-    q_batch,  # strides in units of UNIT elements, those of bias and dbias in elements
+    q_batch,  # strides in units of UNIT elements, those of bias of FEATURES[BIAS], those of dbias in elements
     q_row,
     q_head,
     k_batch,
@@ -95,6 +95,7 @@ def _bias_kernel(
     FEATURES: tl.constexpr,
     ALL_SEQUENCES: tl.constexpr,  # share the bias
     ALL_HEADS: tl.constexpr,
+    EVEN: tl.constexpr,  # every sequence consists of whole tiles
     PRECISION: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -122,14 +123,14 @@ def _bias_kernel(
                 dout_rows = head_rows(dout, (dout_batch, dout_row, dout_head), sequence, q_first, head, UNIT)
                 k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head // group, UNIT)
                 v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head // group, UNIT)
-                dout_tile = load_rows(dout_rows, first, q_length, columns, True, D, BLOCK_M)
-                out_tile = load_rows((out + out_start * D, heads * D), first, q_length, columns, True, D, BLOCK_M)
-                added = head_bias(bias, bias_batch, bias_head, sequence, head)
+                dout_tile = load_rows(dout_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
+                out_tile = load_rows((out + out_start * D, heads * D), first, q_length, columns, not EVEN, D, BLOCK_M)
+                added = head_bias(bias, bias_batch, bias_head, sequence, head, FEATURES)
                 _, dscores = tile_gradients(
-                    load_rows(q_rows, first, q_length, columns, True, D, BLOCK_M),
+                    load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M),
                     dout_tile,
-                    load_rows(k_rows, first_key, k_length, columns, True, D, BLOCK_N),
-                    load_rows(v_rows, first_key, k_length, columns, True, D, BLOCK_N),
+                    load_rows(k_rows, first_key, k_length, columns, not EVEN, D, BLOCK_N),
+                    load_rows(v_rows, first_key, k_length, columns, not EVEN, D, BLOCK_N),
                     lse_in_log2(lse + lse_start, queries, q_length),
                     row_deltas(out_tile, dout_tile, threshold, PRECISION),
                     queries,
@@ -137,7 +138,7 @@ def _bias_kernel(
                     shape,
                     (scale, added, bias_row, tl.load(slopes + head) if FEATURES[SLOPES] else 0.0),
                     (tl.load(seed) if FEATURES[DROPOUT] else 0, sequence, head, threshold),
-                    True,
+                    not EVEN or FEATURES[LEFT] or FEATURES[RIGHT],
                     FEATURES,
                     False,
                     PRECISION,

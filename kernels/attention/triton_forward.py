@@ -56,7 +56,7 @@ def _over_keys(
     for first in range(begin, end, BLOCK_N):
         k_tile = load_rows(k_rows, first, shape[1], columns, MASKED, D, BLOCK_N)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        keys = first + tl.arange(0, BLOCK_N)
+        keys = tl.multiple_of(first + tl.arange(0, BLOCK_N), BLOCK_N)
         scores = masked_scores(products, queries[:, None], keys[None, :], shape, terms, MASKED, FEATURES)
         higher = tl.maximum(m, tl.max(scores, 1) * factor)
         reference = higher
@@ -95,7 +95,7 @@ def _fwd_kernel(
     bias,  # [1 or B, 1 or H, >= S, >= Sk] or unused
     slopes,  # fp32 [H] or unused
     seed,  # int64 [1] or unused
-    q_batch,  # strides in units of UNIT elements, those of bias in elements
+    q_batch,  # strides in units of UNIT elements, those of bias of FEATURES[BIAS]
     q_row,
     q_head,
     k_batch,
@@ -149,7 +149,7 @@ def _fwd_kernel(
     q_tile = load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     shape = (q_length, k_length, window_left, window_right)
     slope = tl.load(slopes + head) if FEATURES[SLOPES] else 0.0
-    terms = (scale, head_bias(bias, bias_batch, bias_head, sequence, head), bias_row, slope)
+    terms = (scale, head_bias(bias, bias_batch, bias_head, sequence, head, FEATURES), bias_row, slope)
     dropout = (tl.load(seed) if FEATURES[DROPOUT] else 0, sequence, head, threshold)
     begin, full_begin, full_end, end = key_tiles(first, shape, FEATURES, BLOCK_M, BLOCK_N)
     accumulator = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)

@@ -40,15 +40,27 @@ def compile_signatures(
             description = _describe(kernel, tiles, head_dim, element, dropout)
             chosen_for = {"target": 90 if hopper else 80, "least_memory": block_memory}
             yield {**description, "allow_spills": spills or few, **chosen_for}
+    if hopper and head_dim == 64 and not spills and not dropout:
+        biased = long._replace(bias=True)
+        for kernel, tiles in (
+            (_fwd_kernel, tuning.forward_tiles(biased)),
+            (_bwd_q_kernel, tuning.query_tiles(biased)),
+            (_bwd_kv_kernel, tuning.key_tiles(biased)),
+        ):
+            description = _describe(kernel, tiles, head_dim, element, dropout, bias=True)
+            yield {**description, "allow_spills": False, "target": 90, "least_memory": block_memory}
 
 
-def _describe(kernel: Any, tiles: tuning.Tiles, head_dim: int, element: str, dropout: bool) -> dict[str, Any]:
+def _describe(
+    kernel: Any, tiles: tuning.Tiles, head_dim: int, element: str, dropout: bool, *, bias: bool = False
+) -> dict[str, Any]:
+    bias = bias or kernel is _bias_kernel
     layout = "packed" if dropout else "dense"
     constants = {
         "Q_LAYOUT": layout,
         "K_LAYOUT": layout,
         "UNIT": 8,
-        "FEATURES": (False, dropout, kernel is _bias_kernel, False, kernel is not _bias_kernel, dropout),
+        "FEATURES": (False, dropout, 8 if bias else 0, False, not bias, dropout),
         "ALL_SEQUENCES": True,
         "ALL_HEADS": False,
         "PRECISION": "ieee" if element == "fp32" else "tf32",

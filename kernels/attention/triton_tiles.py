@@ -4,7 +4,8 @@ A tile holds BLOCK_M queries (rows) and BLOCK_N keys (columns) of one sequence a
 the sequence. Scores are in units of log2, because GPUs compute exp2. Two groups of values are passed as tuples:
 
     shape = (q_length, k_length, window_left, window_right)
-    terms = (scale, bias, bias_row, slope)          scale in units of log2, bias [queries, keys] of the head
+    terms = (scale, bias, bias_row, slope)          scale in units of log2, bias [queries, keys] of the head, its rows
+                                                    bias_row * FEATURES[BIAS] elements apart
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What a call has, in the order of the tuple FEATURES: a limit of the window to the left, one to the right, a bias,
-# slopes, scores that are the plain products times a positive scale, dropout.
+# What a call has, in the order of the tuple FEATURES: a limit of the window to the left, one to the right, a bias (0
+# for none, otherwise the unit of its strides in elements), slopes, scores that are the plain products times a positive
+# scale, dropout.
 LEFT, RIGHT, BIAS, SLOPES, PLAIN, DROPOUT = (tl.constexpr(index) for index in range(6))
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -51,9 +53,9 @@ def head_rows(tensor, strides, sequence, first, head, UNIT: tl.constexpr):
 
 
 @triton.jit
-def head_bias(bias, batch_stride, head_stride, sequence, head):
+def head_bias(bias, batch_stride, head_stride, sequence, head, FEATURES: tl.constexpr):
     """The bias of a sequence and head; a stride is 0 where all share it."""
-    return bias + sequence.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride
+    return bias + (sequence.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride) * FEATURES[BIAS]
 
 
 @triton.jit
@@ -204,7 +206,8 @@ def masked_scores(
     FEATURES: tl.constexpr,
 ):
     """Scores, -inf where a query does not attend to a key. They are in units of log2, except where PLAIN: then they are
-    the products, to be multiplied by ``scale`` where they enter an exponential."""
+    the products, to be multiplied by ``scale`` where they enter an exponential. Without MASKED all keys are attended
+    to, and a mask that does not depend on the key leaves the loads of the bias vectors."""
     q_length, k_length, window_left, window_right = shape
     scale, bias, bias_row, slope = terms
     offset = k_length - q_length
@@ -212,8 +215,11 @@ def masked_scores(
     if not FEATURES[PLAIN]:
         scores = products * scale
         if FEATURES[BIAS]:
-            inside = (queries < q_length) & (keys < k_length)
-            added = tl.load(bias + queries.to(tl.int64) * bias_row + keys, mask=inside, other=0.0)
+            inside = queries < q_length
+            if MASKED:
+                inside = inside & (keys < k_length)
+            places = bias + queries.to(tl.int64) * (bias_row * FEATURES[BIAS]) + keys
+            added = tl.load(places, mask=inside, other=0.0)
             scores += added.to(tl.float32) * LOG2_E
         if FEATURES[SLOPES]:
             scores -= slope * LOG2_E * tl.abs(queries + offset - keys).to(tl.float32)
