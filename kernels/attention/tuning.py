@@ -130,4 +130,6 @@ def bias_tiles(call: Call) -> Tiles:
     """Of the bias's gradient, whose programs hold a tile of five tensors at a time."""
     if call.head_dim > 128 or (call.element_bytes == 4 and call.head_dim > 64):
         return Tiles(16, 64, 4, 1)
-    return _float_tiles(call) if call.element_bytes == 4 else Tiles(64, 64, 4, 1)
+    if call.element_bytes == 4:
+        return _float_tiles(call)
+    return Tiles(64, 128, 8, 1) if call.hopper and call.head_dim <= 64 else Tiles(64, 64, 4, 1)
