@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/host_time.py --out benchmarks/results
     python benchmarks/host_time.py --device cuda --rounds 50
+    python benchmarks/host_time.py --device cuda --rounds 50 --dtype float32
 
 Each op is compared with torch's op or chain of ops for the same result: ``layer_norm`` with torch's, ``attention`` with
 ``scaled_dot_product_attention``, ``dropout_add_layer_norm`` with dropout, an addition and torch's ``layer_norm``.
@@ -28,17 +29,17 @@ from torch import Tensor
 from fasttfm import __version__, ops
 from fasttfm.bench.timing import device_name, file_stem
 
-ROWS, COLUMNS, HEADS = 8, 64, 2
+ROWS, COLUMNS, HEADS = 8, 128, 2
 CALLS = 100  # of a round; the launches stay below the limit of a GPU's queue
-FIELDS = ("op", "direction", "dropout", "torch_us", "fasttfm_us", "ratio", "device", "torch_version", "fasttfm_version")
+FIELDS = ("op", "direction", "dropout", "dtype", "torch_us", "fasttfm_us", "ratio", "device", "torch_version", "fasttfm_version")
 Call = Callable[[], Tensor]
 
 
-def pairs(device: str, grad: bool) -> dict[tuple[str, float], tuple[Call, Call]]:
+def pairs(device: str, dtype: torch.dtype, grad: bool) -> dict[tuple[str, float], tuple[Call, Call]]:
     """torch's call and ours for each op and probability of dropout."""
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, requires_grad=grad)
+        return torch.randn(*shape, device=device, dtype=dtype, requires_grad=grad)
 
     x, residual, weight, bias = draw(ROWS, COLUMNS), draw(ROWS, COLUMNS), draw(COLUMNS), draw(COLUMNS)
     q, k, v = (draw(1, ROWS, HEADS, COLUMNS // HEADS) for _ in range(3))
@@ -99,18 +100,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")
     parser.add_argument("--out", type=Path, help="a folder for the CSV file")
     arguments = parser.parse_args()
     device, lines = torch.device(arguments.device), []
+    dtype_name = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     for direction in ("forward", "forward with graph", "forward+backward"):
         grad = direction != "forward"
-        for (op, p), calls in pairs(arguments.device, grad).items():
+        for (op, p), calls in pairs(arguments.device, getattr(torch, dtype_name), grad).items():
             theirs, ours = map(with_backward, calls) if direction == "forward+backward" else calls
             with torch.set_grad_enabled(grad):
                 peer, own, ratio = measure(theirs, ours, arguments.device, arguments.rounds)
             print(f"{op:<24} {direction:<20} p={p:<4} torch {peer:7.2f} us  fasttfm {own:7.2f} us  {ratio:5.2f}x")
             names = (device_name(device), torch.__version__, __version__)
-            values = (op, direction, p, f"{peer:.2f}", f"{own:.2f}", f"{ratio:.2f}", *names)
+            values = (op, direction, p, dtype_name, f"{peer:.2f}", f"{own:.2f}", f"{ratio:.2f}", *names)
             lines.append(dict(zip(FIELDS, values, strict=True)))
     if arguments.out is not None:
         path = arguments.out / f"{file_stem(device)}-host_time.csv"
