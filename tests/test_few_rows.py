@@ -98,9 +98,10 @@ def test_every_tile(tile: int) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("stream", [torch.float32, None], ids=["fp32", "same"])
 @pytest.mark.parametrize("columns", [8, 384, 768, 1024, 8192])
-def test_add_norm(columns: int, stream: torch.dtype | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("count", [1, 5, 12, 18])
+def test_add_norm(count: int, columns: int, stream: torch.dtype | None, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    rows, count = 37, 5
+    rows = 37
     parts = draw(count, rows, columns, dtype=torch.float32)
     residual = 1 + draw(rows, columns, dtype=stream or dtype)
     linear_bias, weight, bias = (draw(columns, dtype=torch.float32) for _ in range(3))
