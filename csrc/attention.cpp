@@ -140,7 +140,7 @@ FASTTFM_FUNCTION(int64_t, attention_backward_efficiency, int64_t sequences, int6
   call.queries = call.max_seqlen = max_seqlen;
   call.keys = call.max_seqlen_k = max_seqlen_k;
   const int most = static_cast<int>(std::min<int64_t>(processors, cuda::hopper_backward::kMaxBlocks));
-  return static_cast<int64_t>(1000 * cuda::hopper_backward::sharing_of(call, false, most).efficiency);
+  return static_cast<int64_t>(1000 * cuda::hopper_backward::sharing_of(call, false, false, most).efficiency);
 }
 
 #ifdef FASTTFM_WITH_HOPPER

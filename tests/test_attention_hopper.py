@@ -169,6 +169,10 @@ LOAD: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "long, causal, dropout": ([4096, 1], [4096, 7], {"causal": True, "dropout_p": 0.1}),
     "one long head among short ones": ([3000] + [60] * 50, [3000] + [60] * 50, {"dropout_p": 0.1}),
     "blocks that begin apart, dropout": ([1024] * 16, [1024] * 16, {"dropout_p": 0.1}),
+    "blocks that begin apart": ([1024] * 16, [1024] * 16, {}),
+    "causal, sums in memory": ([2000] * 5, [2000] * 5, {"causal": True}),
+    "one long head among short ones, causal": ([3000] + [60] * 50, [3000] + [60] * 50, {"causal": True}),
+    "one tile of queries after another": ([600, 60, 64], [600, 900, 1000], {}),
     "many blocks share a head": ([5000], [5000], {}),
     "many blocks share a head, causal": ([5000, 70, 0, 1], [5000, 70, 3, 1], {"causal": True}),
     "more blocks than tiles of keys": ([700, 5, 130], [600, 2500, 64], {"dropout_p": 0.1}),
@@ -370,7 +374,9 @@ def test_nan_outside_of_the_window_has_no_effect(head_dim: int) -> None:
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("case", ["causal, sums in memory, dropout", "heads handed out, dropout"])
+@pytest.mark.parametrize(
+    "case", ["causal, sums in memory, dropout", "heads handed out, dropout", "blocks that begin apart"]
+)
 @pytest.mark.parametrize("head_dim", HEADS)
 def test_a_cuda_graph_gives_the_same_bits(head_dim: int, case: str) -> None:
     function, inputs, dout = packed_call(case, head_dim)

@@ -92,7 +92,7 @@ void check_chunks(const std::vector<Lengths>& batch, const Window& window, bool 
   const int sequences = static_cast<int>(batch.size());
   const int slots = static_cast<int>(count_slots(packed, sequences, keys, chunk_keys));
   std::set<std::pair<int, int>> chunks, steps;
-  std::map<std::pair<int, int>, int> handed_over, stored;
+  std::map<std::pair<int, int>, int> arrivals, stored;
   for (int slot = slots - 1; slot >= 0; --slot) {
     const Chunk chunk = chunk_of_slot(packed ? boundaries.data() : nullptr, sequences, keys, chunk_keys, slot);
     const Lengths& lengths = batch[chunk.sequence];
@@ -121,9 +121,9 @@ void check_chunks(const std::vector<Lengths>& batch, const Window& window, bool 
         ring.erase(place);
         require(!(step.given && step.received), "chunks: a tile of queries in three chunks");
         if (step.given) {
-          ++handed_over[name];
+          ++arrivals[name];
         } else {
-          require(handed_over[name] == (step.received ? 1 : 0), "chunks: a part of the sum is missing or unused");
+          require(arrivals[name] == (step.received ? 1 : 0), "chunks: a part of the sum is missing or unused");
           ++stored[name];
         }
       }

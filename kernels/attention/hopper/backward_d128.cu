@@ -2,7 +2,8 @@
 //
 // A block processes tiles of 128 keys of a (sequence, head) pair. For each tile it iterates over all queries, 64 at a
 // time. It has three warpgroups:
-//   0  warp 0 loads tiles by TMA, warp 1 accumulates dQ in the workspace, warps 2 and 3 generate dropout's keep bits
+//   0  warp 0 loads tiles by TMA, warp 1 accumulates dQ in the workspace, warps 2 and 3 generate dropout's keep bits;
+//     without dropout, warp 2 releases the counters that order the additions to dQ
 //   1, 2  consumers of 64 keys each: they compute S^T = K Q^T and dP^T = V dO^T, from these P^T and dS^T in registers,
 //         and then dV += P^T dO and dK += dS^T Q. Both store dS^T in shared memory, and each computes 64 columns of
 //         dQ = dS K.
@@ -37,7 +38,7 @@ namespace {
 constexpr int kProducerRegistersD128 = 24, kConsumerRegistersD128 = 240;
 
 template <class T, bool DROPOUT, Mask MASK>
-__global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __grid_constant__ ParametersD128 p) {
+__global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __grid_constant__ Parameters p) {
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<MemoryD128<MASK>*>(bytes);
   const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
@@ -63,6 +64,7 @@ __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __
     memory.v_full.init(1);
     memory.v_empty.init(8 * kWarpArrivals);
     memory.raw.init(1);
+    memory.publications.init();
     for (int i = 0; i < kScoreStages; ++i) {
       memory.dscores_full[i].init(8 * kWarpArrivals);
       memory.dscores_empty[i].init(8 * kWarpArrivals);
@@ -80,16 +82,18 @@ __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __
     if (warp == 0) {
       load_tiles_d128<MASK>(p, memory);
     } else if (warp == 1) {
-      if (threadIdx.x % 32 == 0) sum_dq_d128<MASK>(p, memory);
+      if (threadIdx.x % 32 == 0) sum_dq_d128<DROPOUT, MASK>(p, memory);
     } else if constexpr (DROPOUT) {
       draw_keep_bits_d128<MASK>(p, memory, warp - 2);
+    } else if (warp == 2 && threadIdx.x % 32 == 0 && p.blocks > 1) {
+      memory.publications.release_all();
     }
   } else {
     setmaxnreg_inc<kConsumerRegistersD128>();
     KeyWarpgroupD128<T, DROPOUT, MASK> keys(p, memory, warpgroup - 1);
-    if (warpgroup == 2) keys.give_turn();
+    if (warpgroup == 2) keys.pass_turn();
     for (int round = 0;; ++round) {
-      const int index = unit_of_round(round, blockIdx.x / p.parts, gridDim.x / p.parts);
+      const int index = unit_of_round(round, blockIdx.x / p.blocks, gridDim.x / p.blocks);
       if (index >= p.sequences * p.heads) break;
       keys.process_unit(index);
     }
@@ -121,7 +125,7 @@ int parts_of(int64_t units, int64_t queries, int64_t keys, double met, int proce
 }
 
 template <class T>
-Status launch_d128(const AttentionBackward& call, ParametersD128& p) {
+Status launch_d128(const AttentionBackward& call, Parameters& p) {
   int processors = 0;
   Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
@@ -133,13 +137,13 @@ Status launch_d128(const AttentionBackward& call, ParametersD128& p) {
   const double met = mask == Mask::full     ? 1.0
                      : mask == Mask::causal ? 0.5
                                             : std::min(1.0, (kKeys + p.window.left + p.window.right) / (queries + 1.0));
-  p.parts = parts_of(units, queries, std::min(call.max_seqlen_k, call.keys), met, processors);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.parts) * p.parts));
+  p.blocks = parts_of(units, queries, std::min(call.max_seqlen_k, call.keys), met, processors);
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.blocks) * p.blocks));
   const auto start = [&](auto* kernel) {
     const dim3 block(kThreadsD128);
     constexpr size_t memory = sizeof(MemoryD128<Mask::window>);  // the largest
-    return p.parts > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
-                       : launch(kernel, grid, block, memory, call.stream, p);
+    return p.blocks > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
+                        : launch(kernel, grid, block, memory, call.stream, p);
   };
   if (mask == Mask::window) return start(backward_kernel_d128<T, false, Mask::window>);
   const bool causal = mask == Mask::causal;
@@ -167,7 +171,7 @@ Status attention_backward_d128(const AttentionBackward& call) {
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
-  ParametersD128 p{};
+  Parameters p{};
   const Status status = set_parameters(call, &p);
   if (status.code != StatusCode::ok) return status;
   const int64_t tiles = call.heads * p.tiles;

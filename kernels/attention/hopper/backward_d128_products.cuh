@@ -46,13 +46,13 @@ __device__ __forceinline__ void prevent_sink(const uint32_t (&word)[16]) {
 
 template <class T, bool DROPOUT, Mask MASK>
 struct KeyWarpgroupD128 {
-  const ParametersD128& p;
+  const Parameters& p;
   MemoryD128<MASK>& memory;
   const int number;       // 0 or 1: which half of a tile's keys and of dQ's columns the warpgroup computes
   uint32_t step, k_step;  // query tiles and key tiles processed so far; they determine stage and parity of all rings
   float dk[64], dv[64];
 
-  __device__ __forceinline__ KeyWarpgroupD128(const ParametersD128& p, MemoryD128<MASK>& memory, int number)
+  __device__ __forceinline__ KeyWarpgroupD128(const Parameters& p, MemoryD128<MASK>& memory, int number)
       : p(p), memory(memory), number(number), step(0), k_step(0) {}
 
   static __device__ __forceinline__ uint32_t q_slot(uint32_t step) { return step % kQueryStages; }
@@ -128,7 +128,7 @@ struct KeyWarpgroupD128 {
   // Passes the completed dQ of a query tile to sum_dq_d128() through the staging tile, or writes it if it is the last
   // addition.
   __device__ __forceinline__ void accumulate_dq(float (&dq)[32], int tile, uint32_t step) {
-    const UnitD128<MASK>& unit = memory.unit[number];
+    const TurnUnit<MASK>& unit = memory.unit[number];
     arrive_warp(memory.dscores_empty[step % kScoreStages]);
     memory.staging_free[number].wait(step % 2);
     const int use = memory.staging_use;
@@ -162,7 +162,7 @@ struct KeyWarpgroupD128 {
   // Computes P^T = exp(S^T - lse) of a query tile in 16 bits, and `left`, the same after dropout.
   __device__ __forceinline__ void compute_weights(float (&scores)[32], uint32_t (&weights)[16], uint32_t (&left)[16],
                                                   int key, int tile, uint32_t step) {
-    const UnitD128<MASK>& unit = memory.unit[number];
+    const TurnUnit<MASK>& unit = memory.unit[number];
     mask_scores<MASK>(scores, key, tile * kQueries, unit);
     const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot(step)]) + threadIdx.x % 4;
 #pragma unroll
@@ -218,8 +218,10 @@ struct KeyWarpgroupD128 {
   }
 
   // The two warpgroups alternate: one issues wgmma while the other does elementwise work.
-  __device__ __forceinline__ void take_turn() const { named_barrier_sync(kBackwardD128Turn + number, 2 * kWarpgroup); }
-  __device__ __forceinline__ void give_turn() const {
+  __device__ __forceinline__ void wait_for_turn() const {
+    named_barrier_sync(kBackwardD128Turn + number, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void pass_turn() const {
     named_barrier_arrive(kBackwardD128Turn + 1 - number, 2 * kWarpgroup);
   }
 
@@ -237,13 +239,13 @@ struct KeyWarpgroupD128 {
 
   // Processes a query tile. FIRST: it is the first one of the key tile. AFTER: the number of query tiles that follow
   // (2: two or more). On entry its weights are complete; its dP^T (in `dweights`), dV, and S^T of the next tile (in
-  // `scores`) are in flight. Computes dS and the weights of the next tile. After take_turn() it issues dK, dQ of the
-  // previous tile, dP and dV of the next tile, and S of the tile after that.
+  // `scores`) are in flight. Computes dS and the weights of the next tile. After wait_for_turn() it issues dK, dQ of
+  // the previous tile, dP and dV of the next tile, and S of the tile after that.
   template <bool FIRST, int AFTER>
   __device__ __forceinline__ void process_query_tile(float (&dweights)[32], float (&scores)[32],
                                                      uint32_t (&weights)[16], uint32_t (&left)[16], int key, int tile) {
     constexpr bool LAST = AFTER == 0;
-    const UnitD128<MASK>& unit = memory.unit[number];
+    const TurnUnit<MASK>& unit = memory.unit[number];
     uint32_t dscores[16];
     wgmma_wait<LAST ? 0 : 1>();
     fence_operand(dweights);
@@ -257,14 +259,14 @@ struct KeyWarpgroupD128 {
       fence_operand(scores);
       compute_weights(scores, weights, left, key, unit.after(tile), step + 1);
     }
-    take_turn();
+    wait_for_turn();
     begin_dk(step, !FIRST);
     if constexpr (!FIRST) begin_dq(scores, step - 1);
     wgmma_commit();
     if constexpr (LAST) {
       begin_dq(dweights, step);
       wgmma_commit();
-      give_turn();
+      pass_turn();
     } else {
       begin_dweights(dweights, step + 1);
       begin_dv(weights, left, step + 1, true);
@@ -284,14 +286,14 @@ struct KeyWarpgroupD128 {
         begin_scores(scores, step + 2);
         wgmma_commit();
       }
-      give_turn();
+      pass_turn();
     }
     ++step;
   }
 
   // Processes one key tile.
   __device__ __forceinline__ void process_key_tile(int key_tile) {
-    const UnitD128<MASK>& unit = memory.unit[number];
+    const TurnUnit<MASK>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
     int tile = unit.first(key_tile),
         after = warp_uniform(unit.end(key_tile) - unit.begin(key_tile) - 1);  // number of query tiles that follow
@@ -304,7 +306,7 @@ struct KeyWarpgroupD128 {
     fence_operand(scores);
     compute_weights(scores, weights, left, key, tile, step);
     memory.v_full.wait(k_step % 2);
-    take_turn();
+    wait_for_turn();
     begin_dweights(dweights, step);
     begin_dv(weights, left, step, false);
     wgmma_commit();
@@ -319,12 +321,12 @@ struct KeyWarpgroupD128 {
     constexpr std::integral_constant<int, 1> one_after;
     constexpr std::integral_constant<int, 2> more_after;
     if (after == 0) {
-      give_turn();
+      pass_turn();
       over(first, last);
     } else {
       begin_scores(scores, step + 1);
       wgmma_commit();
-      give_turn();
+      pass_turn();
       if (after == 1) {
         over(first, one_after);
       } else {
@@ -346,16 +348,16 @@ struct KeyWarpgroupD128 {
   }
 
   // Writes zeros to the gradients of `rows` keys from `key` on.
-  __device__ __forceinline__ void store_zero_keys(const UnitD128<MASK>& unit, int key, int rows) {
+  __device__ __forceinline__ void store_zero_keys(const TurnUnit<MASK>& unit, int key, int rows) {
     store_zeros_d128(row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
     store_zeros_d128(row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
   }
 
   __device__ __forceinline__ void process_unit(int index) {
     named_barrier_sync(kBackwardD128Unit + number, kWarpgroup);
-    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = UnitD128<MASK>(p, index);
+    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = TurnUnit<MASK>(p, index);
     named_barrier_sync(kBackwardD128Unit + number, kWarpgroup);
-    const UnitD128<MASK>& unit = memory.unit[number];
+    const TurnUnit<MASK>& unit = memory.unit[number];
     for (int round = 0; round < unit.rounds(); ++round)
       if (unit.has_tile(round)) process_key_tile(unit.key_tile(round));
     if (unit.part > 0) return;

@@ -4,6 +4,7 @@
 
 #include "attention/hopper/backward_d128.h"
 #include "attention/hopper/backward_tiles.cuh"
+#include "attention/hopper/backward_turns.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -14,69 +15,6 @@ constexpr int kSumFloatsD128 = kQueries * kHeadDim128;  // dQ of a query tile
 constexpr int kSumBytesD128 = 4 * kSumFloatsD128;
 constexpr int kLseBytes = 4 * kQueries;
 constexpr int kKeyStages = 2, kQueryStages = 3, kGradientStages = 2, kScoreStages = 2;  // of k, q, dout and dS
-
-struct ParametersD128 : Parameters {
-  int* turns;  // [heads, tiles]: the number of completed additions to a tile of dQ
-  int parts;   // blocks per (sequence, head) pair
-};
-
-// A (sequence, head) pair whose key tiles are distributed over `parts` blocks. In every round each block has one key
-// tile; the order of the blocks alternates between rounds, which balances causal work. For a key tile a block iterates
-// over the query tiles from the last to the first, so the blocks of a pair access the same queries at about the same
-// time, while these are in L2. If all key tiles have the same query tiles, each block starts kSpread query tiles below
-// the previous block and wraps around. The blocks then add to a tile of dQ one after the other without waiting, and the
-// last additions, after which dQ is written, are distributed over the blocks.
-constexpr int kSpread = 4;
-template <Mask MASK>
-struct UnitD128 : Unit<MASK> {
-  static constexpr bool kCausal = MASK == Mask::causal, kWindow = MASK == Mask::window;
-  int part, parts;
-  bool spread;
-
-  __device__ __forceinline__ UnitD128(const ParametersD128& p, int unit)
-      : Unit<MASK>(p, unit), part(blockIdx.x % p.parts), parts(p.parts) {
-    spread = MASK == Mask::full && parts * kSpread <= this->query_tiles && this->key_tiles % parts == 0;
-  }
-
-  // The first query tile of a key tile, and the query tiles after and before a tile, in the block's order.
-  __device__ __forceinline__ int first(int key_tile) const {
-    if constexpr (kWindow) return this->end(key_tile) - 1;
-    return this->query_tiles - 1 - (spread ? part * kSpread : 0);
-  }
-  __device__ __forceinline__ int after(int tile) const {
-    return (MASK != Mask::full || tile > 0 ? tile : this->query_tiles) - 1;
-  }
-  __device__ __forceinline__ int before(int tile) const {
-    return MASK != Mask::full || tile + 1 < this->query_tiles ? tile + 1 : 0;
-  }
-
-  __device__ __forceinline__ int rounds() const { return divide_up(this->key_tiles, parts); }
-  // Whether the block has a key tile in a round, to which queries attend.
-  __device__ __forceinline__ bool has_tile(int round) const {
-    const int tile = key_tile(round);
-    return tile < this->key_tiles && (!kWindow || tile >= this->first_key_tile());
-  }
-  // The block's key tile in a round. In the last round it may be past the last tile.
-  __device__ __forceinline__ int key_tile(int round) const {
-    return round * parts + (round % 2 ? parts - 1 - part : part);
-  }
-  // The index of this block's addition to a tile of dQ. The order is by round, and within a round from the last block
-  // to the first. If the blocks are spread, those that reach the tile before they wrap around come first. With a window
-  // the order is that of the keys, because the block with the next key tile has two query tiles to process before the
-  // ones that both have.
-  __device__ __forceinline__ int turn(int round, int tile) const {
-    if constexpr (kWindow) return key_tile(round) - this->first_key_tile(tile);
-    const int before = round * parts;
-    if (spread) {
-      const int rank = min((this->query_tiles - 1 - tile) / kSpread, parts - 1) - part;
-      return before + (rank < 0 ? rank + parts : rank);
-    }
-    return before + (round % 2 ? parts - 1 : min(parts - 1, this->last_key_tile(tile) - before)) - part;
-  }
-  __device__ __forceinline__ int last_turn(int tile) const {
-    return this->last_key_tile(tile) - this->first_key_tile(tile);
-  }
-};
 
 // Whether an addition to dQ is one of several, the last of several, or the only one.
 enum StagingUse { kAdded, kLast, kAlone };
@@ -94,35 +32,18 @@ struct MemoryD128 {
   Mbarrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kGradientStages], dout_empty[kGradientStages],
       k_full[kKeyStages], k_empty[kKeyStages], v_full, v_empty, raw, dscores_full[kScoreStages],
       dscores_empty[kScoreStages], staging_free[2], staging_done[2], kept_full[2], kept_empty[2];
-  UnitD128<MASK> unit[2];  // for warpgroups 1 and 2, to save registers
+  TurnUnit<MASK> unit[2];  // for warpgroups 1 and 2, to save registers
   int staging_use;
+  Publications publications;
 };
 static_assert(sizeof(MemoryD128<Mask::window>) <= 227 * 1024);
-
-// Calls step(unit, round, query tile) for all of a block's steps, and start(unit, round) before the steps of a round.
-template <Mask MASK, class Start, class Step>
-__device__ __forceinline__ void for_each_step(const ParametersD128& p, Start start, Step step) {
-  for (int unit_round = 0;; ++unit_round) {
-    const int index = unit_of_round(unit_round, blockIdx.x / p.parts, gridDim.x / p.parts);
-    if (index >= p.sequences * p.heads) break;
-    const UnitD128<MASK> unit(p, index);
-    for (int round = 0; round < unit.rounds(); ++round) {
-      if (!unit.has_tile(round)) continue;
-      start(unit, round);
-      const int key_tile = unit.key_tile(round);
-      int tile = unit.first(key_tile);
-      for (int left = unit.end(key_tile) - unit.begin(key_tile); left > 0; --left, tile = unit.after(tile))
-        step(unit, round, tile);
-    }
-  }
-}
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
 // The producer: loads tiles. Rows past a sequence's end may belong to another sequence and are replaced by zeros,
 // because 0 * NaN would be NaN.
 template <Mask MASK>
-__device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD128<MASK>& memory) {
+__device__ __forceinline__ void load_tiles_d128(const Parameters& p, MemoryD128<MASK>& memory) {
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
   RingPosition<kQueryStages> q_stage;
@@ -153,7 +74,7 @@ __device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD
   bool values_due = false;  // v is loaded after the first query tile, because the query tile's stage is free earlier
   for_each_step<MASK>(
       p,
-      [&](const UnitD128<MASK>& unit, int round) {
+      [&](const TurnUnit<MASK>& unit, int round) {
         const int key_tile = unit.key_tile(round);
         memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
         start_loads(p.k, memory.k_full[k_stage.slot], memory.k[k_stage.slot], unit.head,
@@ -162,7 +83,7 @@ __device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD
         k_stage.next();
         values_due = true;
       },
-      [&](const UnitD128<MASK>& unit, int round, int tile) {
+      [&](const TurnUnit<MASK>& unit, int round, int tile) {
         const int key_tile = unit.key_tile(round);
         const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
         const int valid = unit.q.length - tile * kQueries, first = unit.q.first + tile * kQueries;
@@ -188,28 +109,30 @@ __device__ __forceinline__ void load_tiles_d128(const ParametersD128& p, MemoryD
 
 // Moves partial sums of dQ from the staging tile to the workspace, in order: the first one is stored, the others are
 // added. For the last one the sum is loaded into the staging tile, and warpgroups 1 and 2 write the result. Runs in one
-// thread, which waits for the previous additions before its own partial sum is complete.
-template <Mask MASK>
-__device__ __forceinline__ void sum_dq_d128(const ParametersD128& p, MemoryD128<MASK>& memory) {
+// thread, which waits for the previous additions before its own partial sum is complete. With dropout it releases the
+// counters itself, because there is no free warp.
+template <bool DROPOUT, Mask MASK>
+__device__ __forceinline__ void sum_dq_d128(const Parameters& p, MemoryD128<MASK>& memory) {
   const uint32_t staging = shared_address(memory.staging);
-  RingPosition<1> step;
+  RingPosition<1> step, publication;
   int *counter = nullptr, done = 0;  // published when the addition in flight is complete
   const auto finish = [&] {
     if (counter == nullptr) return;
     bulk_wait<0>();
-    if (p.parts > 1) store_relaxed(counter, done);
+    if (DROPOUT && p.blocks > 1) store_release(counter, done);
+    if (!DROPOUT && p.blocks > 1) memory.publications.send(counter, done, &publication);
     counter = nullptr;
   };
   const auto wait_for = [&](const int* turns, int turn) {
-    if (p.parts > 1) {
-      while (load_relaxed(turns) < turn) {
+    if (p.blocks > 1) {
+      while (load_acquire(turns) < turn) {
       }
     }
     fence_proxy_async_global();
   };
   for_each_step<MASK>(
-      p, [](const UnitD128<MASK>&, int) {},
-      [&](const UnitD128<MASK>& unit, int round, int tile) {
+      p, [](const TurnUnit<MASK>&, int) {},
+      [&](const TurnUnit<MASK>& unit, int round, int tile) {
         const int turn = unit.turn(round, tile);
         int* turns = p.turns + unit.tile + tile;
         float* sums = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloatsD128;
@@ -242,6 +165,7 @@ __device__ __forceinline__ void sum_dq_d128(const ParametersD128& p, MemoryD128<
         step.next();
       });
   finish();
+  if (!DROPOUT && p.blocks > 1) memory.publications.send(nullptr, 0, &publication);
 }
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
@@ -249,7 +173,7 @@ __device__ __forceinline__ void sum_dq_d128(const ParametersD128& p, MemoryD128<
 // Generates dropout's keep bits for 64 keys by 64 queries at a time, one word for each thread of warpgroup 1 or 2, in
 // the layout of draw_keep_bits(). One warp computes both tasks of a warpgroup.
 template <Mask MASK>
-__device__ __forceinline__ void draw_keep_bits_d128(const ParametersD128& p, MemoryD128<MASK>& memory, int number) {
+__device__ __forceinline__ void draw_keep_bits_d128(const Parameters& p, MemoryD128<MASK>& memory, int number) {
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
   const uint32_t low = (p.threshold & 127) * 0x01010101u;
@@ -259,8 +183,8 @@ __device__ __forceinline__ void draw_keep_bits_d128(const ParametersD128& p, Mem
   auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[number]) + 4 * t + part;
   uint32_t parity = 1;  // of kept_empty
   for_each_step<MASK>(
-      p, [](const UnitD128<MASK>&, int) {},
-      [&](const UnitD128<MASK>& unit, int round, int tile) {
+      p, [](const TurnUnit<MASK>&, int) {},
+      [&](const TurnUnit<MASK>& unit, int round, int tile) {
         const uint32_t block = unit.key_tile(round) * 2 + number, query = tile * kQueries + 16 * part + 2 * t;
 #pragma unroll 1
         for (int task = 0; task < 2; ++task) {

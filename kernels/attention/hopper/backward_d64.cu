@@ -11,10 +11,11 @@
 // in shared memory, where each thread has its own elements. If sequence lengths differ, blocks fetch the next pair from
 // a counter in order of decreasing work.
 //
-// For more queries, dQ is accumulated in the workspace by TMA reductions, and a group of blocks processes one pair: key
-// tiles are assigned to the blocks round-robin, and the blocks add to dQ in the order of the keys; the last one loads
-// the sum and writes dQ. The blocks of a group access the same queries at about the same time, so queries and sums stay
-// in L2. With one pair per block, the sums of 2,048 queries would take 134 MB.
+// For more queries this kernel is used with dropout; without dropout it is that of backward_long.cu. dQ is accumulated
+// in the workspace by TMA reductions, and a group of blocks processes one pair: key tiles are assigned to the blocks
+// round-robin, and the blocks add to dQ in the order of the keys; the last one loads the sum and writes dQ. The blocks
+// of a group access the same queries at about the same time, so queries and sums stay in L2. With one pair per block,
+// the sums of 2,048 queries would take 134 MB.
 //
 // With a window, blocks fetch chunks of keys (window.h) and accumulate dQ in shared memory, in a ring buffer of
 // kRingQueries queries. If two chunks contribute to a tile of dQ, the block with the higher keys stores its partial sum
@@ -28,13 +29,13 @@
 
 #include "attention/hopper/backward_d128.h"
 #include "attention/hopper/backward_launch.cuh"
+#include "attention/hopper/backward_long.h"
 #include "attention/hopper/backward_products.cuh"
 #include "attention/hopper/backward_sums.cuh"
 #include "attention/hopper/backward_tiles.cuh"
 #include "attention/hopper/call.h"
 #include "attention/op.h"
 #include "common/cuda/hopper.cuh"
-#include "common/cuda/reduce.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -88,13 +89,13 @@ Status launch_backward(const AttentionBackward& call, const Parameters& p, int p
   if (call.max_seqlen <= kOnChipQueries)
     return launch(backward_kernel<T, HEAD_DIM, DROPOUT, MASK, true>, grid, block, sizeof(Memory<true, MASK>),
                   call.stream, p);
-  if constexpr (HEAD_DIM == kHeadDim) {
+  if constexpr (HEAD_DIM == kHeadDim && DROPOUT) {
     auto* kernel = backward_kernel<T, HEAD_DIM, DROPOUT, MASK, false>;
     constexpr size_t memory = sizeof(Memory<false, MASK>);
     return p.blocks > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
                         : launch(kernel, grid, block, memory, call.stream, p);
   }
-  return bad_size("attention: the Hopper backward for head dim 32 supports up to 512 queries");
+  return bad_size("attention: this Hopper backward supports up to 512 queries");
 }
 
 // A block may wait for a block that fetched its chunk earlier, so the launch is cooperative.
@@ -131,7 +132,7 @@ Status set_window(const AttentionBackward& call, Parameters* p) {
   p->order = nullptr;
   p->taken = reinterpret_cast<int*>(call.workspace);
   if (longest > p->chunk_keys)
-    p->handed_over = reinterpret_cast<int*>(p->sums + call.heads * static_cast<int64_t>(p->tiles) * kSumFloats);
+    p->arrivals = reinterpret_cast<int*>(p->sums + call.heads * static_cast<int64_t>(p->tiles) * kSumFloats);
   return {};
 }
 
@@ -149,14 +150,12 @@ Status launch_typed(const AttentionBackward& call, Parameters p) {
   Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
   processors = std::min(processors, kMaxBlocks);
-  p.blocks = has_window(call) ? 1 : sharing_of(call, mask_of(call) == Mask::causal, processors).blocks;
+  p.blocks = has_window(call) ? 1 : sharing_of(call, mask_of(call) == Mask::causal, false, processors).blocks;
   status = initialize_sums(call, p);
   if (status.code == StatusCode::ok)
-    status = launch_statistics<T, HEAD_DIM>(call, p, statistics_in(call, kMaxBlocks), p.handed_over);
+    status = launch_statistics<T, HEAD_DIM>(call, p, statistics_in(call, kMaxBlocks), p.arrivals);
   if (status.code == StatusCode::ok) status = launch_kernel<T, HEAD_DIM>(call, p, processors);
-  if (status.code != StatusCode::ok || call.column_sums == nullptr) return status;
-  return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},
-                   static_cast<int>(call.sequences * p.blocks * kColumnPlaces), 3 * call.heads * kHeadDim, call.stream);
+  return status.code == StatusCode::ok ? sum_columns(call, p) : status;
 }
 
 }  // namespace
@@ -168,13 +167,13 @@ int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t h
                                      int64_t longest) {
   if (head_dim == kHeadDim128) return attention_backward_d128_workspace(sequences, heads, tokens, longest);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // at least as many as for dense sequences
-  const int64_t of_tile = 2 * kQueries + (longest > kOnChipQueries ? kSumFloats + 1 : 0);  // 1: Parameters::handed_over
+  const int64_t of_tile = 2 * kQueries + (longest > kOnChipQueries ? kSumFloats + 1 : 0);  // 1: Parameters::arrivals
   return (Count(heads) * tiles * of_tile + kMaxBlocks + order_floats(sequences)).value;
 }
 
 int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_dim, int64_t max_seqlen) {
   const Count units = Count(sequences) * heads;
-  return (units * max_blocks(units.value, max_seqlen) * (3 * kColumnPlaces) * head_dim).value;
+  return (units * max_blocks(units.value, max_seqlen, true) * (3 * kColumnParts) * head_dim).value;
 }
 
 Status attention_backward(const AttentionBackward& call) {
@@ -191,15 +190,13 @@ Status attention_backward(const AttentionBackward& call) {
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
+  if (call.head_dim == kHeadDim && call.max_seqlen > kOnChipQueries && call.seed == nullptr && !has_window(call))
+    return attention_backward_long(call);
   Parameters p{};
-  status = set_parameters(call, &p);
+  status = set_parameters_d64(call, &p);
   if (status.code != StatusCode::ok) return status;
-  p.column_parts = call.column_sums == nullptr ? nullptr : call.column_parts;
   p.progress = reinterpret_cast<uint32_t*>(call.workspace);
-  p.order = order_in(call, kMaxBlocks);
   p.taken = has_lengths(call) ? reinterpret_cast<int*>(call.workspace) : nullptr;
-  p.statistics = statistics_in(call, kMaxBlocks);
-  p.sums = statistics_in(call, kMaxBlocks) + call.heads * static_cast<int64_t>(p.tiles) * 2 * kQueries;
   if (has_window(call)) status = set_window(call, &p);
   if (status.code != StatusCode::ok) return status;
   if (call.dtype == DType::bf16)

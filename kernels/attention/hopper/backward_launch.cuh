@@ -10,6 +10,7 @@
 #include "attention/op.h"
 #include "common/count.h"
 #include "common/cuda/hopper.cuh"
+#include "common/cuda/reduce.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -27,12 +28,12 @@ __device__ __forceinline__ void rank_sequence(const Parameters& p, int sequence)
     return divide_up(k.length, kKeys) * (divide_up(q.length, kQueries) + 1);
   };
   const int own = work(sequence);
-  int place = 0;
+  int rank = 0;
   for (int first = 0; first < p.sequences; first += kStatisticsThreads) {
     const int other = first + threadIdx.x, its = other < p.sequences ? work(other) : -1;
-    place += __syncthreads_count(its > own || (its == own && other < sequence));
+    rank += __syncthreads_count(its > own || (its == own && other < sequence));
   }
-  if (threadIdx.x == 0) p.order[place] = sequence;
+  if (threadIdx.x == 0) p.order[rank] = sequence;
 }
 
 // Writes zeros to the gradients of a (sequence, head) pair that has no queries or no keys. Called by a whole block.
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   if (p.progress != nullptr && blockIdx.x + head + sequence == 0)
     for (int i = threadIdx.x; i < kMaxBlocks; i += kStatisticsThreads) p.progress[i] = 0;
   if (first == 0) {
-    if (p.column_parts != nullptr) clear_column_places(p, sequence, head);
+    if (p.column_parts != nullptr) clear_column_parts(p, sequence, head);
     if (p.order != nullptr && head == 0) rank_sequence(p, sequence);
     if constexpr (HEAD_DIM <= kHeadDim)
       store_empty_rows<T, HEAD_DIM>(p, sequence, head, q);  // backward_kernel_d128 writes them itself
@@ -190,6 +191,24 @@ inline Status set_parameters(const AttentionBackward& call, Parameters* p) {
   p->dv_scale = call.dropout_scale;
   p->window = Window::of(call.window_left, call.window_right, call.queries, call.keys);
   return status;
+}
+
+// Head dims 64 and 32: sets all parameters except those of one kernel. The workspace begins with kMaxBlocks integers.
+inline Status set_parameters_d64(const AttentionBackward& call, Parameters* p) {
+  const Status status = set_parameters(call, p);
+  float* statistics = statistics_in(call, kMaxBlocks);
+  p->column_parts = call.column_sums == nullptr ? nullptr : call.column_parts;
+  p->order = order_in(call, kMaxBlocks);
+  p->statistics = statistics;
+  p->sums = statistics + call.heads * static_cast<int64_t>(p->tiles) * 2 * kQueries;
+  return status;
+}
+
+// Adds up the partial column sums, if they are requested.
+inline Status sum_columns(const AttentionBackward& call, const Parameters& p) {
+  if (call.column_sums == nullptr) return {};
+  return sum_parts(call.column_parts, {call.column_sums, call.column_sums_dtype}, {},
+                   static_cast<int>(call.sequences * p.blocks * kColumnParts), 3 * call.heads * kHeadDim, call.stream);
 }
 
 }  // namespace hopper_backward

@@ -21,7 +21,7 @@ constexpr int kStageBytes = 2 * kQueryTileBytes;
 static_assert(kStageBytes == kKeyTileBytes);
 constexpr int kStatisticsBytes = 2 * kQueries * 4;
 constexpr int kSumFloats = kQueries * kHeadDim;  // dQ of a query tile
-constexpr int kColumnPlaces = 8;                 // partial column sums: one per warp of warpgroups 1 and 2
+constexpr int kColumnParts = 8;                  // partial column sums: one per warp of warpgroups 1 and 2
 
 struct Output {
   void* data;
@@ -36,6 +36,7 @@ struct Parameters {
   const float* statistics;  // [heads, tiles, 2, kQueries]: lse in units of log2, and delta
   float* sums;              // [heads, tiles, kSumFloats]: partial sums of dQ, unless they are in shared memory
   uint32_t* progress;       // [kMaxBlocks]: progress of each block's additions to the sums: see OrderedSums
+  int* turns;               // [heads, tiles]: the number of completed additions to a tile of the sums: see TurnUnit
   int* order;               // [sequences]: sequences sorted by decreasing work; null: not sorted
   int* taken;               // counter from which blocks fetch (sequence, head) pairs; null: the assignment is static
   int sequences, heads, queries, keys, max_seqlen, max_seqlen_k, tiles;
@@ -44,11 +45,11 @@ struct Parameters {
   float dq_scale;     // for dq and dk
   float dv_scale;
   int blocks;           // blocks per group; a group processes one (sequence, head) pair at a time
-  float* column_parts;  // [sequences, blocks, kColumnPlaces, 3, heads, kHeadDim], or null: see column_sums.cuh
+  float* column_parts;  // [sequences, blocks, kColumnParts, 3, heads, kHeadDim], or null: see column_sums.cuh
   // For Mask::window:
   Window window;
   int chunk_keys, slots;  // head dim 64: see window.h
-  int* handed_over;  // [heads, tiles], head dim 64: number of warps that have stored a partial dQ for another block
+  int* arrivals;  // [heads, tiles], head dim 64: number of warps that have stored a partial dQ for another block
 };
 
 // The tokens of a sequence, and the number of result rows to write for it, which includes padding.
@@ -205,8 +206,8 @@ __device__ __forceinline__ int end_key_tile(const Unit<MASK>& unit) {
 template <Mask MASK>
 struct Task {
   Unit<MASK> unit;
-  int key_tile;    // -1: there are no more
-  uint32_t place;  // index of the first query tile in the order of additions: see OrderedSums
+  int key_tile;       // -1: there are no more
+  uint32_t addition;  // index of the first query tile in the order of additions: see OrderedSums
 };
 
 // begin() and end() of a task's key tile. For windows the producer computes them.

@@ -71,23 +71,22 @@ struct DqStep<Mask::window> : ChunkStep {
 
 // Stores the partial sum of a tile in the workspace for the block that completes it, and increments a counter once per
 // warp. Each thread has its own elements.
-__device__ __forceinline__ void hand_over(const float (&value)[32], float* sum, int* handed_over) {
+__device__ __forceinline__ void store_partial_sum(const float (&value)[32], float* sum, int* arrivals) {
   float4* to = reinterpret_cast<float4*>(sum) + reload_tid() % kWarpgroup;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
     __stcg(to + i * kWarpgroup, make_float4(value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3]));
   __syncwarp();
   if (reload_tid() % 32 == 0)
-    asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(handed_over) : "memory");
+    asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(arrivals) : "memory");
   __syncwarp();
 }
 
 // Waits for the partial sum of the other block, and adds it.
-__device__ __forceinline__ void add_handed_over(float (&value)[32], const float* sum, const int* handed_over) {
+__device__ __forceinline__ void add_partial_sum(float (&value)[32], const float* sum, const int* arrivals) {
   if (reload_tid() % 32 == 0) {
-    while (load_relaxed(handed_over) < kWarpgroup / 32) {
+    while (load_acquire(arrivals) < kWarpgroup / 32) {
     }
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
   }
   __syncwarp();
   const float4* from = reinterpret_cast<const float4*>(sum) + reload_tid() % kWarpgroup;
@@ -126,9 +125,9 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK
     const Task<MASK>& task = memory.task[k_stage.slot];
     const Unit<MASK>& unit = task.unit;
     const int key_tile = task.key_tile;
-    const uint32_t place = task.place;
+    const uint32_t addition = task.addition;
     if (key_tile < 0) {
-      if constexpr (!ON_CHIP) sums.finish(place);
+      if constexpr (!ON_CHIP) sums.finish(addition);
       return;
     }
     for (int tile = task_begin(unit, key_tile); tile < task_end(unit, key_tile); ++tile, step.next()) {
@@ -142,7 +141,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK
         if constexpr (ON_CHIP)
           sums.load(dq, ring_tile<MASK>(tile));
         else
-          sums.load(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0);
+          sums.load(dq, sum, addition + tile, rank == 0 ? unit.query_tiles : 0);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -160,10 +159,10 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK
       fence_operand(dq);
       arrive_warp(memory.dscores_empty[step.slot][1]);
       if constexpr (MASK == Mask::window) {
-        if (last && dq_step.received) add_handed_over(dq, sum, p.handed_over + unit.tile + tile);
+        if (last && dq_step.received) add_partial_sum(dq, sum, p.arrivals + unit.tile + tile);
       }
       if (last && dq_step.given) {
-        if constexpr (MASK == Mask::window) hand_over(dq, sum, p.handed_over + unit.tile + tile);
+        if constexpr (MASK == Mask::window) store_partial_sum(dq, sum, p.arrivals + unit.tile + tile);
       } else if (last) {
         const int query = tile * kQueries;
         store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
@@ -171,11 +170,11 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK
         __syncwarp();  // otherwise the compiler assumes that warps diverge here and uses no uniform registers
         if (p.column_parts != nullptr)
           add_columns(dq, p.dq_scale,
-                      column_place(p, unit.sequence, rank, reload_tid() % kWarpgroup / 32, 0, unit.head));
+                      column_part(p, unit.sequence, rank, reload_tid() % kWarpgroup / 32, 0, unit.head));
       } else if constexpr (ON_CHIP) {
         sums.store(dq, ring_tile<MASK>(tile));
       } else {
-        sums.add(dq, sum, place + tile, rank == 0 ? unit.query_tiles : 0, key_tile == 0);
+        sums.add(dq, sum, addition + tile, rank == 0 ? unit.query_tiles : 0, key_tile == 0);
       }
     }
     if (key_tile == unit.first_key_tile()) store_zero_rows<T, HEAD_DIM>(p, unit);

@@ -98,11 +98,11 @@ __device__ __forceinline__ void finish_loads(const Mbarrier& landed, uint32_t pa
 
 template <bool DROPOUT, Mask MASK, bool ON_CHIP>
 __device__ __forceinline__ void publish_task(Memory<ON_CHIP, MASK>& memory, int slot, const Unit<MASK>& unit,
-                                             int key_tile, uint32_t place) {
+                                             int key_tile, uint32_t addition) {
   if (threadIdx.x % 32 == 0) {
     memory.task[slot].unit = unit;
     memory.task[slot].key_tile = key_tile;
-    memory.task[slot].place = place;
+    memory.task[slot].addition = addition;
   }
   if constexpr (DROPOUT) arrive_warp(memory.task_full[slot]);  // the warps that generate keep bits do not wait for k
 }
@@ -115,73 +115,118 @@ __device__ __forceinline__ int atomic_increment(int* counter) {
   return before;
 }
 
-// The producer: loads tiles and publishes tasks. Rows past a sequence's end may belong to another sequence and are
-// replaced by zeros, because 0 * NaN would be NaN. With ON_CHIP the block may fetch its next (sequence, head)
-// pair from a counter; it does so early, to hide the latency of the atomic.
+// Loads tiles into a block's memory. Rows past a sequence's end may belong to another sequence and are replaced by
+// zeros, because 0 * NaN would be NaN.
+template <class BlockMemory>
+class TileLoader {
+ public:
+  __device__ __forceinline__ TileLoader(const Parameters& p, BlockMemory& memory)
+      : p(p), memory(memory), foreign(p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr) {}
+
+  // Starts the loads of k and v of a key tile. publish(slot) publishes the task of the tile.
+  template <Mask MASK, class Publish>
+  __device__ __forceinline__ void load_keys(const Unit<MASK>& unit, int key_tile, Publish publish) {
+    const int first_key = unit.k.first + key_tile * kKeys, batch = batch_of(unit);
+    valid_keys = unit.k.length - key_tile * kKeys;
+    clear_keys = foreign && valid_keys < kKeys;
+    k = memory.k[k_stage.slot];
+    v = memory.v(stage.slot);
+    k_full = &memory.k_full[k_stage.slot];
+    v_full = &memory.stage_full[stage.slot];
+    memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
+    publish(k_stage.slot);
+    start_loads(clear_keys ? memory.raw[0] : *k_full, kKeyTileBytes,
+                [&](Mbarrier& landed) { tma_load(&p.k, landed, shared_address(k), 0, unit.head, first_key, batch); });
+    memory.stage_empty[stage.slot].wait(stage.parity ^ 1);
+    start_loads(clear_keys ? memory.raw[1] : *v_full, kKeyTileBytes,
+                [&](Mbarrier& landed) { tma_load(&p.v, landed, shared_address(v), 0, unit.head, first_key, batch); });
+    k_stage.next();
+    stage.next();
+  }
+
+  // Starts the loads of q, dout and the statistics of a query tile, and finishes those that have rows to clear.
+  template <Mask MASK>
+  __device__ __forceinline__ void load_queries(const Unit<MASK>& unit, int query_tile) {
+    const int valid = unit.q.length - query_tile * kQueries, first = unit.q.first + query_tile * kQueries;
+    const int batch = batch_of(unit);
+    const bool whole = !foreign || valid >= kQueries;
+    char *q = memory.q(stage.slot), *dout = memory.dout(stage.slot);
+    Mbarrier& full = memory.stage_full[stage.slot];
+    memory.stage_empty[stage.slot].wait(stage.parity ^ 1);
+    start_loads(whole ? full : memory.raw[2], 2 * kQueryTileBytes + kStatisticsBytes, [&](Mbarrier& landed) {
+      tma_load(&p.q, landed, shared_address(q), 0, unit.head, first, batch);
+      tma_load(&p.dout, landed, shared_address(dout), 0, unit.head, first, batch);
+      bulk_load(landed, shared_address(memory.statistics[stage.slot]),
+                p.statistics + static_cast<int64_t>(unit.tile + query_tile) * 2 * kQueries, kStatisticsBytes);
+    });
+    if (clear_keys) {  // the first query tile: all three loads are in flight
+      finish_loads(memory.raw[0], raw_keys.parity, *k_full, [&] { clear_rows(k, valid_keys, kKeys); });
+      finish_loads(memory.raw[1], raw_keys.parity, *v_full, [&] { clear_rows(v, valid_keys, kKeys); });
+      raw_keys.next();
+      clear_keys = false;
+    }
+    if (!whole) {
+      finish_loads(memory.raw[2], raw_queries.parity, full, [&] {
+        clear_rows(q, valid, kQueries);
+        clear_rows(dout, valid, kQueries);
+      });
+      raw_queries.next();
+    }
+    stage.next();
+  }
+
+  // Publishes that there are no more key tiles.
+  template <class Publish>
+  __device__ __forceinline__ void finish(Publish publish) {
+    memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
+    publish(k_stage.slot);
+    arrive_warp(memory.k_full[k_stage.slot]);
+  }
+
+ private:
+  template <Mask MASK>
+  __device__ __forceinline__ int batch_of(const Unit<MASK>& unit) const {
+    return p.cu_seqlens == nullptr ? unit.sequence : 0;
+  }
+
+  const Parameters& p;
+  BlockMemory& memory;
+  const bool foreign;
+  RingPosition<BlockMemory::kStages> stage;
+  RingPosition<2> k_stage;
+  RingPosition<1> raw_keys, raw_queries;
+  // Of the key tile whose loads were started last:
+  char *k, *v;
+  Mbarrier *k_full, *v_full;
+  int valid_keys;
+  bool clear_keys;
+};
+
+// The producer: loads tiles and publishes tasks. With ON_CHIP the block may fetch its next (sequence, head) pair from a
+// counter; it does so early, to hide the latency of the atomic.
 template <bool DROPOUT, Mask MASK, bool ON_CHIP>
 __device__ __forceinline__ void load_tiles(const Parameters& p, Memory<ON_CHIP, MASK>& memory) {
   const Share share(p);
-  const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
   const int units = count_units<MASK>(p, share);
-  RingPosition<Memory<ON_CHIP, MASK>::kStages> stage;
-  RingPosition<2> k_stage;
-  RingPosition<1> raw_keys, raw_queries;
-  uint32_t place = 0;
+  TileLoader<Memory<ON_CHIP, MASK>> loader(p, memory);
+  uint32_t addition = 0;
   int index = share.group, taken = 0;
   for (int round = 0; index < units; ++round) {
     if (ON_CHIP && p.taken != nullptr && threadIdx.x % 32 == 0) taken = atomic_increment(p.taken);
     Unit<MASK> unit = unit_at<MASK>(p, index);
-    const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
     for (int key_tile = first_key_tile(unit, share); key_tile - share.rank < end_key_tile(unit);
-         key_tile += p.blocks, place += unit.query_tiles) {
+         key_tile += p.blocks, addition += unit.query_tiles) {
       if (key_tile >= end_key_tile(unit)) continue;
       if constexpr (MASK == Mask::window) unit.query_range = unit.queries_of(key_tile);
-      const int valid_keys = unit.k.length - key_tile * kKeys, first_key = unit.k.first + key_tile * kKeys;
-      const bool whole_keys = !foreign || valid_keys >= kKeys;
-      char *k = memory.k[k_stage.slot], *v = memory.v(stage.slot);
-      Mbarrier &k_full = memory.k_full[k_stage.slot], &v_full = memory.stage_full[stage.slot];
-      memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
-      publish_task<DROPOUT>(memory, k_stage.slot, unit, key_tile, place);
-      start_loads(whole_keys ? k_full : memory.raw[0], kKeyTileBytes,
-                  [&](Mbarrier& landed) { tma_load(&p.k, landed, shared_address(k), 0, unit.head, first_key, batch); });
-      memory.stage_empty[stage.slot].wait(stage.parity ^ 1);
-      start_loads(whole_keys ? v_full : memory.raw[1], kKeyTileBytes,
-                  [&](Mbarrier& landed) { tma_load(&p.v, landed, shared_address(v), 0, unit.head, first_key, batch); });
-      k_stage.next();
-      stage.next();
-      for (int query_tile = task_begin(unit, key_tile); query_tile < task_end(unit, key_tile); ++query_tile) {
-        const int valid = unit.q.length - query_tile * kQueries, first = unit.q.first + query_tile * kQueries;
-        const bool whole = !foreign || valid >= kQueries;
-        char *q = memory.q(stage.slot), *dout = memory.dout(stage.slot);
-        Mbarrier& full = memory.stage_full[stage.slot];
-        memory.stage_empty[stage.slot].wait(stage.parity ^ 1);
-        start_loads(whole ? full : memory.raw[2], 2 * kQueryTileBytes + kStatisticsBytes, [&](Mbarrier& landed) {
-          tma_load(&p.q, landed, shared_address(q), 0, unit.head, first, batch);
-          tma_load(&p.dout, landed, shared_address(dout), 0, unit.head, first, batch);
-          bulk_load(landed, shared_address(memory.statistics[stage.slot]),
-                    p.statistics + static_cast<int64_t>(unit.tile + query_tile) * 2 * kQueries, kStatisticsBytes);
-        });
-        if (!whole_keys && query_tile == task_begin(unit, key_tile)) {  // all three loads are in flight
-          finish_loads(memory.raw[0], raw_keys.parity, k_full, [&] { clear_rows(k, valid_keys, kKeys); });
-          finish_loads(memory.raw[1], raw_keys.parity, v_full, [&] { clear_rows(v, valid_keys, kKeys); });
-          raw_keys.next();
-        }
-        if (!whole) {
-          finish_loads(memory.raw[2], raw_queries.parity, full, [&] {
-            clear_rows(q, valid, kQueries);
-            clear_rows(dout, valid, kQueries);
-          });
-          raw_queries.next();
-        }
-        stage.next();
-      }
+      loader.load_keys(unit, key_tile,
+                       [&](int slot) { publish_task<DROPOUT>(memory, slot, unit, key_tile, addition); });
+      for (int query_tile = task_begin(unit, key_tile); query_tile < task_end(unit, key_tile); ++query_tile)
+        loader.load_queries(unit, query_tile);
     }
     index = ON_CHIP && p.taken != nullptr ? share.groups + warp_uniform(taken)
                                           : unit_of_round(round + 1, share.group, share.groups);
   }
-  memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
-  publish_task<DROPOUT>(memory, k_stage.slot, Unit<MASK>{}, -1, place);
-  arrive_warp(memory.k_full[k_stage.slot]);
+  loader.finish([&](int slot) { publish_task<DROPOUT>(memory, slot, Unit<MASK>{}, -1, addition); });
 }
 
 // ---- warpgroup 0: dropout --------------------------------------------------------------------------------------------

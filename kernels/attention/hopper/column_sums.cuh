@@ -43,19 +43,19 @@ __device__ __forceinline__ void add_columns(const float (&value)[32], float fact
 // Column sums are only supported for head dim 64.
 __device__ __forceinline__ void add_columns(const float (&)[16], float, float*) {}
 
-// The partial sums of a warp for dq (which = 0), dk (1) or dv (2). `place`: the warp's index below kColumnPlaces;
+// The partial sums of a warp for dq (which = 0), dk (1) or dv (2). `warp`: the warp's index below kColumnParts;
 // `rank`: the block's index in its group.
-__device__ __forceinline__ float* column_place(const Parameters& p, int sequence, int rank, int place, int which,
-                                               int head) {
-  const int64_t part = (static_cast<int64_t>(sequence) * p.blocks + rank) * kColumnPlaces + place;
+__device__ __forceinline__ float* column_part(const Parameters& p, int sequence, int rank, int warp, int which,
+                                              int head) {
+  const int64_t part = (static_cast<int64_t>(sequence) * p.blocks + rank) * kColumnParts + warp;
   return p.column_parts + ((part * 3 + which) * p.heads + head) * kHeadDim;
 }
 
 // Zeros all partial sums of a (sequence, head) pair. Called by a whole block.
-__device__ __forceinline__ void clear_column_places(const Parameters& p, int sequence, int head) {
+__device__ __forceinline__ void clear_column_parts(const Parameters& p, int sequence, int head) {
   constexpr int kRow = kHeadDim / 4;
-  for (int i = threadIdx.x; i < p.blocks * kColumnPlaces * 3 * kRow; i += blockDim.x)
-    reinterpret_cast<float4*>(column_place(p, sequence, 0, 0, i / kRow, head))[i % kRow] = make_float4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < p.blocks * kColumnParts * 3 * kRow; i += blockDim.x)
+    reinterpret_cast<float4*>(column_part(p, sequence, 0, 0, i / kRow, head))[i % kRow] = make_float4(0, 0, 0, 0);
 }
 
 }  // namespace hopper_backward

@@ -1,10 +1,10 @@
 // Sums in global memory to which the blocks of a group add in a fixed order. A warpgroup stores an fp32 tile from
 // registers to shared memory, and a TMA reduction adds it in L2.
 //
-// All blocks of a group number their additions in the same way: the place of an addition increases with unit, round and
-// tile. At a place, the block of rank r adds to the tile after rank r - 1 has done so, and rank 0 after the last rank
-// has done so at the place one round earlier. Each block publishes its progress, a number below which all of its places
-// are complete, to the next block.
+// All blocks of a group number their additions in the same way: the index of an addition increases with unit, round and
+// tile. For each index, the block of rank r adds to the tile after the block of rank r - 1, and rank 0 adds after the
+// last rank has made its addition to the same tile in the previous round. Each block publishes its progress to the next
+// block: its additions with indices below that number are complete.
 //
 // One thread of a block issues all additions of the block and waits for the previous block. Before it waits, it
 // completes its own additions and publishes them. So the first of all outstanding additions (ordered by unit, round,
@@ -21,17 +21,19 @@ namespace fasttfm {
 namespace cuda {
 namespace hopper_backward {
 
-// Accesses to progress counters. Relaxed accesses suffice: bulk_wait() returns only when the additions are complete in
-// L2, and no other memory accesses have to be ordered with the counter.
+// Counters that order additions of different blocks. A bulk group that is complete is visible to the thread that waited
+// for it, and the release makes it visible to the block that acquires the counter. On sm_90, waits for completion and
+// for reads are the same instruction (DEPBAR on one scoreboard), so without the release (MEMBAR) the counter may reach
+// L2 before the additions: benchmarks/lab/backward_long.py shows it.
 template <class T>
-__device__ __forceinline__ T load_relaxed(const T* from) {
+__device__ __forceinline__ T load_acquire(const T* from) {
   T value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
 template <class T>
-__device__ __forceinline__ void store_relaxed(T* to, T value) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+__device__ __forceinline__ void store_release(T* to, T value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
 
 // Each thread has FLOATS values, a multiple of 4. In memory the values of a thread are at positions that only this
@@ -51,14 +53,14 @@ class OrderedSums {
   __device__ __forceinline__ OrderedSums(Memory& memory, int barrier, uint32_t* progress, const uint32_t* predecessor)
       : memory_(memory), barrier_(barrier), progress_(progress), predecessor_(predecessor) {}
 
-  // Adds `value` to the tile at `place`, or stores it if it is the `first`. Waits until the previous block has
-  // completed the place `place` - `distance`; the distance is the number of places of a round for rank 0, and otherwise
-  // 0.
-  __device__ __forceinline__ void add(const float (&value)[FLOATS], float* tile, uint32_t place, uint32_t distance,
+  // Adds `value` to a tile, or stores it if it is the `first`; `index` is the index of the addition. Waits until the
+  // previous block has completed the addition `index` - `distance`; the distance is the number of additions of a round
+  // for rank 0, and otherwise 0.
+  __device__ __forceinline__ void add(const float (&value)[FLOATS], float* tile, uint32_t index, uint32_t distance,
                                       bool first) {
     float4* staging = memory_.staging[buffer_];
     const int thread = reload_tid() % kWarpgroup;
-    if (thread == 0 && !first) poll(place + 1 - distance);
+    if (thread == 0 && !first) poll(index + 1 - distance);
 #pragma unroll
     for (int i = 0; i < FLOATS / 4; ++i)
       staging[i * kWarpgroup + thread] =
@@ -67,7 +69,7 @@ class OrderedSums {
     if (thread == 0) bulk_wait_read<0>();  // the other buffer is written next, so its reduction must have read it
     named_barrier_sync(barrier_, kWarpgroup);
     if (reload_tid() % kWarpgroup == 0) {
-      if (!first) wait_for(place, distance);
+      if (!first) wait_for(index, distance);
       if (first)
         bulk_store(tile, shared_address(staging), kTileFloats * 4);
       else
@@ -75,20 +77,20 @@ class OrderedSums {
       bulk_commit();
       if (++unpublished_ == kInterval) {
         bulk_wait<1>();  // for all but the last one
-        publish(place);
+        publish(index);
       }
     }
     buffer_ ^= 1;
   }
 
   // Loads the thread's own elements of a tile after the last addition to it.
-  __device__ __forceinline__ void load(float (&value)[FLOATS], const float* tile, uint32_t place, uint32_t distance) {
+  __device__ __forceinline__ void load(float (&value)[FLOATS], const float* tile, uint32_t index, uint32_t distance) {
     if (reload_tid() % kWarpgroup == 0) {
       if (unpublished_ > 0) {
         bulk_wait<0>();
-        publish(place);
+        publish(index);
       }
-      wait_for(place, distance);
+      wait_for(index, distance);
     }
     named_barrier_sync(barrier_, kWarpgroup);
     const float4* from = reinterpret_cast<const float4*>(tile) + reload_tid() % kWarpgroup;
@@ -102,23 +104,23 @@ class OrderedSums {
     }
   }
 
-  // Called after the last addition; all places are below `place`.
-  __device__ __forceinline__ void finish(uint32_t place) {
+  // Called after the last addition; all additions have indices below `index`.
+  __device__ __forceinline__ void finish(uint32_t index) {
     if (reload_tid() % kWarpgroup == 0) {
       bulk_wait<0>();
-      publish(place);
+      publish(index);
     }
   }
 
  private:
   static constexpr int kInterval = 4;  // additions between two publications
 
-  __device__ __forceinline__ void wait_for(uint32_t place, uint32_t distance) {
-    const uint32_t needed = place + 1 - distance;
+  __device__ __forceinline__ void wait_for(uint32_t index, uint32_t distance) {
+    const uint32_t needed = index + 1 - distance;
     poll(needed);
     if (seen_ < needed) {
       bulk_wait<0>();
-      publish(place);
+      publish(index);
       do poll(needed);
       while (seen_ < needed);
     }
@@ -128,13 +130,13 @@ class OrderedSums {
   // Reads the previous block's progress, unless it is already known to be far enough.
   __device__ __forceinline__ void poll(uint32_t needed) {
     if (seen_ >= needed || predecessor_ == progress_) return;
-    seen_ = load_relaxed(predecessor_);
+    seen_ = load_acquire(predecessor_);
   }
 
-  // Publishes that all places below `place` are complete.
-  __device__ __forceinline__ void publish(uint32_t place) {
-    store_relaxed(progress_, place);
-    if (progress_ == predecessor_) seen_ = place;
+  // Publishes that all additions with indices below `index` are complete.
+  __device__ __forceinline__ void publish(uint32_t index) {
+    store_release(progress_, index);
+    if (progress_ == predecessor_) seen_ = index;
     unpublished_ = 0;
   }
 

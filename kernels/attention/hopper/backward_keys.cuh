@@ -1,0 +1,247 @@
+// attention backward for Hopper: the stores of results, the masks, and the code that warpgroups 1 and 2 of the kernels
+// for head dim 64 have in common.
+#pragma once
+
+#include <type_traits>
+
+#include "attention/hopper/backward_tiles.cuh"
+#include "attention/hopper/column_sums.cuh"
+#include "attention/hopper/named_barriers.h"
+#include "common/cuda/approximations.cuh"
+
+namespace fasttfm {
+namespace cuda {
+namespace hopper_backward {
+
+// advance() as a 32-bit addition to the low word, which contains the address and does not overflow.
+__device__ __forceinline__ uint64_t advance_lo32(uint64_t descriptor, uint32_t bytes) {
+  return (descriptor & 0xffffffff00000000ull) | static_cast<uint32_t>(static_cast<uint32_t>(descriptor) + (bytes >> 4));
+}
+
+// ---- results ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int bit) {
+  const bool upper = (reload_tid() & bit) != 0;
+  const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? low : high, bit);
+  if (upper)
+    low = received;
+  else
+    high = received;
+}
+
+// Writes the first `rows` rows of a warpgroup's accumulator of 64 rows and 2 * COUNT columns, times `factor`. The four
+// threads of a row each hold pairs of columns; they exchange them by shuffles, so that each thread writes 8 consecutive
+// columns.
+template <class T, int COUNT>
+__device__ __forceinline__ void store_product(const float (&value)[COUNT], float factor, T* to, int64_t stride,
+                                              int rows) {
+  const int lane = reload_tid() % 32, row = reload_tid() % kWarpgroup / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int part = 0; part < COUNT / 16; ++part) {
+      uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 16 * part + 4 * i + 2 * half;
+        word[i] = narrow_word(value[at] * factor, value[at + 1] * factor, T{});
+      }
+      exchange(word[0], word[1], 1);
+      exchange(word[2], word[3], 1);
+      exchange(word[0], word[2], 2);
+      exchange(word[1], word[3], 2);
+      if (row + 8 * half < rows)  // in assembly, because the compiler would split the store into four
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + (row + 8 * half) * stride + 32 * part +
+                                                                      8 * (lane % 4)),
+                     "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+                     : "memory");
+    }
+}
+
+// Writes zeros to `rows` rows of COLUMNS columns. Called by THREADS threads, by default a warpgroup.
+template <int THREADS = kWarpgroup, int COLUMNS = kTileColumns, class T>
+__device__ __forceinline__ void store_zeros(T* to, int64_t stride, int rows) {
+  constexpr int kRow = COLUMNS / 8;  // vectors per row
+  for (int i = threadIdx.x % THREADS; i < kRow * rows; i += THREADS)
+    *reinterpret_cast<uint4*>(to + i / kRow * stride + i % kRow * 8) = make_uint4(0, 0, 0, 0);
+}
+
+template <class T>
+__device__ __forceinline__ T* row_of(const Output& output, const Parameters& p, int sequence, int head, int row) {
+  const int64_t batch = p.cu_seqlens == nullptr ? sequence : 0;
+  return static_cast<T*>(output.data) + batch * output.sequence + head * output.head + row * output.token;
+}
+
+// ---- masks -----------------------------------------------------------------------------------------------------------
+
+// Masks the scores of keys that are more than `right` after the query's position, or more than `left` before it. Most
+// tiles need only one of the two comparisons, or none.
+__device__ __forceinline__ void mask_window(float (&scores)[32], int key, int query, int keys, int offset,
+                                            const Window& window) {
+  const int lane = threadIdx.x % 32, row = key + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+  const int distance = row - (query + offset + lane % 4 * 2);  // from the thread's first query to its first key
+  if (key + 63 > query + offset + window.right) {              // some queries are too far before the keys
+    const int limit[2] = {distance - window.right, distance + 8 - window.right};
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if (i / 4 * 8 + i % 2 < limit[i % 4 / 2]) scores[i] = -__int_as_float(0x7f800000);
+  }
+  if (key < query + offset + 63 - window.left) {  // some queries are too far after the keys
+    const int limit[2] = {distance + window.left, distance + 8 + window.left};
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if (i / 4 * 8 + i % 2 > limit[i % 4 / 2]) scores[i] = -__int_as_float(0x7f800000);
+  }
+  if (key + 64 > keys) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if (row + i % 4 / 2 * 8 >= keys) scores[i] = -__int_as_float(0x7f800000);
+  }
+}
+
+// Masks the scores of 64 keys from `key` on and 64 queries from `query` on.
+template <Mask MASK>
+__device__ __forceinline__ void mask_scores(float (&scores)[32], int key, int query, const Unit<MASK>& unit) {
+  constexpr bool kCausal = MASK == Mask::causal;
+  const int keys = unit.k.length, offset = unit.offset();
+  if constexpr (MASK == Mask::window) {
+    mask_window(scores, key, query, keys, offset, unit.window);
+    return;
+  }
+  const bool whole = key + 64 <= keys && (!kCausal || key + 63 <= query + offset);
+  if (whole) return;
+  const int lane = threadIdx.x % 32, row = key + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const int own_key = row + i % 4 / 2 * 8, own_query = query + i / 4 * 8 + lane % 4 * 2 + i % 2;
+    if (own_key >= keys || (kCausal && own_key > own_query + offset)) scores[i] = -__int_as_float(0x7f800000);
+  }
+}
+
+// Rounds two floats to 16 bits and replaces negative ones by 0.
+__device__ __forceinline__ uint32_t narrow_relu(float low, float high, bf16_t) {
+  uint32_t word;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+__device__ __forceinline__ uint32_t narrow_relu(float low, float high, f16_t) {
+  uint32_t word;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
+// ptxas hoists a wgmma wait above computations that should overlap with the wgmma, but not across a branch. This branch
+// depends on `value` and is never taken, because no computation produces this NaN.
+__device__ __forceinline__ void prevent_hoist(float value) {
+  if (__any_sync(0xffffffffu, __float_as_uint(value) == 0x7fc0dead)) asm volatile("nanosleep.u32 0;");
+}
+
+// ---- warpgroups 1 and 2 ----------------------------------------------------------------------------------------------
+
+// The code that the kernels for head dim 64 have in common: iterating over key tiles, storing their gradients, and
+// storing dS. A step processes one query tile for one key tile.
+template <class T, int HEAD_DIM, Mask MASK, class BlockMemory>
+class KeyTiles {
+ protected:
+  // `number`: 0 or 1, which half of a tile's keys the warpgroup processes.
+  __device__ __forceinline__ KeyTiles(const Parameters& p, BlockMemory& memory, int number)
+      : p(p), memory(memory), number(number) {}
+
+  __device__ __forceinline__ const auto& unit() const { return task->unit; }
+  // The last key tile of a sequence may have keys only for the first warpgroup.
+  __device__ __forceinline__ bool has_keys() const { return first_key() < unit().k.length; }
+  __device__ __forceinline__ int first_key() const { return key_tile * kKeys + number * 64; }
+
+  __device__ __forceinline__ void next_key_tile() {
+    memory.k_full[k_stage.slot].wait(k_stage.parity);
+    task = &memory.task[k_stage.slot];
+    key_tile = task->key_tile;
+    k = shared_address(memory.k[k_stage.slot]) + number * 64 * kTileRowBytes;
+    k_stage.next();
+  }
+
+  // The two warpgroups alternate in computing weights, so that the wgmma of one overlap with the other's exponentials.
+  __device__ __forceinline__ void wait_for_turn() const { named_barrier_sync(kBackwardTurn + number, 2 * kWarpgroup); }
+  __device__ __forceinline__ void pass_turn() const {
+    named_barrier_arrive(kBackwardTurn + 1 - number, 2 * kWarpgroup);
+  }
+
+  // Performs the synchronization of a key tile that has no keys for this warpgroup: arrives at the same mbarriers and
+  // stores zeros as dS. Also zeros its rows of dk and dv. each_step() is called at the start of each step.
+  template <class Step>
+  __device__ __forceinline__ void skip_key_tile(Step each_step) {
+    memory.stage_full[stage.slot].wait(stage.parity);
+    arrive_warp(memory.stage_empty[stage.slot]);
+    stage.next();
+    const int row = unit().k.first + first_key(), rows = min(unit().k.stored - first_key(), 64);
+    constexpr auto zeros = store_zeros<kWarpgroup, HEAD_DIM, T>;
+    zeros(row_of<T>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows);
+    zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows);
+    const uint32_t nothing[16] = {};
+    int left = task_end(unit(), key_tile) - task_begin(unit(), key_tile);
+    for (; left > 0; --left) {  // the task may be overwritten after the last step
+      each_step();
+      memory.stage_full[stage.slot].wait(stage.parity);
+      wait_for_turn();
+      pass_turn();
+      store_dscores(nothing);
+      arrive_warp(memory.stage_empty[stage.slot]);
+      stage.next();
+      step.next();
+    }
+  }
+
+  // The address of a lane's row for ldmatrix and stmatrix of 16 rows and columns 0 to 15. Columns from 16 * c on are at
+  // the address ^ 32 * c.
+  __device__ __forceinline__ uint32_t matrix_address(const char* tile) const {
+    const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+    return shared_address(tile) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16;
+  }
+
+  // Loads the warpgroup's values from a stage into registers.
+  __device__ __forceinline__ void load_values(const RingPosition<BlockMemory::kStages>& at) {
+    memory.stage_full[at.slot].wait(at.parity);
+#pragma unroll
+    for (int c = 0; c < HEAD_DIM / 16; ++c) ldmatrix_x4(v + 4 * c, matrix_address(memory.v(at.slot)) ^ 32 * c);
+  }
+
+  // Stores dS in shared memory, from where warpgroup 3 reads it.
+  __device__ __forceinline__ void store_dscores(const uint32_t (&dscores)[16]) {
+    memory.dscores_empty[step.slot][number].wait(step.parity ^ 1);
+    const uint32_t to = matrix_address(memory.dscores[step.slot]);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) stmatrix_x4(to ^ 32 * c, dscores + 4 * c);
+    fence_proxy_async();
+    arrive_warp(memory.dscores_full[step.slot][number]);
+  }
+
+  // The rows of dk and dv of a key tile.
+  struct KeyRows {
+    int sequence, head, row, rows;
+  };
+  __device__ __forceinline__ KeyRows key_rows() const {
+    return {unit().sequence, unit().head, unit().k.first + first_key(), unit().k.stored - first_key()};
+  }
+  // Writes a gradient of a key tile, dk (1) or dv (2), and adds to its column sums.
+  __device__ __forceinline__ void store_gradient(const float (&value)[HEAD_DIM / 2], float factor, const Output& to,
+                                                 const KeyRows& at, int which) {
+    store_product(value, factor, row_of<T>(to, p, at.sequence, at.head, at.row), to.token, at.rows);
+    if (HEAD_DIM != kHeadDim || p.column_parts == nullptr) return;
+    add_columns(value, factor, column_part(p, at.sequence, Share(p).rank, reload_tid() / 32 - 4, which, at.head));
+  }
+
+  const Parameters& p;
+  BlockMemory& memory;
+  const int number;
+  const std::remove_reference_t<decltype(BlockMemory::task[0])>* task;
+  int key_tile;
+  RingPosition<BlockMemory::kStages> stage;
+  RingPosition<2> k_stage;
+  RingPosition<BlockMemory::kBuffers> step;
+  uint32_t v[HEAD_DIM / 4];
+  uint32_t k;  // shared address of the warpgroup's keys
+};
+
+}  // namespace hopper_backward
+}  // namespace cuda
+}  // namespace fasttfm
