@@ -31,7 +31,18 @@ from fasttfm.bench.timing import device_name, file_stem
 
 ROWS, COLUMNS, HEADS = 8, 128, 2
 CALLS = 100  # of a round; the launches stay below the limit of a GPU's queue
-FIELDS = ("op", "direction", "dropout", "dtype", "torch_us", "fasttfm_us", "ratio", "device", "torch_version", "fasttfm_version")
+FIELDS = (
+    "op",
+    "direction",
+    "dropout",
+    "dtype",
+    "torch_us",
+    "fasttfm_us",
+    "ratio",
+    "device",
+    "torch_version",
+    "fasttfm_version",
+)
 Call = Callable[[], Tensor]
 
 

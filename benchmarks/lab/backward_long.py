@@ -4,9 +4,10 @@
     python benchmarks/lab/backward_long.py stress LIBRARY SECONDS   # launches whose bits differ from the first one's
     python benchmarks/lab/backward_long.py time LIBRARY             # TFLOP/s of all variants, in turns
     python benchmarks/lab/backward_long.py package                  # TFLOP/s of the installed package, one JSON object
-    python benchmarks/lab/backward_long.py bits SECONDS             # calls of the package with other bits than the first
+    python benchmarks/lab/backward_long.py bits SECONDS             # the package's calls with other bits than the first
 
-``stress`` and ``bits`` find a wrong order of additions only if blocks of a head run at different speeds: run several processes.
+``stress`` and ``bits`` find a wrong order of additions only if blocks of a head run at different speeds: run several
+processes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ CASES = [(length, causal) for causal in (False, True) for length in (512, 1024, 
 PACKAGE_CASES = [
     *((length, causal, DIM, 0.0) for length, causal in CASES),
     *((length, causal, 128, 0.0) for causal in (False, True) for length in (512, 1024, 4096, 16384)),
-    *((length, causal, dim, 0.1) for dim in (DIM, 128) for length, causal in ((1024, False), (4096, False), (2048, True))),
+    *((length, causal, DIM, 0.1) for length, causal in ((1024, False), (4096, False), (2048, True))),
+    *((length, causal, 128, 0.1) for length, causal in ((1024, False), (4096, False), (2048, True))),
 ]
 
 

@@ -54,8 +54,10 @@ def _copy_kernel(
         rows = tl.where(rows < end, rows, padding)  # a token past S is one that the padded batch has no room for: 0
         row = packed + rows[:, None] * packed_stride + columns[None, :]
         tl.store(row, tl.load(pointers, mask=present, other=0), mask=inside & ((rows >= 0) & (rows < T))[:, None])
+        # A sequence that is longer than the padded batch: the rest of its rows, as far as they are in the tensor.
         covered = tl.num_programs(1) * BLOCK_S
-        for later in range(covered, end - begin, covered):  # a sequence that is longer than the padded batch
+        first = covered * tl.maximum(-begin // covered, 1)
+        for later in range(first, tl.minimum(end, T) - begin, covered):
             rows = begin + later + tokens
             row = packed + rows[:, None] * packed_stride + columns[None, :]
             zeros = tl.zeros((BLOCK_S, BLOCK_C), packed.dtype.element_ty)
