@@ -292,6 +292,18 @@ def test_the_norm_on_a_cpu(scale: float, dtype: torch.dtype, shape: tuple[int, i
     assert not cpu_norm([torch.tensor([1.0, math.inf]), gradients[1].float()]).isfinite()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_the_last_norm_is_that_of_unscaled_gradients(device: str) -> None:
+    (parameter,) = parameters = made((40,), device)
+    optimizer = AdamW(parameters, **OPTIONS, max_norm=0.5)
+    gradient = gradients_of(parameters, 0)[0]
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    scaler.scale((parameter * gradient).sum()).backward()
+    scaler.step(optimizer)
+    assert optimizer.last_norm is not None
+    assert optimizer.last_norm.item() == pytest.approx(gradient.norm().item(), rel=1e-6)
+
+
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 

@@ -86,7 +86,8 @@ class AdamW(torch.optim.AdamW):
         capturable: Accepted for compatibility with torch; the step can always be captured.
 
     Attributes:
-        last_norm: The norm of the gradients of the last step before clipping; None without ``max_norm``.
+        last_norm: The norm of the gradients of the last step before clipping, divided by ``grad_scale`` where a
+            gradient scaler has set it; None without ``max_norm``.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class AdamW(torch.optim.AdamW):
         )
         _native.core().adamw_cuda(*table.arguments(memory, self.max_norm, scale, found_inf))
         table.step_copies.written()
-        self.last_norm = memory.norm
+        self.last_norm = None if memory.norm is None else _unscaled(memory.norm, scale)
 
     def _table_of(self, given: _Given) -> _Table:
         """The table of the previous step, if the same parameters have gradients; otherwise a new one."""
@@ -186,8 +187,7 @@ class AdamW(torch.optim.AdamW):
         _check_on_cpu(given)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.max_norm is not None:
-            self.last_norm = self.gradient_norm()
-            norm = self.last_norm if scale is None else self.last_norm / scale
+            norm = self.last_norm = _unscaled(self.gradient_norm(), scale)
             clipping = ((norm + 1e-6) / self.max_norm).clamp(min=1.0)
             scale = clipping if scale is None else clipping * scale
             if found_inf is not None:
@@ -258,6 +258,10 @@ class AdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._enroll()
+
+
+def _unscaled(norm: Tensor, scale: Tensor | None) -> Tensor:
+    return norm if scale is None else norm / scale
 
 
 def _check_on_cpu(given: _Given) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fasttfm import models
+from fasttfm.optim import AdamW
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, compare
-from fasttfm.train import Lamb, parameter_groups
+from fasttfm.train import Lamb, Schedule, ScheduleSettings, parameter_groups
 
 LR, BETAS, EPS, DECAY = 0.02, (0.9, 0.99), 1e-6, 0.1
 
@@ -187,3 +188,27 @@ def test_lamb_with_a_gradient_scaler() -> None:
         assert optimizer.state[parameter]["step"] == 2
         found.append(parameter.detach())
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", [AdamW, Lamb])
+@pytest.mark.parametrize("rate", [0.5, 1, torch.tensor(0.25)])
+def test_a_schedule_continues_during_warmup(kind: Any, rate: Any) -> None:
+    """Whether it is made before or after the optimizer's state is loaded."""
+    settings = ScheduleSettings(steps=10, warmup=4)
+
+    def made() -> Any:
+        one, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+        return kind([{"params": [one], "lr": 2.0}, {"params": [other]}], lr=copy.deepcopy(rate))
+
+    whole = made()
+    schedule = Schedule(whole, settings)
+    expected = [(schedule.set(step), [float(group["lr"]) for group in whole.param_groups]) for step in range(10)]
+    for before in (True, False):
+        first, second = made(), made()
+        Schedule(first, settings).set(1)
+        schedule = Schedule(second, settings)
+        second.load_state_dict(copy.deepcopy(first.state_dict()))
+        if not before:
+            schedule = Schedule(second, settings)
+        for step in range(2, 10):
+            assert (schedule.set(step), [float(group["lr"]) for group in second.param_groups]) == expected[step]

@@ -20,6 +20,7 @@ from fasttfm.models.families import FAMILIES
 from fasttfm.models.family import Head
 from fasttfm.models.outputs import QuestionAnsweringOutput
 from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.models.text_model import LAST_STATES
 
 
 class Output(Enum):
@@ -122,7 +123,7 @@ class Network:
     def _states(self, inputs: Inputs) -> Tensor:
         """[T, width of the layers], in fp32 if several layers are combined"""
         last = self.layers == Layers()
-        encoded = self.base.encode(**self._arguments(inputs), output_hidden_states=not last)
+        encoded = self.base.encode(**{**self._arguments(inputs), "output_hidden_states": not last})
         if last:
             return encoded.x
         assert encoded.hidden_states is not None
@@ -144,6 +145,7 @@ class Network:
             "token_type_ids": segments,
             "cu_seqlens": inputs.cu_seqlens,
             "max_seqlen": inputs.max_seqlen,
+            **LAST_STATES,
         }
 
 

@@ -49,6 +49,7 @@ class BertConfig(ModelConfig):
         "large": {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096},
     }
     required: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **ModelConfig.required,
         "position_embedding_type": ("absolute",),
         "is_decoder": (False,),
         "add_cross_attention": (False,),

@@ -25,11 +25,16 @@ class ModelConfig:
     model_type: ClassVar[str] = ""
     sizes: ClassVar[dict[str, dict[str, Any]]] = {}  # named sizes: the fields in which they differ from the defaults
     config_files: ClassVar[tuple[str, ...]] = (CONFIG,)  # names of its file in checkpoints; the first is written
-    required: ClassVar[dict[str, tuple[Any, ...]]] = {}  # the supported values of fields that we do not have
+    required: ClassVar[dict[str, tuple[Any, ...]]] = {  # the supported values of fields that we do not have
+        "return_dict": (True, None),
+        "torchscript": (False, None),
+    }
 
     num_labels: int = 2
     problem_type: str | None = None
     tie_word_embeddings: bool = True
+    output_hidden_states: bool | None = False  # what calls return that do not say it themselves
+    output_attentions: bool | None = False
     extra: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -51,12 +56,6 @@ class ModelConfig:
         found = read_json(path)
         if found.get("model_type", cls.model_type) != cls.model_type:
             raise CheckpointError(f"{path}: model_type: expected {cls.model_type!r}, got {found['model_type']!r}")
-        for name, allowed in cls.required.items():
-            if name in found and found[name] not in allowed:
-                expected = " or ".join(repr(value) for value in allowed)
-                raise CheckpointError(
-                    f"{path}: {name}: expected {expected} (others are not supported), got {found[name]!r}"
-                )
         labels = found.get("id2label") or {}
         if not isinstance(labels, dict) or not all(number.isdigit() for number in labels):
             raise CheckpointError(f"{path}: id2label: expected an object with a label for each number, got {labels!r}")
@@ -80,6 +79,10 @@ class ModelConfig:
             raise ValueError(f"{type(self).__name__}: {wrong}")
 
     def _wrong(self) -> str | None:
+        for name, allowed in self.required.items():
+            if name in self.extra and self.extra[name] not in allowed:
+                expected = " or ".join(repr(value) for value in allowed if value is not None)
+                return f"{name}: expected {expected} (others are not supported), got {self.extra[name]!r}"
         for name, accepts, expected in _rules(type(self)):
             if not accepts(value := getattr(self, name)):
                 return f"{name}: expected {expected}, got {value!r}"

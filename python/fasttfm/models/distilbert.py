@@ -45,7 +45,7 @@ class DistilBertConfig(ModelConfig):
         "tiny": {"n_layers": 2, "dim": 128, "n_heads": 2, "hidden_dim": 512},
         "base": {},
     }
-    required: ClassVar[dict[str, tuple[Any, ...]]] = {"sinusoidal_pos_embds": (False,)}
+    required: ClassVar[dict[str, tuple[Any, ...]]] = {**ModelConfig.required, "sinusoidal_pos_embds": (False,)}
 
     vocab_size: int = 30522
     max_position_embeddings: int = 512

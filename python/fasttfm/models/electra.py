@@ -40,7 +40,7 @@ from fasttfm.models.objectives import ReplacedTokenDetection
 from fasttfm.models.outputs import LMOutput, ModelOutput
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.roberta import ClassificationHead
-from fasttfm.models.text_model import Encoded, Layout
+from fasttfm.models.text_model import LAST_STATES, Encoded, Layout
 from fasttfm.nn import Embeddings, MaskedLMHead, PackedBatch
 from fasttfm.nn.lm_heads import IGNORED, Sampled
 from fasttfm.nn.parts import linear_activation
@@ -301,7 +301,7 @@ class ElectraForJointPreTraining(PretrainedModel):
         ids = batch.pack(input_ids)
         segments = None if token_type_ids is None else batch.pack(token_type_ids.expand_as(input_ids))
         token_positions = self.discriminator.encoder.positions(input_ids, ids, position_ids, batch)
-        packed: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
+        packed: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, **LAST_STATES}
 
         encoded = self.generator.encoder.encode(ids, None, segments, token_positions, **packed)
         words = batch.pack(labels) if positions is None else labels

@@ -50,7 +50,7 @@ from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import IGNORED, NextSentence
 from fasttfm.models.outputs import ModelOutput, States
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.models.text_model import Encoded, Layout
+from fasttfm.models.text_model import LAST_STATES, Encoded, Layout
 from fasttfm.nn import AlignedEntities, KnowledgeLayer, KnowledgeTransformer, PackedBatch, PackedLayer
 from fasttfm.nn.losses import token_loss
 from fasttfm.nn.parts import masked_lm_transform
@@ -430,8 +430,8 @@ class KnowledgePretraining(NextSentence):
 
     def forward(self, batch: Any) -> tuple[Tensor, ...]:
         model: ErnieKnowledgeForPreTraining = self.model
-        layout = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, "entities": batch.entities}
-        encoded = model.encoder.encode(batch.input_ids, None, batch.token_type_ids, **layout)
+        layout: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, **LAST_STATES}
+        encoded = model.encoder.encode(batch.input_ids, None, batch.token_type_ids, entities=batch.entities, **layout)
         logits = self.sentences(model.encoder.pool(encoded)).float()
         sentences = functional.cross_entropy(logits, batch.sentence_labels, reduction="sum", ignore_index=IGNORED)
         return self.masked_lm(encoded, batch), sentences, model.entity_loss(encoded, batch.entity_targets, "sum")

@@ -39,6 +39,7 @@ class GPTConfig(ModelConfig):
     """The common fields of all GPT configurations."""
 
     required: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **ModelConfig.required,
         "summary_type": ("cls_index",),
         "summary_use_proj": (True,),
         "summary_proj_to_labels": (True,),

@@ -186,7 +186,7 @@ class ModernBertModel(BertModel):
         position_ids: Tensor | None = None,
         **layout: Any,
     ) -> Encoded:
-        if position_ids is not None and layout.get("output_attentions"):
+        if position_ids is not None and self.outputs(None, layout.get("output_attentions"))[1]:
             expected = "None with output_attentions (weights are computed for each token's own index)"
             raise ValueError(f"{type(self).__name__}: position_ids: expected {expected}, got a tensor")
         given = None if position_ids is None else position_ids.expand_as(input_ids)

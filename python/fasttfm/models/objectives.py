@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fasttfm import ops
-from fasttfm.models.text_model import Encoded, TextModel
+from fasttfm.models.text_model import LAST_STATES, Encoded, TextModel
 from fasttfm.nn import PackedLayer, PackedTransformer
 
 IGNORED = -100
@@ -168,13 +168,13 @@ class CausalLM(Pretraining):
 
 
 def _encoded(model: TextModel, batch: Any) -> Encoded:
-    layout = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
+    layout: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, **LAST_STATES}
     return model.encode(batch.input_ids, None, batch.token_type_ids, **layout)
 
 
 def _logits_at(model: Any, body: TextModel, ids: Tensor, position: int) -> Tensor:
     cu_seqlens = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
-    encoded = body.encode(ids, None, None, cu_seqlens=cu_seqlens, max_seqlen=len(ids))
+    encoded = body.encode(ids, None, None, cu_seqlens=cu_seqlens, max_seqlen=len(ids), **LAST_STATES)
     logits: Tensor = model.lm_head(encoded.x[position])
     return logits
 

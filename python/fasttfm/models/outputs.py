@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,8 @@ from torch import Tensor
 
 @dataclass
 class ModelOutput:
-    """Attributes that are not None can also be read by index, in order, as in transformers."""
+    """Attributes that are not None can also be read by index, in order, or as from a dictionary, as in transformers.
+    Iteration is over their values."""
 
     def __init_subclass__(cls) -> None:
         # Distributed wrappers and torch.export look for the tensors inside.
@@ -25,8 +25,8 @@ class ModelOutput:
         )
 
     @classmethod
-    def _names(cls) -> list[str]:
-        return [each.name for each in dataclasses.fields(cls)]
+    def _names(cls) -> tuple[str, ...]:
+        return cls.__match_args__  # the fields, in a form that torch.compile can read
 
     def to_tuple(self) -> tuple[Any, ...]:
         values = (getattr(self, name) for name in self._names())
@@ -34,6 +34,19 @@ class ModelOutput:
 
     def keys(self) -> list[str]:
         return [name for name in self._names() if getattr(self, name) is not None]
+
+    def values(self) -> list[Any]:
+        return [getattr(self, name) for name in self.keys()]
+
+    def items(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self.keys()]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return getattr(self, key) if key in self else default
+
+    def __contains__(self, key: object) -> bool:
+        """Whether there is an attribute of this name that is not None, as in transformers."""
+        return key in self.keys()
 
     def __getitem__(self, key: int | slice | str) -> Any:
         return getattr(self, key) if isinstance(key, str) else self.to_tuple()[key]

@@ -74,6 +74,9 @@ class RobertaModel(BertModel):
         if position_ids is not None:
             return batch.pack(position_ids.expand_as(input_ids))
         padding = self.config.pad_token_id
+        if padding is None:
+            expected = "a number, after which positions start, or position_ids in the call"
+            raise ValueError(f"{type(self).__name__}: pad_token_id: expected {expected}, got None")
         words = input_ids != padding
         if batch.shape is not None:
             return batch.pack(words.cumsum(1) * words + padding)

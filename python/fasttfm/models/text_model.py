@@ -21,8 +21,12 @@ class Layout(TypedDict, total=False):
     lengths: Sequence[int] | Tensor | None
     cu_seqlens: Tensor | None
     max_seqlen: int | None
-    output_hidden_states: bool
-    output_attentions: bool
+    output_hidden_states: bool | None  # the configuration's if None
+    output_attentions: bool | None
+
+
+# For callers that only read the states of the last layer, whatever the configuration says.
+LAST_STATES: Layout = {"output_hidden_states": False, "output_attentions": False}
 
 
 class Encoded(NamedTuple):
@@ -49,6 +53,11 @@ class BaseModel(PretrainedModel):
     base = True
     embeddings: Any
     encoder: PackedTransformer
+
+    def outputs(self, hidden_states: bool | None, attentions: bool | None) -> tuple[bool, bool]:
+        """Whether a call returns hidden states and attention weights: as it says, else as the configuration says."""
+        found = self.config.output_hidden_states if hidden_states is None else hidden_states
+        return bool(found), bool(self.config.output_attentions if attentions is None else attentions)
 
     def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
         """Every layer's attention weights [sequences, H, S, S], for inspection; padding is at the end."""
@@ -99,8 +108,8 @@ class TextModel(BaseModel):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         *,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         reads_first: bool = False,
         **layout: Any,
     ) -> Encoded:
@@ -108,6 +117,7 @@ class TextModel(BaseModel):
         if not torch.compiler.is_compiling() and torch.jit.is_tracing():
             use = "torch.compile, torch.export or fasttfm.models.export_onnx"
             raise RuntimeError(f"{type(self).__name__}: torch.jit.trace would record one batch's sizes; use {use}")
+        output_hidden_states, output_attentions = self.outputs(output_hidden_states, output_attentions)
         layout, others = _split(layout)
         for name in others:
             if name not in self.layer_inputs:

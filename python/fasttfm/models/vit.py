@@ -46,7 +46,7 @@ class ViTConfig(ModelConfig):
         "large": _sizes(1024, 24, 16),
         "huge": _sizes(1280, 32, 16, patch_size=14, encoder_stride=14),
     }
-    required: ClassVar[dict[str, tuple[Any, ...]]] = {"pooler_act": ("tanh",)}
+    required: ClassVar[dict[str, tuple[Any, ...]]] = {**ModelConfig.required, "pooler_act": ("tanh",)}
 
     hidden_size: int = 768
     num_hidden_layers: int = 12
@@ -171,8 +171,8 @@ class ViTModel(ViTParts, BaseModel):
         bool_masked_pos: Tensor | None = None,
         interpolate_pos_encoding: bool | None = None,
         *,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> BaseModelOutput:
         """Runs the model over ``pixel_values`` [B, channels, height, width]. ``bool_masked_pos`` [B, patches] is true
         for patches that the mask token replaces; ``interpolate_pos_encoding`` allows images of other sizes."""
@@ -197,10 +197,11 @@ class ViTModel(ViTParts, BaseModel):
         bool_masked_pos: Tensor | None = None,
         interpolate_pos_encoding: bool | None = None,
         *,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> Encoded:
         """The packed states of the last layer, for this module's own forward."""
+        output_hidden_states, output_attentions = self.outputs(output_hidden_states, output_attentions)
         masked = None if bool_masked_pos is None else bool_masked_pos.bool()
         x = self.embeddings(pixel_values, masked, interpolate=bool(interpolate_pos_encoding))
         batch = PackedBatch.full(x[..., 0])
@@ -237,8 +238,8 @@ class ViTForImageClassification(ViTHead):
         labels: Tensor | None = None,
         interpolate_pos_encoding: bool | None = None,
         *,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> ClassifierOutput:
         encoded = self.vit.encode(
             pixel_values,
@@ -279,8 +280,8 @@ class ViTForMaskedImageModeling(ViTHead):
         bool_masked_pos: Tensor | None = None,
         interpolate_pos_encoding: bool | None = None,
         *,
-        output_hidden_states: bool = False,
-        output_attentions: bool = False,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> MaskedImageOutput:
         """With ``bool_masked_pos`` the loss is the mean of |pixel - reconstruction| over masked patches."""
         stride, patch = self.config.encoder_stride, self.config.patch()

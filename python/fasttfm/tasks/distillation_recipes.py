@@ -56,7 +56,8 @@ def encode(model: PretrainedModel, batch: Any, hidden_states: bool = False) -> E
     """Encodes a packed batch, without segments if the model has none."""
     base = base_of(model)
     segments = None if base.embeddings.segment is None else batch.token_type_ids
-    layout = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, "output_hidden_states": hidden_states}
+    layout: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
+    layout |= {"output_hidden_states": hidden_states, "output_attentions": False}
     return base.encode(batch.input_ids, token_type_ids=segments, **layout)
 
 

@@ -16,6 +16,7 @@ from fasttfm.data.images import ImageExample, ImageFormat, as_pixels, read_image
 from fasttfm.data.lines import DataError
 from fasttfm.models.checkpoint_files import CheckpointError, read_json
 from fasttfm.models.family import Family, Head
+from fasttfm.models.text_model import LAST_STATES
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch
 from fasttfm.tasks.labels import ClassifyTask
 from fasttfm.tasks.task import Language, Task
@@ -88,7 +89,7 @@ class ImageBatch(TaskBatch):
         return len(self.features) * self.max_seqlen
 
     def inputs(self) -> dict[str, Any]:
-        return dict(self.others)
+        return {**LAST_STATES, **self.others}
 
 
 class ImageTask(ClassifyTask):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.inference.formats import Format, Tokens
+from fasttfm.models.text_model import LAST_STATES
 
 __all__ = ["Feature", "Format", "TaskBatch", "Tokens", "by_budget", "by_count", "collate", "keep_arrays", "truncation"]
 LENGTH_STEP = 64  # max_seqlen is rounded up to a multiple of it, so that few different values occur
@@ -64,7 +65,8 @@ class TaskBatch:
     def inputs(self) -> dict[str, Any]:
         """The model's arguments, without targets."""
         names = ("input_ids", "token_type_ids", "cu_seqlens", "max_seqlen")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None} | self.others
+        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {**own, **LAST_STATES, **self.others}
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> TaskBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))

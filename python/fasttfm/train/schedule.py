@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fasttfm.train.settings import ScheduleSettings
@@ -24,22 +25,26 @@ def factor(settings: ScheduleSettings, step: int) -> float:
 
 
 class Schedule:
-    """Sets the learning rates of an optimizer: the rate of each parameter group times the factor of the step."""
+    """Sets the learning rates of an optimizer: the rate of each parameter group times the factor of the step.
+
+    The rate of a group is its ``initial_lr``, as with the schedulers of torch: its first ``lr``, which is part of the
+    optimizer's state, so that a state that was saved during warmup can be loaded before the schedule is made.
+    """
 
     def __init__(self, optimizer: Optimizer, settings: ScheduleSettings) -> None:
         self.optimizer = optimizer
         self.settings = settings
-        self.rates = [_as_fp32(group["lr"]) for group in optimizer.param_groups]
+        self.rates = [_as_fp32(group.setdefault("initial_lr", float(group["lr"]))) for group in optimizer.param_groups]
 
     def set(self, step: int) -> float:
         """Prepares ``step``; returns the largest learning rate."""
         found = factor(self.settings, step)
         rates = [_as_fp32(rate * found) for rate in self.rates]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            if isinstance(group["lr"], float):
-                group["lr"] = rate
-            else:  # a tensor, which a CUDA graph reads
+            if isinstance(group["lr"], Tensor):  # which a CUDA graph reads
                 group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         return max(rates)
 
 
