@@ -57,6 +57,18 @@ def test_counts(backend: str) -> None:
     assert result.predictions == B // 2
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_a_label_of_a_negative_is_refused(dtype: torch.dtype) -> None:
+    queries, keys = drawn()
+    labels = torch.arange(B, dtype=dtype).flip(0)
+    contrastive_loss(queries, keys, keys, labels=labels)
+    labels[2] = B
+    with pytest.raises(ValueError, match=rf"labels: expected indices in \[0, {B}\) or -100, got {B} at 2"):
+        contrastive_loss(queries, keys, keys, labels=labels)
+    with pytest.raises(ValueError, match=f"labels: expected .*, got {2 * B} at 2"):  # found by the op, as on a GPU
+        torch.compile(contrastive_loss, backend="eager")(queries, keys, keys, labels=labels)
+
+
 def test_the_score_matrix_is_never_materialized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks have as many rows as their bytes allow, and nothing of the size of the scores is saved for the
     backward."""

@@ -54,6 +54,20 @@ def part(rows: int, marks: int, seed: int) -> Part:
     return Part(x, x[:, 0] - x[:, 1], torch.arange(marks))
 
 
+def test_an_optimizer_that_ignores_clipping_is_refused() -> None:
+    model = module()
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model.parameters(), foreach=True)):
+        with pytest.raises(ValueError, match="Trainer: optimizer: expected one that reads grad_scale and found_inf"):
+            Trainer(model, OBJECTIVE, optimizer, Schedule(optimizer, ScheduleSettings(3)), StepSettings(clip=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    before = [each.detach().clone() for each in model.parameters()]
+    Trainer(model, OBJECTIVE, optimizer, Schedule(optimizer, ScheduleSettings(3)), StepSettings(clip=0.1)).step(
+        [part(5, 2, seed=0)]
+    )
+    moved = torch.stack([(old - new).square().sum() for old, new in zip(before, model.parameters(), strict=True)]).sum()
+    assert moved.sqrt().item() == pytest.approx(0.1, rel=1e-4)
+
+
 def module() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 2))

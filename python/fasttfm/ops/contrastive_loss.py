@@ -12,6 +12,7 @@ from torch import Tensor
 from fasttfm.kernels.vocabulary.cross_entropy import Loss
 from fasttfm.ops import checks, linear, vocabulary
 from fasttfm.ops.backends import BackendTable, requested
+from fasttfm.ops.library import is_plain
 from fasttfm.ops.linear_cross_entropy import BACKENDS, Call, CountedLoss, vocabulary_loss
 
 OP = "contrastive_loss"
@@ -56,6 +57,10 @@ def contrastive_loss(
     Returns:
         The loss in fp32 (fp64 for fp64). Under autocast everything is cast to its type first, as around
         ``torch.nn.Linear``.
+
+    Raises:
+        ValueError: For a label that is not a row of ``keys``. On the CPU this call raises. On a GPU the loss is NaN,
+            and a later call or ``fasttfm.ops.check_errors()`` raises.
     """
     queries, keys, negatives = linear.autocast(queries, keys, negatives)
     _check(queries, keys, negatives, labels, temperature)
@@ -69,11 +74,12 @@ def contrastive_loss(
         offset = torch.distributed.get_rank(group) * len(keys)
         everyone = _Gathered.apply(keys, group)
         negatives = None if negatives is None else _Gathered.apply(negatives.flatten(0, -2), group)
+    candidates = everyone if negatives is None else torch.cat([everyone, negatives.flatten(0, -2)])
     if labels is None:
         labels = torch.arange(offset, offset + len(queries), device=queries.device)
-    elif offset:
-        labels = torch.where(labels == -100, labels, labels + offset)
-    candidates = everyone if negatives is None else torch.cat([everyone, negatives.flatten(0, -2)])
+    else:  # a row that is not one of this rank's keys names no candidate, so that the kernels refuse it on a GPU, too
+        named = torch.where((labels >= 0) & (labels < len(keys)), labels + offset, len(candidates))
+        labels = torch.where(labels == -100, labels, named)
     call = Call(OP, _loss(temperature, counts), reduction, requested(backend))
     result = vocabulary_loss(queries, candidates, None, labels, call, total=total)
     found = result.loss
@@ -121,6 +127,8 @@ def _check(queries: Any, keys: Any, negatives: Any, labels: Any, temperature: An
         linear.check_weight(OP, "negatives", rows, queries.shape[1], queries, like="queries")
     if labels is not None:
         vocabulary.check_indices(OP, "labels", labels, (len(queries),), like=queries)
+        if is_plain((labels,)):
+            vocabulary.check_values(OP, "labels", labels, len(keys), ignored=-100)
     elif len(keys) < len(queries):
         raise checks.bad_value(OP, "keys", f"at least the queries' {len(queries)} rows", f"{len(keys)} rows")
     checks.check_number(OP, "temperature", temperature, low=0.0, high=float("inf"), low_open=True)

@@ -77,7 +77,7 @@ def _check(x: Any, weight: Any, bias: Any, norm_weight: Any, norm_bias: Any, eps
     columns = x.shape[-1]
     checks.check_floating(OP, "weight", weight)
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != columns:
-        raise checks.bad_value(OP, "weight", f"shape (any, {columns})", f"shape {tuple(weight.shape)}")
+        raise checks.bad_value(OP, "weight", f"shape (at least 1, {columns})", f"shape {tuple(weight.shape)}")
     outputs = weight.shape[0]
     given = {
         "weight": (weight, weight.shape),

@@ -67,7 +67,7 @@ def check_weight(op: str, argument: str, weight: Any, columns: int, x: Tensor, *
     """``weight`` is a matrix of any number of rows, at least one, that takes ``columns`` columns."""
     checks.check_floating(op, argument, weight)
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != columns:
-        raise checks.bad_value(op, argument, f"shape (any, {columns})", f"shape {tuple(weight.shape)}")
+        raise checks.bad_value(op, argument, f"shape (at least 1, {columns})", f"shape {tuple(weight.shape)}")
     _check_like(op, argument, weight, x, like)
 
 

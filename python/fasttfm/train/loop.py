@@ -66,7 +66,8 @@ class Trainer:
     Args:
         module: The module, as ``distributed.share_out`` returns it.
         objective: The loss to minimise.
-        optimizer: The result of ``optimizers.make_optimizer``.
+        optimizer: The result of ``optimizers.make_optimizer``, or another one that reads ``grad_scale`` and
+            ``found_inf``, such as those of torch with ``fused=True``.
         schedule: The schedule of its learning rates.
         settings: The settings of a step.
         world: The processes; by default only this one, on the module's device.
@@ -82,6 +83,9 @@ class Trainer:
         *,
         world: World | None = None,
     ) -> None:
+        if not _reads_scale(optimizer):  # gradients would not be clipped, and bad steps not skipped
+            expected = "one that reads grad_scale and found_inf (of make_optimizer, or of torch with fused=True)"
+            raise ValueError(f"Trainer: optimizer: expected {expected}, got {type(optimizer).__name__}")
         self.module = module
         self.objective = objective
         self.optimizer = optimizer
@@ -295,6 +299,12 @@ def check_finite(module: nn.Module, world: World | None = None) -> None:
         raise NonFiniteError(
             f"parameters are not finite after training: {where}; nothing was saved. A smaller learning rate may help"
         )
+
+
+def _reads_scale(optimizer: Optimizer) -> bool:
+    """Whether its step reads ``grad_scale`` and ``found_inf``."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused or getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def _local(tensor: Tensor) -> Tensor:
