@@ -21,7 +21,7 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: str | None
     if problem_type == "regression":
         return functional.mse_loss(logits.float(), _targets(logits, labels))
     if problem_type == "single_label_classification":
-        return functional.cross_entropy(logits.float(), labels.flatten().long())
+        return token_loss(logits, labels.flatten())
     if problem_type == "multi_label_classification":
         return functional.binary_cross_entropy_with_logits(logits.float(), labels.float())
     raise ValueError(f"classification_loss: problem_type: expected one of {', '.join(PROBLEMS)}, got {problem_type!r}")
@@ -37,6 +37,8 @@ def _targets(logits: Tensor, labels: Tensor) -> Tensor:
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The loss of token labels: ``logits`` [T, labels] and ``labels`` [T], where -100 is ignored; 0 if all are."""
+    if labels.is_floating_point():
+        raise TypeError(f"labels: expected the numbers of classes as integers, got a tensor of {labels.dtype}")
     total = functional.cross_entropy(logits.float(), labels.long(), reduction="sum")
     return total / (labels != -100).sum().clamp(min=1)
 
