@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fasttfm import ops
 from fasttfm.nn.parts import layer_norm
-from fasttfm.nn.plain import is_plain
+from fasttfm.nn.plain import is_plain, is_plain_norm
 
 
 class Embeddings(nn.Module):
@@ -100,8 +100,8 @@ class Embeddings(nn.Module):
     def _is_fusable(self, segment: nn.Embedding | None) -> bool:
         """Whether the tables and the LayerNorm are plain, and only the word table has a padding_idx."""
         others = [table for table in (self.position, segment) if table is not None and table is not self.word]
-        norms = () if self.norm is None else (self.norm,)
-        return is_plain(self.word, *others, *norms) and all(table.padding_idx is None for table in others)
+        plain = is_plain(self.word, *others) and (self.norm is None or is_plain_norm(self.norm))
+        return plain and all(table.padding_idx is None for table in others)
 
     def _call_modules(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fasttfm import ops
 from fasttfm.nn.masks import Arguments, Masks
-from fasttfm.nn.plain import is_plain, register_plain_class
+from fasttfm.nn.plain import is_plain_linear, register_plain_class
 from fasttfm.ops.linear import dense
 
 _NAME = "MultiheadAttention"
@@ -103,7 +103,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 def _has_one_projection(module: torch.nn.MultiheadAttention) -> bool:
     """Whether the module computes just ``self_attention`` and a plain output projection."""
     others = module.bias_k is not None or module.bias_v is not None or module.add_zero_attn
-    return module._qkv_same_embed_dim and not others and is_plain(module._modules["out_proj"])
+    return module._qkv_same_embed_dim and not others and is_plain_linear(module._modules["out_proj"])
 
 
 for _kind in (MultiheadAttention, torch.nn.MultiheadAttention):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fasttfm import ops
 from fasttfm.nn.parts import known_activation, layer_norm, linear_activation, packed_residual_norm, product
-from fasttfm.nn.plain import is_plain
+from fasttfm.nn.plain import is_plain_linear, is_plain_norm
 from fasttfm.ops import checks, linear
 from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import requested
@@ -188,9 +188,9 @@ class PackedLayer(nn.Module):
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
         """Whether ``forward`` calls none of the layer's modules, because all are plain."""
         own = self._modules
-        modules = [own["qkv"], own["out"], own["up"], own["down"], own["norm2"]]
         norm = next_norm if self.norm_first else own["norm1"]
-        return is_plain(*modules) if norm is None else is_plain(*modules, norm)
+        norms = (own["norm2"],) if norm is None else (own["norm2"], norm)
+        return is_plain_linear(own["qkv"], own["out"], own["up"], own["down"]) and is_plain_norm(*norms)
 
     def uses_fp8(self) -> bool:
         """Whether ``forward`` has FP8 operands in its GEMMs, if the layer's modules are plain."""
@@ -267,7 +267,7 @@ class PackedLayer(nn.Module):
 
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values [T, 3, H, D] of ``x`` [T, C]."""
-        if is_plain(self.qkv):
+        if is_plain_linear(self.qkv):
             return ops.qkv_projection(x, self.qkv.weight, self.qkv.bias, self.heads)
         qkv: Tensor = self.qkv(x)
         return qkv.unflatten(-1, (3, self.heads, self.width // self.heads))

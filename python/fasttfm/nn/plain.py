@@ -76,6 +76,23 @@ def is_plain(*modules: Any) -> bool:
     return True
 
 
+def is_plain_linear(*modules: Any) -> bool:
+    """Whether all are plain and linear layers, with a weight to read: another plain module may have replaced one."""
+    return is_plain(*modules) and all(
+        "weight" in module._parameters and not isinstance(module, (nn.LayerNorm, nn.Embedding)) for module in modules
+    )
+
+
+def is_plain_norm(*modules: Any) -> bool:
+    """Whether all are plain and LayerNorms, with a weight to read: another plain module may have replaced one."""
+    return is_plain(*modules) and all(isinstance(module, nn.LayerNorm) for module in modules)
+
+
+def is_plain_dropout(*modules: Any) -> bool:
+    """Whether all are plain and have a ``dropout_rate``: another plain module may have replaced one."""
+    return is_plain(*modules) and all(isinstance(module, (nn.Dropout, nn.Identity)) for module in modules)
+
+
 def is_watched(module: nn.Module) -> bool:
     """Whether a call of a module does more than its class's forward: it has hooks, a compiled call or a replaced
     forward."""

@@ -13,13 +13,20 @@ from fasttfm import ops
 from fasttfm.nn.masks import Arguments, Masks, additive
 from fasttfm.nn.multihead_attention import MultiheadAttention, self_attention
 from fasttfm.nn.parts import linear_activation, residual_norm, residual_then_norm
-from fasttfm.nn.plain import activation_name, dropout_rate, is_plain, register_plain_class
+from fasttfm.nn.plain import (
+    activation_name,
+    dropout_rate,
+    is_plain,
+    is_plain_dropout,
+    is_plain_linear,
+    is_plain_norm,
+    register_plain_class,
+)
 from fasttfm.nn.residual import add_norm, add_then_norm, norm
 from fasttfm.ops.linear import dense
 
 _NAME = "TransformerEncoderLayer"
 _ARGUMENTS = Arguments(_NAME, "src_mask", "src_key_padding_mask")
-_CHILDREN = ("self_attn", "linear1", "dropout", "linear2", "norm1", "norm2", "dropout1", "dropout2")
 
 
 class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
@@ -121,7 +128,10 @@ def is_fusable(layer: TransformerEncoderLayer) -> bool:
         and "_sa_block" not in own
         and "_ff_block" not in own
         and activation_name(layer.activation) is not None
-        and is_plain(*[modules[name] for name in _CHILDREN])
+        and is_plain(modules["self_attn"])
+        and is_plain_linear(modules["linear1"], modules["linear2"])
+        and is_plain_norm(modules["norm1"], modules["norm2"])
+        and is_plain_dropout(modules["dropout"], modules["dropout1"], modules["dropout2"])
     )
 
 

@@ -23,7 +23,7 @@ class AlbertAttention(parts.Patched, theirs.AlbertAttention):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         projections = (self.query, self.key, self.value)
-        if not parts.fusable(attention_mask, kwargs) or not parts.is_plain(*projections):
+        if not parts.fusable(attention_mask, kwargs) or not parts.is_plain_linear(*projections):
             return super().forward(hidden_states, attention_mask, **kwargs)
         options = {"causal": False, "scale": self.scaling, "p": parts.attention_rate(self, self.attention_dropout)}
         heads = self.num_attention_heads
@@ -39,7 +39,7 @@ class AlbertLayer(parts.Patched, theirs.AlbertLayer):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         x, _ = self.attention(hidden_states, attention_mask, **kwargs)
         branch = apply_chunking_to_forward(self.ff_chunk, self.chunk_size_feed_forward, self.seq_len_dim, x)
-        bias = self.ffn_output.bias if parts.is_plain(self.ffn_output) else None  # which ff_chunk does not add
+        bias = self.ffn_output.bias if parts.is_plain_linear(self.ffn_output) else None  # which ff_chunk does not add
         return parts.residual_norm(self.full_layer_layer_norm, branch, x, bias=bias)
 
     def ff_chunk(self, attention_output: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class DistilBertSelfAttention(parts.Patched, theirs.DistilBertSelfAttention):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         projections = (self.q_lin, self.k_lin, self.v_lin)
-        if not parts.fusable(attention_mask, kwargs) or not parts.is_plain(*projections):
+        if not parts.fusable(attention_mask, kwargs) or not parts.is_plain_linear(*projections):
             return super().forward(hidden_states, attention_mask, **kwargs)
         options = {"causal": False, "scale": self.scaling, "p": parts.attention_rate(self, self.dropout)}
         context = parts.self_attention(hidden_states, projections, self.n_heads, attention_mask, options, kwargs)

@@ -79,7 +79,7 @@ class GPT2Block(parts.Patched, theirs.GPT2Block):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        if encoder_hidden_states is not None or not parts.is_plain(self.ln_2):
+        if encoder_hidden_states is not None or not parts.is_plain_norm(self.ln_2):
             return super().forward(
                 hidden_states, past_key_values, attention_mask, encoder_hidden_states, *args, **kwargs
             )

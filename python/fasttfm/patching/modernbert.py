@@ -13,7 +13,17 @@ from transformers.utils import output_capturing
 from fasttfm import ops
 from fasttfm.nn import PackedBatch
 from fasttfm.nn.parts import linear_layer, product
-from fasttfm.nn.plain import Tree, Uncopied, activation_name, dropout_rate, is_plain, is_watched
+from fasttfm.nn.plain import (
+    Tree,
+    Uncopied,
+    activation_name,
+    dropout_rate,
+    is_plain,
+    is_plain_dropout,
+    is_plain_linear,
+    is_plain_norm,
+    is_watched,
+)
 from fasttfm.nn.rotary_layer import RotaryLayer, RotaryTransformer
 from fasttfm.ops.library import is_plain as is_plain_tensor
 from fasttfm.patching import heads, packing, parts
@@ -26,7 +36,8 @@ class ModernBertEmbeddings(parts.Patched, theirs.ModernBertEmbeddings):
 
     def forward(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None) -> Tensor:
         word, norm = self.tok_embeddings, self.norm
-        if input_ids is None or inputs_embeds is not None or not is_plain(word, norm, self.drop):
+        plain = is_plain(word) and is_plain_norm(norm) and is_plain_dropout(self.drop)
+        if input_ids is None or inputs_embeds is not None or not plain:
             return super().forward(input_ids, inputs_embeds)
         return ops.embedding(
             input_ids,
@@ -73,11 +84,13 @@ class _Layers(Uncopied):
         self.stack = RotaryTransformer(self.ours, model.final_norm, model.config.max_position_embeddings)
         # The tables of a rotation that depends on the sequence's length would change, too.
         default = all(kind == "default" for kind in model.rotary_emb.rope_type.values())
-        leaves = [each for layer in self.ours for each in (layer.qkv, layer.out, layer.norm2, layer.up, layer.down)]
-        leaves += [layer.norm1 for layer in self.ours if layer.norm1 is not None]
+        linears = [each for layer in self.ours for each in (layer.qkv, layer.out, layer.up, layer.down)]
+        norms = [each for layer in self.ours for each in (layer.norm1, layer.norm2) if each is not None]
+        dropouts = [each for layer in self.layers for each in (layer.attn.out_drop, layer.mlp.drop)]
         containers = [each for each in model.layers.modules() if next(each.children(), None) is not None]
         known = all(type(each).__module__.startswith(KNOWN) for each in containers)
-        self.fusable = default and known and is_plain(*leaves)
+        plain = is_plain_linear(*linears) and is_plain_norm(*norms) and is_plain_dropout(*dropouts)
+        self.fusable = default and known and plain
 
     def run(self, x: Tensor, batch: PackedBatch, positions: Tensor | None) -> Tensor:
         """The final LayerNorm's output for packed ``x`` [T, C]."""
@@ -108,7 +121,7 @@ def _layer_of(layer: Any, config: Any) -> RotaryLayer:
             window=None if side is None else (side, side),
             activation=activation,
         )
-    first = not isinstance(layer.attn_norm, nn.LayerNorm)
+    first = type(layer.attn_norm) is nn.Identity
     ours.norm1, ours.norm2 = None if first else layer.attn_norm, layer.mlp_norm  # type: ignore[assignment]
     ours.qkv, ours.out, ours.up, ours.down = attention.Wqkv, attention.Wo, mlp.Wi, mlp.Wo
     return ours
@@ -149,7 +162,7 @@ class ModernBertModel(packing.PackedLayers, theirs.ModernBertModel):
 
     def _layers(self) -> _Layers | None:
         """The layers, if they, the final norm and the rotary module need not be called."""
-        if is_watched(self.rotary_emb) or is_watched(self.layers) or not is_plain(self.final_norm):
+        if is_watched(self.rotary_emb) or is_watched(self.layers) or not is_plain_norm(self.final_norm):
             return None
         found: _Layers | None = self.__dict__.get(ATTRIBUTE)
         if found is None or found.tree.root is not self.layers or not found.tree.is_unchanged():

@@ -32,7 +32,7 @@ class MPNetSelfAttention(parts.Patched, theirs.MPNetSelfAttention):
         **kwargs: Any,
     ) -> Any:
         projections = (self.q, self.k, self.v)
-        if output_attentions or not parts.is_plain(*projections):
+        if output_attentions or not parts.is_plain_linear(*projections):
             return super().forward(hidden_states, attention_mask, position_bias, output_attentions, **kwargs)
         weights = tuple(each.weight for each in projections)
         biases = tuple(each.bias for each in projections)

@@ -18,7 +18,15 @@ import fasttfm.nn
 from fasttfm import ops
 from fasttfm.nn.embeddings import autocast_type
 from fasttfm.nn.parts import linear_activation, masked_lm_transform, product, residual_norm
-from fasttfm.nn.plain import dropout_rate, is_plain, register_activation, register_plain_class
+from fasttfm.nn.plain import (
+    dropout_rate,
+    is_plain,
+    is_plain_dropout,
+    is_plain_linear,
+    is_plain_norm,
+    register_activation,
+    register_plain_class,
+)
 from fasttfm.patching.attention import attend, captured
 from fasttfm.patching.masks import is_explicit
 
@@ -65,7 +73,8 @@ class Embeddings(Patched):
     ) -> Tensor:
         segments = getattr(self, "token_type_embeddings", None)
         tables = [self.word_embeddings, self.position_embeddings, *([] if segments is None else [segments])]
-        plain = is_plain(*tables, self.LayerNorm, self.dropout) and getattr(segments, "padding_idx", None) is None
+        plain = is_plain(*tables) and is_plain_norm(self.LayerNorm) and is_plain_dropout(self.dropout)
+        plain = plain and getattr(segments, "padding_idx", None) is None
         if input_ids is None or inputs_embeds is not None or not plain:
             given = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **others}
             if segments is not None:
@@ -110,7 +119,7 @@ class SelfAttention(Patched):
     ) -> tuple[Tensor, Tensor | None]:
         projections = (self.query, self.key, self.value)
         cache = any(each is not None for each in (*args, kwargs.get("past_key_values")))
-        if cache or not fusable(attention_mask, kwargs) or not is_plain(*projections):
+        if cache or not fusable(attention_mask, kwargs) or not is_plain_linear(*projections):
             # transformers' projections, with fasttfm's attention between them
             y: tuple[Tensor, Tensor | None] = super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]
             return y

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from fasttfm import ops
 from fasttfm.nn.packed_layer import draw_seeds
-from fasttfm.nn.plain import ABSENT, Tree, Uncopied, activation_name, dropout_rate, is_plain
+from fasttfm.nn.plain import (
+    ABSENT,
+    Tree,
+    Uncopied,
+    activation_name,
+    dropout_rate,
+    is_plain_dropout,
+    is_plain_linear,
+    is_plain_norm,
+)
 from fasttfm.ops import linear
 from fasttfm.ops.backends import requested
 from fasttfm.ops.library import PLAIN_TENSORS, needs_gradient
@@ -78,7 +87,9 @@ class Stack(Uncopied):
     def _is_fusable(self, layer: LayerModules) -> bool:
         square = (self.width, self.width)
         return (
-            is_plain(*layer.leaves())
+            is_plain_linear(*layer.linears())
+            and is_plain_norm(layer.norm_a, layer.norm_b)
+            and is_plain_dropout(*(each for each in (layer.dropout_a, layer.dropout_b) if each is not None))
             and activation_name(layer.activation) is not None
             and all(tuple(each.weight.shape) == square for each in (layer.query, layer.key, layer.value, layer.out))
         )
