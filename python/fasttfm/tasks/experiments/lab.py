@@ -74,7 +74,7 @@ class Lab:
     def __init__(self, folder: Path, *, quick: bool = False, seed: int = 0) -> None:
         self.folder, self.quick, self.seed = folder, quick, seed
         self.length = 64
-        self.tokens_per_batch = 512 if quick else 2048
+        self.tokens_per_batch = 512 if quick else 1024
 
     def steps(self, count: int) -> int:
         return min(count, 2) if self.quick else count
@@ -105,26 +105,38 @@ class Lab:
     def bpe(self) -> data.Tokenizer:
         return data.train_tokenizer("bpe", self.documents, 600 if self.quick else 4000)
 
-    def batches(self, tokenizer: data.Tokenizer, sequences: Any) -> tuple[data.BatchStream, list[data.Batch]]:
-        """The batches of the training set and of the validation set."""
+    def batches(
+        self, tokenizer: data.Tokenizer, sequences: Any, tokens: int | None = None
+    ) -> tuple[data.BatchStream, list[data.Batch]]:
+        """The batches of the training set and of the validation set, of ``tokens`` tokens (by default, and if this is
+        quick, ``tokens_per_batch``)."""
+        if tokens is None or self.quick:
+            tokens = self.tokens_per_batch
         folder = self.folder / f"shards-{tokenizer.fingerprint[:8]}"
         shards = data.prepare(iter(self.documents), tokenizer, folder, progress=False, workers=1)
         streams = [
             data.BatchStream(
                 part,
                 data.SequenceFormat(sequences, self.length),
-                tokens_per_batch=self.tokens_per_batch,
+                tokens_per_batch=tokens,
                 seed=self.seed,
             )
             for part in shards.split(0.4 if self.quick else 0.1)
         ]
-        return streams[0], list(islice(streams[1], self.steps(8)))
+        return streams[0], list(islice(streams[1], self.steps(16384 // tokens)))
 
     def pretrain(
-        self, module: Pretraining, sequences: str, *, steps: int, tokenizer: data.Tokenizer | None = None
+        self,
+        module: Pretraining,
+        sequences: str,
+        *,
+        steps: int,
+        tokenizer: data.Tokenizer | None = None,
+        tokens: int | None = None,
     ) -> dict[str, float]:
-        """Trains for ``steps`` steps and returns the mean of each loss term over the validation set."""
-        stream, held_out = self.batches(tokenizer or self.wordpiece, sequences)
+        """Trains for ``steps`` steps and returns the mean of each loss term over the validation set. ``tokens`` is that
+        of ``batches``."""
+        stream, held_out = self.batches(tokenizer or self.wordpiece, sequences, tokens)
         settings = FinetuneSettings(
             rates=Rates(1e-3), optimizer=OptimizerSettings(learning_rate=1e-3), warmup=0.1, seed=self.seed
         )
@@ -136,7 +148,7 @@ class Lab:
         trainer.finish()
         return trainer.evaluate(held_out)
 
-    def score(self, model: PretrainedModel, task: str, *, epochs: int = 5, **options: Any) -> float:
+    def score(self, model: PretrainedModel, task: str, *, epochs: int = 8, **options: Any) -> float:
         """The main score of the model after fine-tuning on the task's shipped sample."""
         directory = self.folder / f"{task}-model"
         tokenizer = self.bpe if model.config.model_type in ("gpt2", "roberta") else self.wordpiece
@@ -145,7 +157,7 @@ class Lab:
         return self.score_of(directory, task, epochs=epochs, **options)[0]
 
     def score_of(
-        self, directory: Path, task: str, *, epochs: int = 5, rate: float = 1e-3
+        self, directory: Path, task: str, *, epochs: int = 8, rate: float = 1e-3
     ) -> tuple[float, PretrainedModel, Any]:
         """The main score of the checkpoint after fine-tuning, the model and its task."""
         examples = read_examples(task)

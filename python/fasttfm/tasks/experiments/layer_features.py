@@ -32,7 +32,7 @@ FOLDS = 5
 def run(lab: Lab) -> Iterator[Row]:
     torch.manual_seed(lab.seed)
     model = BertForMaskedLM(BertConfig(**{**lab.sizes, "num_hidden_layers": 4}))
-    lab.pretrain(MaskedLM(model), "single", steps=500)
+    lab.pretrain(MaskedLM(model), "single", steps=500, tokens=2048)
     directory = lab.folder / "features-model"
     model.save_pretrained(directory)
     lab.wordpiece.save(directory)

@@ -19,7 +19,7 @@ def run(lab: Lab) -> Iterator[Row]:
             vocab_size=lab.bpe.vocab_size, n_positions=128, n_embd=width, n_layer=layers, n_head=max(1, width // 32)
         )
         model = GPT2LMHeadModel(config)
-        held_out = lab.pretrain(CausalLM(model), "causal", steps=400, tokenizer=lab.bpe)
+        held_out = lab.pretrain(CausalLM(model), "causal", steps=400, tokenizer=lab.bpe, tokens=2048)
         tables = config.n_embd * (config.vocab_size + config.n_positions)
         yield {
             "size": f"{layers} x {width}",

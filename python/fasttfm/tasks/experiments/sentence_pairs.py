@@ -24,7 +24,7 @@ def run(lab: Lab) -> Iterator[Row]:
     for name, (objective, sequences) in objectives.items():
         torch.manual_seed(lab.seed)
         model = BertForPreTraining(BertConfig(**lab.sizes))
-        held_out = lab.pretrain(objective(model), sequences, steps=500)
+        held_out = lab.pretrain(objective(model), sequences, steps=1000)
         yield {
             "objective": name,
             "masked_lm_loss": held_out["masked_lm"],

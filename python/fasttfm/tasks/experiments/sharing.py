@@ -18,7 +18,7 @@ def run(lab: Lab) -> Iterator[Row]:
             torch.manual_seed(lab.seed)
             config = AlbertConfig(**lab.sizes, embedding_size=width, parameter_sharing=mode, inner_group_num=1)
             model = AlbertForPreTraining(config)
-            held_out = lab.pretrain(SentenceOrder(model), "sop", steps=300)
+            held_out = lab.pretrain(SentenceOrder(model), "sop", steps=600)
             yield {
                 "sharing": mode,
                 "embedding_size": width,
