@@ -99,8 +99,8 @@ EXPERIMENT = Experiment(
     "ELECTRA (Clark et al., 2020), table 5.",
     """In the paper (GLUE, the same number of steps): masked LM 82.2, replace MLM 82.4, ELECTRA with a loss over the
     masked 15% only 82.4, masked LM over all tokens 84.3, ELECTRA 85.0: most of the gain comes from learning from every
-    token. Here every row has the same number of operations, so rows with a generator take fewer steps. The
-    paper's order needs far longer trainings: after a thousand steps another seed may turn it around.""",
+    token. Here every row has the same number of operations, so rows with a generator take fewer steps. The paper's
+    order needs far longer trainings: after a thousand steps another seed may turn it around.""",
     run,
     label="objective",
     plotted=("classify_accuracy", "pair_accuracy"),

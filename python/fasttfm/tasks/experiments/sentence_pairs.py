@@ -40,9 +40,8 @@ EXPERIMENT = Experiment(
     "RoBERTa (Liu et al., 2019), table 2; ALBERT (Lan et al., 2019), table 5.",
     """RoBERTa found that next sentence prediction does not help, ALBERT that sentence order does, by about a point on
     tasks with several sentences: telling two documents apart can be done by topic, while the order of two sentences
-    needs coherence. The trainings here are short: expect
-    sentence losses near ln 2 = 0.69, which is that of a guess, and differences between the accuracies of a few points
-    that another seed may turn around.""",
+    needs coherence. The trainings here are short: expect sentence losses near ln 2 = 0.69, which is that of a guess,
+    and differences between the accuracies of a few points that another seed may turn around.""",
     run,
     label="objective",
     plotted=("masked_lm_loss", "sentence_loss", "pair_accuracy", "choice_accuracy"),
