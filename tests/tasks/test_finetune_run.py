@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,11 @@ from fasttfm.cli.main import main
 from fasttfm.data import Tokenizer
 from fasttfm.data.task_files import TextExample
 from fasttfm.tasks.finetune_run import FinetuneRun, RunOptions
-from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, prepare
+from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare
 from fasttfm.tasks.pictures import confusion_counts
 from fasttfm.tasks.rates import Rates
 from fasttfm.tasks.trials import best, plan, spread
-from fasttfm.train import StepSettings, Trainer
+from fasttfm.train import StepSettings, Trainer, checkpoints
 from fasttfm.train.distributed import World, join
 from fasttfm.train.logs import read_rows
 from fasttfm.train.run_directory import RunError
@@ -118,6 +119,59 @@ def test_a_stopped_run_continues_with_the_same_bits(
     assert "this run is finished" in capsys.readouterr().out
 
 
+def test_steps_go_on_while_a_checkpoint_is_written(
+    model_directory: Path, data: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of step 2 is written after step 5, when the process dies, and has the state of step 2."""
+    died = threading.Event()
+    step, write = Trainer.step, checkpoints.write_state
+
+    def dies(self: Trainer, batches: Any) -> Any:
+        found = step(self, batches)
+        if self.completed == 5:
+            died.set()
+            raise MemoryError
+        return found
+
+    def late(*given: Any) -> None:
+        assert died.wait(60)
+        write(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "step", dies)
+        patched.setattr(checkpoints, "write_state", late)
+        patched.setattr(FinetuneRun, "_is_due", lambda run, **_: run.work.trainer.completed == 2)
+        with pytest.raises(MemoryError):
+            finetune(model_directory, data, tmp_path)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-000002"]
+    assert finetune(model_directory, data, tmp_path, "--resume") == 0
+    assert left(tmp_path) == left(whole)
+
+
+@pytest.mark.parametrize("step", [2, 8])
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(
+    step: int,
+    model_directory: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also if no other one follows."""
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "write_state", fails)
+    monkeypatch.setattr(FinetuneRun, "_is_due", lambda run, **_: run.work.trainer.completed == step)
+    with pytest.raises(SystemExit) as stopped:
+        finetune(model_directory, data, tmp_path)
+    assert stopped.value.code == 1
+    expected = f"checkpoint-00000{step}: this checkpoint could not be written: [Errno 28] No space left on device"
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "metrics.json").exists()
+
+
 def test_runs_that_cannot_be_resumed(
     model_directory: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +236,23 @@ def test_the_best_epoch_is_kept(
     assert all(torch.equal(value, states[kept - 1][name]) for name, value in run.model.state_dict().items())
     rows = [row for row in read_rows(tmp_path / "log.csv") if row["validation_accuracy"] != ""]
     assert [(int(row["step"]), row["validation_accuracy"]) for row in rows[:2]] == [(3, "0.3"), (6, "0.9")]
+
+
+def test_evaluations_follow_the_model(model_directory: Path, tmp_path: Path) -> None:
+    """A run keeps what it evaluates with; its predictions are those of the model at that time."""
+    torch.manual_seed(0)
+    model, task = prepare("classify", model_directory, EXAMPLES)
+    work = FineTuning(model, task, EXAMPLES, FinetuneSettings(epochs=1, batch_size=8))
+    run = FinetuneRun(work, EXAMPLES, RunOptions(tmp_path, progress=False))
+    said = []
+    for sign in (1, -1, 1):
+        with torch.no_grad():
+            model.classifier.bias.copy_(sign * torch.tensor([1e3, -1e3]))
+        said.append(run.predict(EXAMPLES))
+        assert said[-1] == predict(model, task, EXAMPLES)
+    assert said[0] == said[2] != said[1]
+    model.classifier = torch.nn.Sequential(model.classifier)  # as when adapters are merged: other modules
+    assert run.predict(EXAMPLES) == said[0]
 
 
 def test_a_run_without_a_valid_checkpoint_is_not_resumed(

@@ -8,6 +8,7 @@ import math
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,8 @@ class FinetuneRun:
         self.checkpoints = Checkpoints(options.output, keep=1)
         self._facts = {**dict(facts or {}), **self._settings()}
         self._saved = time.monotonic()
+        self._thread = ThreadPoolExecutor(1)  # writes checkpoints
+        self._writing: Future[Path] | None = None
         if options.resume:
             self._resume()
 
@@ -130,7 +133,9 @@ class FinetuneRun:
                     lambda number: self._end_of_epoch(number, log, progress, stop),
                     lambda: self._after_step(log, stop),
                 )
+                self._wait_for_checkpoint()
         finally:
+            self._thread.shutdown()
             if log is not None:
                 log.close()
             if progress is not None:
@@ -163,6 +168,8 @@ class FinetuneRun:
         return over
 
     def _after_step(self, log: RunLog | None, stop: Stop) -> None:
+        if self._writing is not None and self._writing.done():
+            self._wait_for_checkpoint()  # raises what the thread has raised
         if self._is_due() or (stop.asked and self.world.size == 1):
             self._checkpoint(log)
         if stop.asked:
@@ -245,7 +252,8 @@ class FinetuneRun:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
 
     def _checkpoint(self, log: RunLog | None) -> None:
-        """Writes a checkpoint. All processes call this."""
+        """Copies the state of the training, which a thread writes as a checkpoint. All processes call this."""
+        self._wait_for_checkpoint()
         results = self.work.trainer.flush()
         own = files.random_state(self.world.device)
         random = self.world.gather(own)
@@ -265,10 +273,20 @@ class FinetuneRun:
             }
             if self.kept is not None:
                 state["kept"] = {"number": self.kept.epoch.number, "parameters": self.kept.parameters}
-            self.checkpoints.save(self.work.trainer.completed, lambda directory: files.write_state(directory, state))
+            step = self.work.trainer.completed
+        self._writing = self._thread.submit(
+            self.checkpoints.save, step, lambda directory: files.write_state(directory, state)
+        )
         self._saved = time.monotonic()
 
+    def _wait_for_checkpoint(self) -> None:
+        """Waits until the last checkpoint is written; raises if it could not be written."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
     def _stopped(self) -> None:
+        self._wait_for_checkpoint()
         steps = self.checkpoints.steps()
         where = f"{self.checkpoints.path(steps[-1])} was written" if steps else "there is no checkpoint yet"
         done = self.work.trainer.completed

@@ -259,12 +259,13 @@ class ModelFiles:
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[int, Any]:
-    """Every parameter's state, gathered on the CPU."""
+    """Copies of every parameter's state, gathered on the CPU."""
     state = optimizer.state_dict()["state"]
-    return {
-        index: {name: whole(value).cpu() if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
-        for index, entry in state.items()
-    }
+
+    def copied(value: Any) -> Any:
+        return whole(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+    return {index: {name: copied(value) for name, value in entry.items()} for index, entry in state.items()}
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[int, Any]) -> None:
