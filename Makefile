@@ -108,7 +108,7 @@ asan_environment = PYTHONPATH=$(CURDIR)/build/asan/lib PYTHONMALLOC=malloc \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) $$(gcc -print-file-name=libstdc++.so)"
 
-asan_tests = $(wildcard tests/native/test_*.py) tests/native/under_sanitizers.py tests/ops/test_attention.py::test_random_packed_batches \
+asan_tests = $(wildcard tests/native/test_*.py) tests/native/under_sanitizers.py tests/ops/test_int8_linear.py tests/ops/test_attention.py::test_random_packed_batches \
   tests/ops/test_attention.py::test_nothing_leaks_from_beyond_a_sequence tests/ops/test_pack.py::test_wrong_boundaries_access_nothing_outside_of_the_tensors \
   tests/ops/test_embedding.py::test_a_kernel_records_a_wrong_id_and_continues \
   tests/ops/test_linear_cross_entropy.py::test_a_kernel_records_a_wrong_label_and_continues \

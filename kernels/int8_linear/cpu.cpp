@@ -14,16 +14,24 @@ constexpr int64_t kBlock = kInt8Block, kPanel = kInt8Panel;
 
 // ---- rows of x ------------------------------------------------------------------------------------------------------
 
-typedef uint8_t RegB __attribute__((vector_size(kRegisterLanes)));
-
 // Rounds to nearest, ties to even: for |x| up to 2^22 the low bits of the sum are the rounded integer in two's
 // complement. The bytes are XORed with `flipped`; 0x80 adds 128 to them.
 FASTTFM_KERNEL void store_rounded(int8_t* to, const Lanes& x, uint8_t flipped) {
   const Lanes shifted = x + broadcast(12582912.0f);  // 1.5 * 2^23
+#if defined(__ARM_NEON)
+  uint16x8_t half[2];
+  for (int i = 0; i < 2; ++i)
+    half[i] =
+        vuzp1q_u16(reinterpret_cast<uint16x8_t>(shifted.r[2 * i]), reinterpret_cast<uint16x8_t>(shifted.r[2 * i + 1]));
+  const uint8x16_t all = vuzp1q_u8(vreinterpretq_u8_u16(half[0]), vreinterpretq_u8_u16(half[1]));
+  vst1q_u8(reinterpret_cast<uint8_t*>(to), all ^ flipped);
+#else
+  typedef uint8_t RegB __attribute__((vector_size(kRegisterLanes)));
   for (int i = 0; i < kRegisters; ++i) {
     const RegB bytes = __builtin_convertvector(bits(shifted.r[i]), RegB) ^ flipped;
     std::memcpy(to + i * kRegisterLanes, &bytes, sizeof(bytes));
   }
+#endif
 }
 
 // Rounds a row. If any element is not finite, the row's scale is NaN, and so is its row of y.
@@ -136,6 +144,45 @@ __attribute__((target("amx-tile,amx-int8"))) void amx_products(const Int8Linear&
 __attribute__((target("amx-tile,amx-int8"))) void configure_tiles() { _tile_loadconfig(&kTiles); }
 __attribute__((target("amx-tile,amx-int8"))) void release_tiles() { _tile_release(); }
 
+#elif defined(__aarch64__)
+
+// An SDOT adds four products to each of four sums: of a register with four columns of b, and of four elements of a row
+// of a, which are one lane of a register. 8 x 8 sums take 16 registers, the rows of a 8 and the columns of b 2.
+constexpr int kDotRows = 8, kDotColumns = 2;
+struct DotTile {
+  int32x4_t sum[kDotRows][kDotColumns];
+};
+
+template <int LANE>
+__attribute__((target("arch=armv8.2-a+dotprod"))) inline void add_dots(DotTile& tile, const int8x16_t (&left)[kDotRows],
+                                                                       const int8_t* b) {
+  for (int column = 0; column < kDotColumns; ++column) {
+    const int8x16_t right = vld1q_s8(b + 16 * column);
+    for (int row = 0; row < kDotRows; ++row)
+      tile.sum[row][column] = vdotq_laneq_s32(tile.sum[row][column], right, left[row], LANE);
+  }
+}
+
+__attribute__((target("arch=armv8.2-a+dotprod"))) void arm_dot_products(const Int8Linear& p, const int8_t* a,
+                                                                        const int8_t* b, int64_t, int rows,
+                                                                        int32_t* c) {
+  for (int column = 0; column < kBlock; column += 4 * kDotColumns)
+    for (int row = 0; row < rows; row += kDotRows) {
+      const int8_t* right = b + column / kPanel * kPanel * p.inner + column % kPanel * 4;
+      DotTile tile{};
+      for (int64_t k = 0; k < p.inner; k += 16, right += 16 * kPanel) {
+        int8x16_t left[kDotRows];
+        for (int i = 0; i < kDotRows; ++i) left[i] = vld1q_s8(a + (row + i) * p.inner + k);
+        add_dots<0>(tile, left, right);
+        add_dots<1>(tile, left, right + 4 * kPanel);
+        add_dots<2>(tile, left, right + 8 * kPanel);
+        add_dots<3>(tile, left, right + 12 * kPanel);
+      }
+      for (int i = 0; i < kDotRows; ++i)
+        for (int j = 0; j < kDotColumns; ++j) vst1q_s32(c + (row + i) * kBlock + column + 4 * j, tile.sum[i][j]);
+    }
+}
+
 #endif
 
 // ---- y --------------------------------------------------------------------------------------------------------------
@@ -214,6 +261,8 @@ Status int8_linear(const Int8Linear& p) {
 #if defined(__AVX512F__)
   if (p.products == Int8Products::vnni) products = vnni_products;
   if (p.products == Int8Products::amx) products = amx_products;
+#elif defined(__aarch64__)
+  if (p.products == Int8Products::arm_dot) products = arm_dot_products;
 #endif
   if (p.activation < 0) return run(p, products, [](const Lanes& x) { return x; });
   return with_activation(static_cast<Activation>(p.activation), [&](auto activation) {
@@ -225,9 +274,13 @@ Status int8_linear(const Int8Linear& p) {
 
 #ifdef FASTTFM_ISA_BASELINE
 int64_t cpu::int8_products() {
-  if (active_isa() != Isa::avx512) return static_cast<int64_t>(Int8Products::generic);
-  if (may_use_amx_int8()) return static_cast<int64_t>(Int8Products::amx);
-  return static_cast<int64_t>(has_avx512_vnni() ? Int8Products::vnni : Int8Products::generic);
+  int64_t set = 0;
+  const auto add = [&set](Int8Products products) { set |= int64_t{1} << static_cast<int>(products); };
+  add(Int8Products::generic);
+  if (active_isa() == Isa::avx512 && has_avx512_vnni()) add(Int8Products::vnni);
+  if (active_isa() == Isa::avx512 && may_use_amx_int8()) add(Int8Products::amx);
+  if (has_arm_dot_products()) add(Int8Products::arm_dot);
+  return set;
 }
 #endif
 

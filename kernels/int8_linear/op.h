@@ -13,8 +13,8 @@
 
 namespace fasttfm {
 
-// The instructions that multiply. Their results are bitwise identical.
-enum class Int8Products : int32_t { generic = 0, vnni = 1, amx = 2 };
+// The instructions that multiply, the slower ones of a CPU first. Their results are bitwise identical.
+enum class Int8Products : int32_t { generic = 0, vnni = 1, amx = 2, arm_dot = 3 };
 
 constexpr int64_t kInt8Panel = 16;  // columns of a panel of w
 constexpr int64_t kInt8Block = 32;  // rows and columns of a tile of y; N is a multiple of it
@@ -41,7 +41,7 @@ struct Int8Linear {
 
 namespace cpu {
 Status int8_linear(const Int8Linear&);
-// The code of the fastest Int8Products that this CPU supports.
+// The set of Int8Products that this CPU supports: bit i is set for the code i.
 int64_t int8_products();
 }  // namespace cpu
 

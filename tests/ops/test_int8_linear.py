@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native, ops
-from fasttfm.ops.int8_linear import PRODUCTS, int8_linear, pack_int8
+from fasttfm.ops.int8_linear import PRODUCTS, int8_linear, pack_int8, supported_products
 
 pytestmark = pytest.mark.skipif(_native.missing() is not None, reason=str(_native.missing()))
 SHAPES = [(1, 1, 1), (3, 64, 32), (33, 100, 70), (70, 384, 48), (130, 65, 257)]
-
-
-def available() -> list[str]:
-    return list(PRODUCTS[: 1 + _native.core().int8_products_cpu()])
 
 
 def inputs(rows: int, inner: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,7 +35,7 @@ def test_the_formula(shape: tuple[int, int, int]) -> None:
     x, weight, bias = inputs(*shape)
     packed = pack_int8(weight, bias)
     expected = exact(x, weight, bias)
-    found = {name: int8_linear(x, packed, products=name) for name in available()}
+    found = {name: int8_linear(x, packed, products=name) for name in supported_products()}
     for name, y in found.items():
         # Three roundings of fp32, of the scales' product, the product and the sum.
         bound = 4 * torch.finfo(torch.float32).eps * (expected.abs() + (expected - bias).abs())
@@ -49,6 +45,15 @@ def test_the_formula(shape: tuple[int, int, int]) -> None:
         applied = ops.bias_gelu(found["generic"], activation=activation, backend="cpu")
         assert torch.equal(int8_linear(x, packed, activation=activation), applied), activation
     assert torch.equal(int8_linear(x.view(1, *x.shape), packed)[0], found["generic"])
+
+
+def test_sums_of_the_largest_products_are_exact() -> None:
+    """With K = 2**17 a sum takes 31 bits. Instructions that saturate, or sum pairs in 16 bits, would be wrong."""
+    signs = torch.tensor([[1.0], [-1.0]])
+    x, weight = signs.expand(2, 1 << 17), signs.expand(2, 1 << 17)
+    for name in supported_products():
+        y = int8_linear(x, pack_int8(weight), products=name)
+        assert torch.allclose(y, (1 << 17) * signs @ signs.T, rtol=4 * torch.finfo(torch.float32).eps, atol=0), name
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -63,7 +68,7 @@ def test_a_row_does_not_depend_on_others(threads: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("products", PRODUCTS)
 def test_values_that_are_not_finite_affect_only_their_rows(products: str) -> None:
-    if products not in available():
+    if products not in supported_products():
         pytest.skip(f"this CPU has no {products}")
     x, weight, bias = inputs(5, 70, 33)
     expected = int8_linear(x, pack_int8(weight, bias), products=products)
@@ -99,7 +104,7 @@ def test_wrong_weights_and_names_are_refused() -> None:
     packed = pack_int8(weight, bias)
     with pytest.raises(ValueError, match=r"activation: expected None or one of gelu, .*, got 'softmax'"):
         int8_linear(x, packed, activation="softmax")
-    with pytest.raises(ValueError, match="products: expected None or one of generic, vnni, amx, got 'sve'"):
+    with pytest.raises(ValueError, match="products: expected None or one of generic, vnni, amx, arm_dot, got 'sve'"):
         int8_linear(x, packed, products="sve")
     with pytest.raises(ValueError, match=r"x: expected float32 \[..., 64\] on the CPU, got float32 \(\) on cpu"):
         int8_linear(torch.tensor(1.0), packed)

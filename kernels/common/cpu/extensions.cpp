@@ -39,3 +39,26 @@ bool may_use_amx_int8() { return false; }
 }  // namespace fasttfm
 
 #endif
+
+#if defined(__aarch64__) && defined(__linux__)
+
+#include <sys/auxv.h>
+
+namespace fasttfm {
+
+bool has_arm_dot_products() {
+  constexpr unsigned long kDotProducts = 1ul << 20;  // HWCAP_ASIMDDP
+  return (getauxval(AT_HWCAP) & kDotProducts) != 0;
+}
+
+}  // namespace fasttfm
+
+#else
+
+namespace fasttfm {
+
+bool has_arm_dot_products() { return false; }
+
+}  // namespace fasttfm
+
+#endif

@@ -1,4 +1,4 @@
-// Extensions beyond the avx512 instruction set, which some CPUs have.
+// Extensions beyond the instruction sets of isa.h, which some CPUs have.
 #pragma once
 
 namespace fasttfm {
@@ -6,5 +6,7 @@ namespace fasttfm {
 bool has_avx512_vnni();
 // Whether AMX's int8 tiles can be used. The first call requests permission from the operating system.
 bool may_use_amx_int8();
+// Arm's dot products of int8 (SDOT).
+bool has_arm_dot_products();
 
 }  // namespace fasttfm

@@ -14,7 +14,7 @@ from fasttfm.ops import checks
 _NAME = "int8_linear"
 _PANEL, _GROUP = 16, 4  # the layout of a weight: panels of 16 columns, groups of 4 elements of K
 _BLOCK, _STEP = 32, 64  # N and K are padded to multiples of these
-PRODUCTS = ("generic", "vnni", "amx")
+PRODUCTS = ("generic", "vnni", "amx", "arm_dot")  # the slower ones of a CPU first
 
 
 class Int8Weight(NamedTuple):
@@ -47,6 +47,12 @@ def pack_int8(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
     return Int8Weight(panels, sums, torch.nn.functional.pad(scales, more), own_bias, (rows, columns))
 
 
+def supported_products() -> list[str]:
+    """The elements of ``PRODUCTS`` that this CPU and the active instruction set support, the fastest last."""
+    codes = _native.core().int8_products_cpu()
+    return [name for code, name in enumerate(PRODUCTS) if codes >> code & 1]
+
+
 def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None, products: str | None = None) -> Tensor:
     """``activation(x @ weight.T + bias)`` with the rows of ``x`` rounded to int8: fp32 ``[..., N]``, without gradient.
 
@@ -63,11 +69,10 @@ def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None,
     for name, given, known in (("activation", activation, CODES), ("products", products, PRODUCTS)):
         if given is not None and given not in known:
             raise checks.bad_value(_NAME, name, f"None or one of {', '.join(known)}", repr(given))
-    core = _native.core()
-    fastest = core.int8_products_cpu()
-    chosen = fastest if products is None else PRODUCTS.index(products)
-    if chosen > fastest:
-        raise checks.bad_value(_NAME, "products", f"one that this CPU has, up to {PRODUCTS[fastest]}", repr(products))
+    supported = supported_products()
+    chosen = supported[-1] if products is None else products
+    if chosen not in supported:
+        raise checks.bad_value(_NAME, "products", f"one that this CPU has: {', '.join(supported)}", repr(products))
     flat = x.detach().contiguous().view(-1, columns)
     y = torch.empty(len(flat), rows)
     if len(flat) == 0:
@@ -76,7 +81,8 @@ def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None,
     rounded = torch.empty(room, inner, dtype=torch.int8)
     row_scales = torch.empty(room)
     code = -1 if activation is None else CODES[activation]
-    core.int8_linear_cpu(
-        flat, weight.panels, weight.sums, weight.scales, weight.bias, y, rounded, row_scales, code, chosen
+    _native.core().int8_linear_cpu(
+        *(flat, weight.panels, weight.sums, weight.scales, weight.bias, y, rounded, row_scales),
+        *(code, PRODUCTS.index(chosen)),
     )
     return y.view(*x.shape[:-1], rows)
