@@ -230,6 +230,71 @@ def test_modules_with_hooks_are_called() -> None:
     assert set(calls) == {"up", "entity_up", "down", "entity_down", "entity_qkv", "norm2"}
 
 
+class Wrapped(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)
+
+
+class Adapted(torch.nn.Linear):
+    """A linear layer with a term of low rank, as LoRA has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x[..., :1] * self.weight[:, 0]
+
+
+PARTS = ("qkv", "out", "norm1", "up", "down", "norm2")
+ALL_PARTS = (*PARTS, *(f"entity_{name}" for name in PARTS))
+
+
+@pytest.mark.parametrize("name", ALL_PARTS)
+def test_replaced_modules_are_called(name: str) -> None:
+    """A wrapper, a subclass, a plain module of another kind and one with a hook: all change the result as their
+    formula says, and the other layers stay as they are."""
+    expected = model("Model")(IDS, MASK, entities=ENTITIES).last_hidden_state
+    is_norm = "norm" in name
+
+    def replaced(change: Any) -> Tensor:
+        made = model("Model")
+        change(made.encoder.layers[2], made.encoder.layers[2].get_submodule(name))
+        found = made(IDS, MASK, entities=ENTITIES).last_hidden_state
+        found.sum().backward()
+        return found
+
+    def wrap(layer: Any, module: Any) -> None:
+        setattr(layer, name, Wrapped(module))
+
+    def scale(layer: Any, module: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter *= 2
+
+    def adapt(layer: Any, module: Any) -> None:
+        module.__class__ = Adapted
+
+    def merge(layer: Any, module: Any) -> None:
+        with torch.no_grad():
+            module.weight[:, 0] += module.weight[:, 0]
+
+    def hook(layer: Any, module: Any) -> None:
+        module.register_forward_hook(lambda *given: 2 * given[-1])
+
+    def identity(layer: Any, module: Any) -> None:
+        setattr(layer, name, torch.nn.Identity())
+
+    def wrapped_identity(layer: Any, module: Any) -> None:
+        setattr(layer, name, torch.nn.Sequential(torch.nn.Identity()))
+
+    twice = replaced(scale)
+    assert not torch.allclose(twice, expected)
+    pairs = [(wrap, scale), (hook, scale), *([(identity, wrapped_identity)] if is_norm else [(adapt, merge)])]
+    for change, same in pairs:
+        torch.testing.assert_close(replaced(change), replaced(same))
+
+
 def test_gradient_checkpointing_and_copies_change_nothing() -> None:
     made = model(dtype=torch.float32, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2).train()
     again = copy.deepcopy(made)

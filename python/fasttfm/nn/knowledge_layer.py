@@ -26,7 +26,7 @@ from fasttfm import ops
 from fasttfm.nn.packed_layer import PackedLayer
 from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.parts import packed_residual_norm, product
-from fasttfm.nn.plain import is_plain
+from fasttfm.nn.plain import is_plain_linear, is_plain_norm
 from fasttfm.ops import checks, linear
 from fasttfm.ops.knowledge_block import SEEDS, Alignment, KnowledgeOptions, knowledge_block, padded_head_dim
 from fasttfm.ops.transformer_block import BlockParameters
@@ -157,16 +157,24 @@ class KnowledgeLayer(PackedLayer):
             seeds = None
         elif seeds is None:
             seeds = draw_knowledge_seeds(x.device)
-        modules = self._knowledge_modules()
-        if is_plain(*(each for each in modules if each is not None)):
+        if self.is_plain():
             where = Alignment(cu_seqlens, aligned.cu_seqlens, aligned.positions)
-            return knowledge_block(
-                x, entities, where, seeds, self._knowledge_options(max_seqlen, aligned), _of(modules)
-            )
+            options, parameters = self._knowledge_options(max_seqlen, aligned), _of(self._knowledge_modules())
+            return knowledge_block(x, entities, where, seeds, options, parameters)
         own = (None,) * SEEDS if seeds is None else seeds.split(1)
         x = self._attend(x, cu_seqlens, max_seqlen, own)
         entities = self._attend_to_entities(entities, aligned, own)
         return self._fuse(x, entities, cu_seqlens, aligned, own)
+
+    def is_plain(self) -> bool:
+        """Whether ``forward`` calls none of the layer's modules, because all are plain."""
+        qkv, out, norm1, up, down, norm2, *own = self._knowledge_modules()
+        entity_qkv, entity_out, entity_norm1, entity_up, entity_down, entity_norm2 = own
+        attention = () if entity_qkv is None else (entity_qkv, entity_out)
+        norms = () if entity_norm1 is None else (entity_norm1,)
+        return is_plain_linear(qkv, out, up, down, *attention, entity_up, entity_down) and is_plain_norm(
+            norm1, norm2, *norms, entity_norm2
+        )
 
     def _knowledge_modules(self) -> tuple[nn.Module | None, ...]:
         """The modules of the tokens, then those of the entities, both in the order of ``BlockParameters``."""
