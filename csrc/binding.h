@@ -1,5 +1,5 @@
-// Shared by the binding files, one per op. They do not include Python.h, and so compile quickly: only module.cpp and
-// calls.cpp include it.
+// Shared by the binding files, one per op. They do not include Python.h, and so compile quickly: only the files that
+// include python.h do.
 //
 //   FASTTFM_FUNCTION(Status, layer_norm_forward, const Tensor& x, const OptionalTensor& weight, float eps) { ... }
 //

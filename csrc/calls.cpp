@@ -10,7 +10,6 @@
 
 #include "binding.h"
 #include "common/count.h"
-#include "dlpack.h"
 #include "python.h"
 
 namespace fasttfm {
@@ -105,18 +104,13 @@ bool read_attributes(PyObject* object, Tensor& tensor, int64_t* numbers) {
   return true;
 }
 
-bool is_plain_type(PyObject* object) {
-  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  return type == torch.tensor || type == torch.parameter;
-}
-
 // Where torch's table does not support a tensor's element type, as FP8 in some versions, the attributes are read.
 bool read_tensor(PyObject* object, Tensor& tensor, int64_t* numbers) {
   tensor.given = true;
   if (torch.exchange == nullptr) return read_attributes(object, tensor, numbers);
   if (read_exchanged(object, tensor)) return true;
   PyErr_Clear();
-  return is_plain_type(object) && read_attributes(object, tensor, numbers);
+  return is_plain_tensor(object) && read_attributes(object, tensor, numbers);
 }
 
 bool is_tensor(PyObject* object) {
@@ -372,7 +366,7 @@ py::object find_signature(const char* kinds, PyObject* const* given) {
       continue;
     }
     Tensor &tensor = tensors[i], &first = tensors[0];
-    if (!is_plain_type(given[i]) || is_negative(given[i])) return py::none();
+    if (!is_plain_tensor(given[i]) || is_negative(given[i])) return py::none();
     if (!read_exchanged(given[i], tensor)) {
       PyErr_Clear();
       return py::none();
@@ -429,7 +423,7 @@ int64_t tensor_table(const py::list& tensors, uintptr_t target, size_t period) {
     Tensor tensor;
     if (object != Py_None) {
       tensor.given = true;
-      if (!is_plain_type(object) || !read_exchanged(object, tensor) || tensor.data == nullptr) {
+      if (!is_plain_tensor(object) || !read_exchanged(object, tensor) || tensor.data == nullptr) {
         PyErr_Clear();
         return kUnread;
       }
@@ -471,6 +465,13 @@ void use_torch(const py::module_& module) {
 }
 
 }  // namespace
+
+const dlpack::ExchangeApi* torch_exchange() { return torch.exchange; }
+
+bool is_plain_tensor(PyObject* object) {
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return type == torch.tensor || type == torch.parameter;
+}
 
 std::vector<std::string> parameter_names(const char* parameters) {
   std::vector<std::string> names;

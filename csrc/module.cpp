@@ -97,6 +97,7 @@ PYBIND11_MODULE(_C, python) {
   python.def("use_plain_threads", &use_plain_threads);
 
   bind_torch(python);
+  bind_triton(python);
   Module module{python};
   for (Binder bind : binders()) bind(module);
 }

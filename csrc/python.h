@@ -1,9 +1,10 @@
-// Shared by the files that know Python: module.cpp and calls.cpp.
+// Shared by the files that know Python: module.cpp, calls.cpp and triton_launch.cpp.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include "common/status.h"
+#include "dlpack.h"
 
 namespace fasttfm {
 
@@ -16,5 +17,14 @@ void raise_unless_ok(const Status& status);
 
 // Adds use_torch(), signature() and tensor_table().
 void bind_torch(pybind11::module_& python);
+
+// torch's functions for tensors and streams; null before use_torch() and with torch versions before 2.10.
+const dlpack::ExchangeApi* torch_exchange();
+
+// Whether an object is a torch.Tensor or a torch.nn.Parameter, and not of a subclass, which may have no memory.
+bool is_plain_tensor(PyObject* object);
+
+// Adds triton_kernel().
+void bind_triton(pybind11::module_& python);
 
 }  // namespace fasttfm

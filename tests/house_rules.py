@@ -127,7 +127,7 @@ def anonymous_namespaces(path: str, text: str) -> list[str]:
 FOUNDATIONS = {"_gpus", "_version", "atomic_files", "extras"}
 _WORK = {"ops", "nn", "models", "train", "data", "generate"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "kernels": {"kernels"},
+    "kernels": {"kernels", "_native"},
     "_native": {"_C"},
     "ops": {"ops", "kernels", "_native"},
     "optim": {"ops", "_native"},
@@ -284,6 +284,16 @@ def _public_functions(body: list[ast.stmt]) -> Iterator[ast.FunctionDef]:
 def _is_triton_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     decorators = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in node.decorator_list]
     return any(ast.unparse(decorator) == "triton.jit" for decorator in decorators)
+
+
+def undecorated_kernels(path: str, text: str) -> list[str]:
+    """Triton kernels that Triton would launch: a function of triton.jit is a kernel if its name says so."""
+    return [
+        f"{path}: {node.name} lacks @launched_kernel"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and _is_triton_kernel(node)
+        if "launched_kernel" not in map(ast.unparse, node.decorator_list)
+    ]
 
 
 def long_cpp_functions(path: str, text: str) -> list[str]:

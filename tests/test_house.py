@@ -69,6 +69,11 @@ def test_no_import_cycles() -> None:
     assert rules.import_cycle(dict(modules())) == []
 
 
+def test_every_triton_kernel_is_launched_from_cpp() -> None:
+    found = list(sources(".py", folders=("kernels",)))
+    assert [violation for path, text in found for violation in rules.undecorated_kernels(path, text)] == []
+
+
 def test_no_file_is_long() -> None:
     found = list(sources(".py", ".pyi", ".md", *CPP))
     assert [violation for path, text in found for violation in rules.long_file(path, text)] == []
@@ -193,6 +198,13 @@ def test_an_import_cycle_is_found() -> None:
     assert rules.import_cycle(texts) == []
     texts["fasttfm.data.c"] = "def read():\n    from fasttfm.data.a import table"
     assert {"fasttfm.data.a", "fasttfm.data.b", "fasttfm.data.c"} == set(rules.import_cycle(texts))
+
+
+def test_undecorated_kernels_are_found() -> None:
+    text = "@triton.jit\ndef add_kernel(): ...\n"
+    assert len(rules.undecorated_kernels("triton.py", text)) == 1
+    assert rules.undecorated_kernels("triton.py", f"@launched_kernel\n{text}") == []
+    assert rules.undecorated_kernels("triton.py", "@triton.jit\ndef add(): ...\n") == []
 
 
 def test_long_files_are_found() -> None:

@@ -35,6 +35,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     sequence_span,
     store_rows,
 )
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.philox import dropped_weights
 
 MAX_BLOCK_M = tl.constexpr(128)
@@ -196,6 +197,7 @@ def _over_queries(
     return dk, dv
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=[*_SIZES, *_STRIDES, "ahead"])
 def _bwd_kv_kernel(
     q,  # [B, S, H, D] or [T, H, D]
@@ -392,6 +394,7 @@ def _over_keys(
     return dq
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
 def _bwd_q_kernel(
     q,  # [B, S, H, D] or [T, H, D]

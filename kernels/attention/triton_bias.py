@@ -22,6 +22,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     output_offsets,
     sequence_span,
 )
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 _SIZES = ["sequences", "heads", "group", "q_size", "k_size", "window_left", "window_right", "threshold"]
 _TILES = ["query_tiles", "key_tiles", "bias_heads", "rows", "keys"]
@@ -42,6 +43,7 @@ def _attends(first, first_key, shape, FEATURES: tl.constexpr, BLOCK_M: tl.conste
     return found
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=[*_SIZES, *_TILES, *_STRIDES])
 def _bias_kernel(
     q,  # [B, S, H, D] or [T, H, D]

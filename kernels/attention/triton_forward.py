@@ -28,6 +28,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     sequence_span,
     store_rows,
 )
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.philox import dropped_rounded
 
 
@@ -83,6 +84,7 @@ _STRIDES = [f"{tensor}_{axis}" for tensor in "qkv" for axis in ("batch", "row", 
 ]
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
 def _fwd_kernel(
     q,  # [B, S, H, D] or [T, H, D]

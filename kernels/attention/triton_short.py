@@ -27,6 +27,7 @@ from fasttfm.kernels.attention.triton_tiles import (
     sequence_span,
     store_rows,
 )
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.philox import dropped_rounded, dropped_weights
 
 _SIZES = ["heads", "group", "items", "q_size", "k_size", "window_left", "window_right", "threshold"]
@@ -35,6 +36,7 @@ _STRIDES = [
 ]
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=[*_SIZES, *_STRIDES[:9]])
 def _short_fwd_kernel(
     q,  # [B, S, H, D] or [T, H, D]
@@ -120,6 +122,7 @@ def _short_fwd_kernel(
         store_rows((out + out_start * D, heads * D), 0, rows, columns, result, not EVEN, D, BLOCK_M)
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=[*_SIZES, *_STRIDES])
 def _short_bwd_kernel(
     q,  # [B, S, H, D] or [T, H, D]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 # 16 bytes of a 16-bit type for each thread and row, eight rows in flight.
@@ -22,6 +23,7 @@ _TILE = {"BLOCK_N": 32, "BLOCK_C": 256, "num_warps": 4}
 _PARTS_TILE = {"BLOCK_N": 64, "BLOCK_C": 32, "num_warps": 4}
 
 
+@launched_kernel
 @triton.jit
 def _sum_kernel(
     x,  # [N, C], rows x_stride apart

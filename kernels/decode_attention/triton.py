@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
 from fasttfm.kernels.common.triton.dependent_launch import launch_options, wait_for_inputs
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 _LOG2_E = 1.4426950408889634
 
@@ -48,6 +49,7 @@ def _combined(parts, sums, first, end, PART_G: tl.constexpr, BLOCK_S: tl.constex
     return acc / tl.where(total > 0.0, total, 1.0)[:, None]
 
 
+@launched_kernel
 @triton.jit
 def decode_attention_kernel(
     q,  # [B, H, D]

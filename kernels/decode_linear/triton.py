@@ -20,6 +20,7 @@ from fasttfm.kernels.common.launch import block_memory, on_device
 from fasttfm.kernels.common.rows import empty_rows
 from fasttfm.kernels.common.triton.activation import activated
 from fasttfm.kernels.common.triton.dependent_launch import launch_options, wait_for_inputs
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 TILE_ROWS = 16  # the M of an mma instruction
 _DEEP_MEMORY = 200_000  # bytes of shared memory per block, which Hopper and later GPUs exceed
@@ -60,6 +61,7 @@ def _product(value, w, total, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_
     return total
 
 
+@launched_kernel
 @triton.jit
 def decode_linear_kernel(
     x,  # [M, K], rows x_stride apart

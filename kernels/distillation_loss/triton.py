@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.vocabulary.triton_softmax import LOWEST, added, exponential, total
 
 
@@ -25,6 +26,7 @@ def _logits_at(line, bias, columns, V, P, inverse_temperature, HAS_BIAS: tl.cons
     return tl.where(columns < V, x * inverse_temperature, float("-inf"))
 
 
+@launched_kernel
 @triton.jit
 def _loss_kernel(
     student,  # [n, P]; overwritten by the gradient

@@ -17,6 +17,7 @@ from torch import Tensor
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, empty_output, gradient_like
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.normalize import normalized, normalized_gradient, row_tile
 from fasttfm.kernels.common.triton.philox import kept, row_position
 from fasttfm.kernels.common.triton.sum_parts import compile_signature, sum_parts
@@ -43,6 +44,7 @@ def _dropout(
     return tl.where(keep, value * scale, 0.0)
 
 
+@launched_kernel
 @triton.jit
 def _fwd_kernel(
     x,  # [N, C], rows x_stride apart
@@ -103,6 +105,7 @@ def _fwd_kernel(
     tl.store(y + rows[:, None] * C + columns[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
+@launched_kernel
 @triton.jit
 def _bwd_kernel(
     dy,  # [N, C]

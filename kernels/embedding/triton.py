@@ -27,6 +27,7 @@ from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.rows import gradient_like
 from fasttfm.kernels.common.triton.index_errors import clamp_and_record, clamped
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.normalize import normalized, row_tile
 from fasttfm.kernels.common.triton.philox import kept, row_position
 from fasttfm.kernels.common.triton.sorted_sums import RUN, join_runs
@@ -75,6 +76,7 @@ def _lookup(
 _SIZES_OF_A_BATCH = ["N", "sequences", "tokens_per_sequence"]
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=_SIZES_OF_A_BATCH)
 def _fwd_kernel(
     word_table,  # [V, C]
@@ -147,6 +149,7 @@ def _fwd_kernel(
     tl.store(y + rows[:, None] * C + columns[None, :], value.to(y.dtype.element_ty), mask=mask)
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=[*_SIZES_OF_A_BATCH, "groups", "members", "splits"])
 def _rows_kernel(
     dy,  # [N, C]
@@ -300,6 +303,7 @@ def _rows_kernel(
         tl.store(part + 3 * stride, dsegment1, mask=in_row)
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=["N"])
 def _table_kernel(
     dy,  # [N, C]

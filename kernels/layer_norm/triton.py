@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.normalize import (
     norm_backward_tile,
     norm_forward_tile,
@@ -25,6 +26,7 @@ from fasttfm.kernels.common.triton.sum_parts import compile_signature, sum_parts
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
+@launched_kernel
 @triton.jit
 def _fwd_kernel(
     x,  # [N, C], rows x_stride apart
@@ -50,6 +52,7 @@ def _fwd_kernel(
     tl.store(y + rows[:, None] * C + columns[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
+@launched_kernel
 @triton.jit
 def _bwd_kernel(
     dy,  # [N, C]

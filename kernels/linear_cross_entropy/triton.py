@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.philox import philox
 from fasttfm.kernels.vocabulary.cross_entropy import SAMPLING_COUNTER, Loss
 from fasttfm.kernels.vocabulary.triton_softmax import LOWEST, added, exponential, total
@@ -110,6 +111,7 @@ def _draw(
     tl.store(sample, word)
 
 
+@launched_kernel
 @triton.jit
 def _loss_kernel(
     logits,  # [n, P]; overwritten by the gradient

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
 from fasttfm.kernels.common.rows import as_rows, empty_output
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 _NONE = tl.constexpr(2147483647)
 _SIZES_OF_A_BATCH = ["Tq", "Td", "K", "tiles"]
@@ -37,6 +38,7 @@ def _load_tile(rows, numbers, stride, inside, columns, D: tl.constexpr):
     return tl.load(rows + numbers.to(tl.int64)[:, None] * stride + columns[None, :], mask=keep, other=0.0)
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=_SIZES_OF_A_BATCH)
 def _best_kernel(
     queries,  # [Tq, D]
@@ -109,6 +111,7 @@ def _best_kernel(
             tl.store(index + results, tl.where(counted & finite, argmax, -1), mask=here)
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=["Tq", "K"])
 def _sum_kernel(
     best,  # fp32 [K, Tq]
@@ -133,6 +136,7 @@ def _sum_kernel(
     tl.store(scores + query.to(tl.int64) * K + columns, total, mask=columns < K)
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=["Tq", "K"])
 def _gradient_kernel(
     dscores,  # fp32 [B, K]

@@ -14,12 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 # Sizes that change from batch to batch: Triton would recompile the kernel for a 1 or for a size that 16 does not
 # divide.
 _SIZES_OF_A_BATCH = ["B", "S", "T", "slots"]
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=_SIZES_OF_A_BATCH)
 def _copy_kernel(
     padded,  # [B, S, C], sequences batch_stride and tokens token_stride apart
@@ -68,7 +70,7 @@ def _copy_kernel(
 
 
 # For rows too narrow for wide loads, whose stride changes with the padded length too.
-_narrow_kernel = triton.jit(do_not_specialize=[*_SIZES_OF_A_BATCH, "batch_stride"])(_copy_kernel.fn)
+_narrow_kernel = launched_kernel(triton.jit(do_not_specialize=[*_SIZES_OF_A_BATCH, "batch_stride"])(_copy_kernel.fn))
 
 
 def _tile(columns: int) -> dict[str, int]:

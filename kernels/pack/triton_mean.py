@@ -12,11 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 _TILE = {"BLOCK_T": 64, "BLOCK_C": 64, "num_warps": 8}
 
 
 # Without specialization, vector widths and with them the order of the additions do not depend on C and stride.
+@launched_kernel
 @triton.jit(do_not_specialize=["T", "C", "stride", "skipped"])
 def _mean_kernel(
     x,  # [T, C], rows stride apart

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
 from fasttfm.kernels.common.rows import as_rows
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.rotary import load_angles, rotate
 
 _GROUP = 8
@@ -58,6 +59,7 @@ def _place(numbers, columns: tl.constexpr, N, GROUP: tl.constexpr, BLOCK_M: tl.c
     return first + numbers % of_group % size, numbers % of_group // size
 
 
+@launched_kernel
 @triton.jit
 def _forward_kernel(
     x,  # [N, C], rows x_stride apart

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.normalize import norm_backward_tile, norm_forward_tile
 from fasttfm.kernels.common.triton.sum_parts import compile_signature, sum_parts
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
+@launched_kernel
 @triton.jit
 def _fwd_kernel(
     x,  # [N, C], rows x_stride apart
@@ -47,6 +49,7 @@ def _fwd_kernel(
     tl.store(y + rows[:, None] * C + columns[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
+@launched_kernel
 @triton.jit
 def _bwd_kernel(
     dy,  # [N, C]

@@ -12,12 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.rotary import load_angles, rotate
 
 _TILE_ELEMENTS = 2048  # of each half of the pairs
 _NUM_WARPS = 4
 
 
+@launched_kernel
 @triton.jit
 def _rotary_kernel(
     x,  # [T, H, D], strides token_stride, head_stride, 1

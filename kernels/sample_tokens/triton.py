@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.philox import philox
 
 _COUNTER = tl.constexpr(0xFFFFFFFE)
@@ -125,6 +126,7 @@ def _picked(weights, tokens, before, target):
     return tl.minimum(tl.min(tl.where(exceeds, words, 2147483647), axis=0), last)
 
 
+@launched_kernel
 @triton.jit
 def sample_tokens_kernel(
     logits,  # [B, V], rows stride apart

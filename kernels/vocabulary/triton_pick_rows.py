@@ -14,12 +14,14 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
 from fasttfm.kernels.common.triton.index_errors import clamp_and_record, clamped
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 _POSITIONS = 1  # index in (labels, positions), the arguments whose errors are recorded
 _TILE = 4096  # elements of a program
 _SEARCHED = 256  # picks that are compared at a time
 
 
+@launched_kernel
 @triton.jit
 def _gather_kernel(
     rows,  # [T, C], row_stride apart
@@ -47,6 +49,7 @@ def _gather_kernel(
     )
 
 
+@launched_kernel
 @triton.jit
 def _count_kernel(
     positions,  # [N]
@@ -66,6 +69,7 @@ def _count_kernel(
     tl.atomic_add(picks_of + index, 1, mask=counted & (bad == 0))
 
 
+@launched_kernel
 @triton.jit
 def _scatter_kernel(
     dh,  # [N, C]

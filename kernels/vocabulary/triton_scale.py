@@ -7,10 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 _BLOCK = 4096
 
 
+@launched_kernel
 @triton.jit
 def _scale_kernel(x, scale, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

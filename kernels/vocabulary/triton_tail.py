@@ -13,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 GROUP = 8  # columns of the copied gradients, padded with zeros
 
 
+@launched_kernel
 @triton.jit
 def _logits_kernel(
     rows,  # [n, C], row_stride apart
@@ -48,6 +50,7 @@ def _logits_kernel(
         tl.store(logits + row * logit_stride + token, found, mask=here)
 
 
+@launched_kernel
 @triton.jit
 def _start_kernel(
     g,  # [n, TAIL], g_stride apart

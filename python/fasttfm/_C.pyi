@@ -1,6 +1,8 @@
 """The native core. Functions take their arguments by position; dtypes and other codes are integers (see _native.py)."""
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -30,6 +32,7 @@ def parallel_runtime() -> str: ...
 def use_plain_threads() -> None: ...
 def use_torch(torch: ModuleType) -> None: ...
 def signature(kinds: str, *tensors: Tensor | None) -> bytes | None: ...
+def triton_kernel(kernel: object, knobs: object) -> Callable[[Any], Callable[..., Any]]: ...  # a grid's launcher
 def tensor_table(tensors: list[Tensor | None], target: int, period: int) -> int: ...  # a type's code, -1 or -2
 
 # ---- written by tools/make_stub.py -----------------------------------------------------------------------------------

@@ -42,9 +42,12 @@ def _no_signature(*_: object) -> None:
 
 # The facts that a call's checks and choice of a backend depend on, as bytes, if all tensors are plain; otherwise None.
 signature: Callable[..., bytes | None] = _no_signature
+# Prepares the launches of a Triton kernel; None without the core.
+triton_kernel: Callable[..., Callable[..., Callable[..., object]]] | None = None
 if _core is not None:
     _core.use_torch(torch)
     signature = _core.signature
+    triton_kernel = _core.triton_kernel
 
 
 class _NeverRaised(RuntimeError):

@@ -1,9 +1,25 @@
 #include "common/cuda/device.h"
 
+#include <cstddef>
+
+#include "common/cuda/driver.h"
 #include "common/cuda/launch.cuh"
 
 namespace fasttfm {
 namespace cuda {
+
+// driver.h declares these types for builds without cuda.h.
+static_assert(sizeof(driver::Config) == sizeof(CUlaunchConfig) &&
+              sizeof(driver::Attribute) == sizeof(CUlaunchAttribute));
+static_assert(offsetof(driver::Config, block) == offsetof(CUlaunchConfig, blockDimX) &&
+              offsetof(driver::Config, shared_bytes) == offsetof(CUlaunchConfig, sharedMemBytes) &&
+              offsetof(driver::Config, stream) == offsetof(CUlaunchConfig, hStream) &&
+              offsetof(driver::Config, attributes) == offsetof(CUlaunchConfig, attrs) &&
+              offsetof(driver::Config, attribute_count) == offsetof(CUlaunchConfig, numAttrs) &&
+              offsetof(driver::Attribute, value) == offsetof(CUlaunchAttribute, value));
+static_assert(static_cast<int>(driver::kCooperative) == CU_LAUNCH_ATTRIBUTE_COOPERATIVE &&
+              static_cast<int>(driver::kProgrammaticStreamSerialization) ==
+                  CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION);
 namespace {
 
 int64_t attribute(cudaDeviceAttr name, int64_t device) {

@@ -15,9 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fasttfm.kernels.common.triton.launcher import launched_kernel
+
 RUN = 32
 
 
+@launched_kernel
 @triton.jit(do_not_specialize=["N", "runs"])
 def join_kernel(
     keys,  # [N] int32, ascending

@@ -8,7 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fasttfm.kernels.common.triton.launcher import launched_kernel
 
+
+@launched_kernel
 @triton.jit(do_not_specialize=["P"])
 def sum_parts_kernel(
     parts,  # [COUNT, P, C] fp32
