@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from fasttfm.kernels.attention import tuning
@@ -16,7 +15,7 @@ from fasttfm.kernels.attention.triton_backward import MAX_BLOCK_M, _bwd_kv_kerne
 from fasttfm.kernels.attention.triton_bias import _bias_kernel
 from fasttfm.kernels.attention.triton_forward import _fwd_kernel
 from fasttfm.kernels.attention.triton_short import _short_bwd_kernel, _short_fwd_kernel
-from fasttfm.kernels.common.launch import block_memory, is_hopper, multiprocessors, on_device
+from fasttfm.kernels.common.launch import block_memory, cdiv, is_hopper, multiprocessors, next_power_of_2, on_device
 
 _LOG2_E = math.log2(math.e)
 _AXES = {name: (f"{name}_batch", f"{name}_row", f"{name}_head") for name in ("q", "k", "v", "dout", "dq", "dk", "dv")}
@@ -73,7 +72,7 @@ def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
         ),
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "D": head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
     }
 
 
@@ -155,7 +154,7 @@ def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProb
             _short_fwd_kernel[(programs,)](**arguments, **options)
         else:
             chosen = tuning.forward_tiles(call)
-            tiles = max(triton.cdiv(problem.max_seqlen, chosen.queries), 1)
+            tiles = max(cdiv(problem.max_seqlen, chosen.queries), 1)
             _fwd_kernel[(tiles * heads * (problem.sequences(q) + problem.packed),)](
                 **arguments, **_added(q, problem), tiles=tiles, **_tile_options(problem, chosen)
             )
@@ -199,16 +198,16 @@ def _backward_by_tile(arguments: dict[str, Any], out: Tensor, problem: Attention
         rows = len(q) + problem.sequences(q) * MAX_BLOCK_M.value
         size = heads * rows
     else:
-        rows = triton.cdiv(problem.max_seqlen, MAX_BLOCK_M.value) * MAX_BLOCK_M.value
+        rows = cdiv(problem.max_seqlen, MAX_BLOCK_M.value) * MAX_BLOCK_M.value
         size = problem.sequences(q) * heads * rows
     arguments |= {"statistics": lse.new_empty(2 * size), "statistics_rows": rows, "statistics_size": size}
     chosen = tuning.query_tiles(call)
-    tiles = max(triton.cdiv(problem.max_seqlen, chosen.queries), 1)
+    tiles = max(cdiv(problem.max_seqlen, chosen.queries), 1)
     _bwd_q_kernel[(tiles * heads * (problem.sequences(q) + problem.packed),)](
         **_without(arguments, "dk", "dv"), out=out, tiles=tiles, **_tile_options(problem, chosen)
     )
     chosen = tuning.key_tiles(call)
-    tiles = max(triton.cdiv(problem.max_seqlen_k, chosen.keys), 1)
+    tiles = max(cdiv(problem.max_seqlen_k, chosen.keys), 1)
     prefetch = chosen.ahead > 0 and q.is_cuda
     _bwd_kv_kernel[(tiles * arguments["kv_heads"] * (problem.sequences(q) + problem.packed),)](
         **_without(arguments, "dq", "lse"),
@@ -232,7 +231,7 @@ def attention_bias_bwd_triton(
     common = _common(q, k, problem)
     chosen = tuning.bias_tiles(_call(q, problem))
     batches, heads, rows, keys = dbias.shape
-    tiles = (triton.cdiv(rows, chosen.queries), triton.cdiv(keys, chosen.keys))
+    tiles = (cdiv(rows, chosen.queries), cdiv(keys, chosen.keys))
     with on_device(q):
         _bias_kernel[(tiles[0] * tiles[1] * heads * batches,)](
             **tensors,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import triton
-
 from fasttfm.kernels.attention import tuning
 from fasttfm.kernels.attention.triton_backward import _bwd_kv_kernel, _bwd_q_kernel
 from fasttfm.kernels.attention.triton_bias import _bias_kernel
 from fasttfm.kernels.attention.triton_forward import _fwd_kernel
 from fasttfm.kernels.attention.triton_short import _short_bwd_kernel, _short_fwd_kernel
+from fasttfm.kernels.common.launch import next_power_of_2
 
 _FLOATS = ("lse", "statistics", "slopes")
 _TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias", "dbias")
@@ -65,7 +64,7 @@ def _describe(
         "ALL_HEADS": False,
         "PRECISION": "ieee" if element == "fp32" else "tf32",
         "D": head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
         "BLOCK_M": tiles.queries,
         "BLOCK_N": tiles.keys,
         "EVEN": not dropout,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.launch import cdiv, multiprocessors, next_power_of_2, on_device
 from fasttfm.kernels.common.rows import as_rows, gradient_like
 from fasttfm.kernels.common.triton.activation import activated
 from fasttfm.kernels.common.triton.launcher import launched_kernel
@@ -90,7 +90,7 @@ def _bwd_kernel(
 
 def _tile(columns: int) -> dict[str, int]:
     """A stripe of up to 512 columns, and rows that make 4096 elements of it."""
-    block_c = min(512, triton.next_power_of_2(columns))
+    block_c = min(512, next_power_of_2(columns))
     return {"BLOCK_N": max(1, 4096 // max(64, block_c)), "BLOCK_C": block_c, "num_warps": 4}
 
 
@@ -102,7 +102,7 @@ def bias_gelu_forward_triton(x: Tensor, bias: Tensor | None, kind: str) -> Tenso
         return y
     tile = _tile(columns)
     with on_device(x):
-        _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]), triton.cdiv(columns, tile["BLOCK_C"]))](
+        _fwd_kernel[(cdiv(count, tile["BLOCK_N"]), cdiv(columns, tile["BLOCK_C"]))](
             rows,
             rows if bias is None else bias.contiguous(),
             y,
@@ -127,9 +127,9 @@ def bias_gelu_backward_triton(
     if count == 0:
         return dx, dbias.zero_(), y
     tile = _tile(columns)
-    stripes = triton.cdiv(columns, tile["BLOCK_C"])
+    stripes = cdiv(columns, tile["BLOCK_C"])
     most = max(1, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x) // stripes)
-    programs = min(triton.cdiv(count, tile["BLOCK_N"]), most)
+    programs = min(cdiv(count, tile["BLOCK_N"]), most)
     parts = torch.empty(1, programs if want_dbias else 0, columns, dtype=torch.float32, device=x.device)
     with on_device(x):
         _bwd_kernel[(programs, stripes)](

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.launch import cdiv, multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
@@ -50,15 +50,15 @@ def _sum_kernel(
 def column_sum_triton(x: Tensor, dtype: torch.dtype) -> Tensor:
     rows = as_rows(x)
     count, columns = rows.shape
-    strips = triton.cdiv(columns, _TILE["BLOCK_C"])
+    strips = cdiv(columns, _TILE["BLOCK_C"])
     most = max(1, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x) // strips)
-    part_rows = max(_TILE["BLOCK_N"], triton.cdiv(count, most))
-    parts = max(1, triton.cdiv(count, part_rows))
+    part_rows = max(_TILE["BLOCK_N"], cdiv(count, most))
+    parts = max(1, cdiv(count, part_rows))
     workspace = torch.empty(parts, columns, dtype=torch.float32, device=x.device)
     total = torch.empty(columns, dtype=dtype, device=x.device)
     with on_device(x):
         _sum_kernel[(strips, parts)](rows, workspace, count, columns, rows.stride(0), part_rows, **_TILE)
-        _sum_kernel[(triton.cdiv(columns, _PARTS_TILE["BLOCK_C"]), 1)](
+        _sum_kernel[(cdiv(columns, _PARTS_TILE["BLOCK_C"]), 1)](
             workspace, total, parts, columns, columns, parts, **_PARTS_TILE
         )
     return total

@@ -1,4 +1,4 @@
-"""Properties of the device that launchers use."""
+"""Properties of the device that launchers use, and their arithmetic."""
 
 from __future__ import annotations
 
@@ -46,3 +46,16 @@ def is_hopper(device: torch.device) -> bool:
 @functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
+
+
+# Triton's functions of these names take the host microseconds, because kernels can call them too.
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """The quotient, rounded up."""
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of 2 that is not less than a positive number."""
+    return 1 << (number - 1).bit_length()

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.triton.dependent_launch import launch_options, wait_for_inputs
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
@@ -168,13 +168,13 @@ def decode_attention_kernel(
 def tile(batch: int, key_heads: int, group: int, width: int, wide: bool) -> dict[str, int]:
     """Tile sizes; ``wide`` for fp32. Small batches use short splits, so that there are programs for all SMs, and CUDA
     cores; large batches and groups of heads use tensor cores."""
-    block_d = max(16, triton.next_power_of_2(width))
+    block_d = max(16, next_power_of_2(width))
     programs = batch * key_heads
     split = 128 if programs <= 64 else 256 if programs <= 2048 else 1024
     if group == 1 and (programs <= 64 or wide):
         sizes = {"PART_G": 1, "BLOCK_N": max(16, min(128, 8192 // block_d)), "BLOCK_S": 8, "num_stages": 1}
     else:
-        part_g = max(16, triton.next_power_of_2(group))
+        part_g = max(16, next_power_of_2(group))
         sizes = {"PART_G": part_g, "BLOCK_N": max(16, min(64, 8192 // block_d)), "BLOCK_S": 1, "num_stages": 3}
     return {**sizes, "BLOCK_D": block_d, "SPLIT": split, "num_warps": 4}
 
@@ -200,7 +200,7 @@ def decode_attention_triton(
     q, k, v = (given if given.stride(-1) == 1 else given.contiguous() for given in (q, k, v))
     group = heads // key_heads
     chosen = tile(batch, key_heads, group, width, q.dtype == torch.float32)
-    splits = triton.cdiv(room, chosen["SPLIT"])
+    splits = cdiv(room, chosen["SPLIT"])
     parts = sums = out
     if splits > 1:
         shape = (batch, key_heads, splits, chosen["PART_G"])

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import block_memory, on_device
+from fasttfm.kernels.common.launch import block_memory, cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.rows import empty_rows
 from fasttfm.kernels.common.triton.activation import activated
 from fasttfm.kernels.common.triton.dependent_launch import launch_options, wait_for_inputs
@@ -149,7 +149,7 @@ def decode_linear_kernel(
 def tile(count: int, outputs: int, columns: int, *, wide: bool = False, deep: bool = False) -> dict[str, int]:
     """Tile sizes for ``count`` rows of ``columns`` and ``outputs`` rows of weight; ``wide`` for an fp32 weight,
     ``deep`` if shared memory has room for many chunks of 16-bit rows."""
-    block_k = max(64, triton.next_power_of_2(columns))
+    block_k = max(64, next_power_of_2(columns))
     if count == 1:
         block_k = min(block_k, 2048 if wide else 4096)
         block_n = min(4 if outputs <= 2048 else 8, 16384 // block_k)  # a thread holds 64 elements of the weight
@@ -190,7 +190,7 @@ def decode_linear_triton(
         return y
     deep = x.dtype != torch.float32 and block_memory(x) >= _DEEP_MEMORY
     chosen = sizes or tile(count, outputs, columns, wide=weight.dtype == torch.float32, deep=deep)
-    grid = (triton.cdiv(outputs, chosen["BLOCK_N"]), triton.cdiv(count, chosen["BLOCK_M"]))
+    grid = (cdiv(outputs, chosen["BLOCK_N"]), cdiv(count, chosen["BLOCK_M"]))
     with on_device(x):
         decode_linear_kernel[grid](
             rows,

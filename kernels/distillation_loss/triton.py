@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.launch import next_power_of_2, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.vocabulary.triton_softmax import LOWEST, added, exponential, total
 
@@ -99,7 +99,7 @@ def _loss_kernel(
 def _tile(columns: int, element_bytes: int) -> dict[str, int]:
     """16 bytes of each of the two rows per thread and load; the few rows in flight fit into L2."""
     group = 16 // element_bytes
-    block_v = min(512 * group, triton.next_power_of_2(columns))
+    block_v = min(512 * group, next_power_of_2(columns))
     return {"BLOCK_V": block_v, "GROUP": group, "num_warps": max(1, block_v // (32 * group))}
 
 

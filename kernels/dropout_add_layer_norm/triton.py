@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.launch import cdiv, multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, empty_output, gradient_like
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.normalize import normalized, normalized_gradient, row_tile
@@ -233,7 +233,7 @@ def dropout_add_layer_norm_forward_triton(
     tile = _forward_tile(columns)
     dropout, flags = _dropout_arguments(x, cu_seqlens, seed, p)
     with on_device(x):
-        _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]),)](
+        _fwd_kernel[(cdiv(count, tile["BLOCK_N"]),)](
             rows,
             residual_rows,
             rows if weight is None else weight.contiguous(),
@@ -282,7 +282,7 @@ def dropout_add_layer_norm_backward_triton(
     if count == 0:
         return dresidual, dx, dweight.zero_(), dbias.zero_(), dlinear_bias.zero_()
     tile = _backward_tile(columns)
-    programs = min(triton.cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(z))
+    programs = min(cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(z))
     parts = torch.empty(3, programs if any(wanted) else 0, columns, dtype=torch.float32, device=z.device)
     dropout, flags = _dropout_arguments(z, cu_seqlens, seed, p)
     with on_device(z):

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.launch import cdiv, multiprocessors, next_power_of_2, on_device
 from fasttfm.kernels.common.rows import gradient_like
 from fasttfm.kernels.common.triton.index_errors import clamp_and_record, clamped
 from fasttfm.kernels.common.triton.launcher import launched_kernel
@@ -411,7 +411,7 @@ def _rows_tile(columns: int) -> dict[str, int]:
 
 
 def _table_tile(columns: int) -> dict[str, int]:
-    block_c = min(1024, max(16, triton.next_power_of_2(columns)))
+    block_c = min(1024, max(16, next_power_of_2(columns)))
     return {"BLOCK_N": 4, "BLOCK_C": block_c, "num_warps": max(1, block_c // 128)}
 
 
@@ -462,7 +462,7 @@ def embedding_forward_triton(
         return y, statistics
     tile, threshold = _forward_tile(columns), philox.threshold(p)
     with on_device(ids):
-        _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]),)](
+        _fwd_kernel[(cdiv(count, tile["BLOCK_N"]),)](
             *_contiguous(*tables, *indices, cu_seqlens, weight, bias, seed, instead=word_table),
             y,
             statistics,
@@ -554,7 +554,7 @@ def _sum_by_position(
     if dposition is not None:
         groups = sizes["position_rows"] if constants["PACKED"] else sizes["tokens_per_sequence"]
         members = sizes["sequences"] if constants["PACKED"] else sizes["N"] // sizes["tokens_per_sequence"]
-    splits = triton.cdiv(members, _MEMBERS_PER_ITEM)
+    splits = cdiv(members, _MEMBERS_PER_ITEM)
     programs = min(groups * splits, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(dy))
     parts = torch.empty((4, programs, columns), dtype=torch.float32, device=dy.device)
     target = parts
@@ -583,10 +583,10 @@ def _sum_by_key(inputs: tuple[Tensor, ...], keys: Tensor, dtable: Tensor, consta
     """Sorts the tokens by key and adds their dx to the rows of ``dtable``, which are zero at the start."""
     count, (table_rows, columns) = len(keys), dtable.shape
     keys, order = torch.sort(keys, stable=True)
-    runs = triton.cdiv(count, RUN)
+    runs = cdiv(count, RUN)
     parts = torch.empty((runs, 2, columns), dtype=torch.float32, device=keys.device)
     tile = _table_tile(columns)
-    _table_kernel[(runs, triton.cdiv(columns, tile["BLOCK_C"]))](
+    _table_kernel[(runs, cdiv(columns, tile["BLOCK_C"]))](
         *inputs, keys, order, dtable, parts, N=count, C=columns, table_rows=table_rows, **constants, RUN=RUN, **tile
     )
     join_runs(keys, parts, dtable)

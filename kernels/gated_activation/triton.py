@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.launch import cdiv, multiprocessors, next_power_of_2, on_device
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
 from fasttfm.kernels.common.triton.activation import activated
 from fasttfm.kernels.common.triton.launcher import launched_kernel
@@ -104,7 +104,7 @@ def _bwd_kernel(
 
 def _tile(columns: int) -> dict[str, int]:
     """A stripe of up to 512 columns, and rows that make 2048 elements of it."""
-    block_c = min(512, triton.next_power_of_2(columns))
+    block_c = min(512, next_power_of_2(columns))
     return {"BLOCK_N": max(1, 2048 // max(64, block_c)), "BLOCK_C": block_c, "num_warps": 4}
 
 
@@ -116,7 +116,7 @@ def gated_activation_forward_triton(x: Tensor, bias: Tensor | None, kind: str, g
         return y
     tile = _tile(columns)
     with on_device(x):
-        _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]), triton.cdiv(columns, tile["BLOCK_C"]))](
+        _fwd_kernel[(cdiv(count, tile["BLOCK_N"]), cdiv(columns, tile["BLOCK_C"]))](
             rows,
             rows if bias is None else bias.contiguous(),
             y,
@@ -141,9 +141,9 @@ def gated_activation_backward_triton(
     if count == 0:
         return dx, dbias.zero_()
     tile = _tile(columns)
-    stripes = triton.cdiv(columns, tile["BLOCK_C"])
+    stripes = cdiv(columns, tile["BLOCK_C"])
     most = max(1, _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x) // stripes)
-    programs = min(triton.cdiv(count, tile["BLOCK_N"]), most)
+    programs = min(cdiv(count, tile["BLOCK_N"]), most)
     parts = torch.empty(1, programs if want_dbias else 0, 2 * columns, dtype=torch.float32, device=x.device)
     with on_device(x):
         _bwd_kernel[(programs, stripes)](

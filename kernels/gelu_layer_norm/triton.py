@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.launch import cdiv, multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, gradient_like
 from fasttfm.kernels.common.triton.activation import activated
 from fasttfm.kernels.common.triton.launcher import launched_kernel
@@ -131,7 +131,7 @@ def gelu_layer_norm_forward_triton(
         return y, statistics
     tile = _forward_tile(columns)
     with on_device(x):
-        _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]),)](
+        _fwd_kernel[(cdiv(count, tile["BLOCK_N"]),)](
             rows,
             *(rows if parameter is None else parameter.contiguous() for parameter in (linear_bias, weight, bias)),
             y,
@@ -168,7 +168,7 @@ def gelu_layer_norm_backward_triton(
     if count == 0:
         return dx, dlinear_bias.zero_(), dweight.zero_(), dbias.zero_()
     tile = _backward_tile(columns)
-    programs = min(triton.cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
+    programs = min(cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
     parts = torch.empty(3, programs if any(wanted) else 0, columns, dtype=torch.float32, device=x.device)
     with on_device(x):
         _bwd_kernel[(programs,)](

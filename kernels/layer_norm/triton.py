@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.launch import cdiv, multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.normalize import (
@@ -108,7 +108,7 @@ def layer_norm_forward_triton(
         return y, statistics
     tile = norm_forward_tile(columns)
     with on_device(x):
-        _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]),)](
+        _fwd_kernel[(cdiv(count, tile["BLOCK_N"]),)](
             rows,
             rows if weight is None else weight.contiguous(),
             rows if bias is None else bias.contiguous(),
@@ -143,7 +143,7 @@ def layer_norm_backward_triton(
         return dx, dweight.zero_(), dbias.zero_()
     want_parts = want_dweight or want_dbias
     tile = norm_backward_tile(columns)
-    programs = min(triton.cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
+    programs = min(cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
     parts = torch.empty(2, programs if want_parts else 0, columns, dtype=torch.float32, device=x.device)
     with on_device(x):
         _bwd_kernel[(programs,)](

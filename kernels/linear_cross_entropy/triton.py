@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.launch import next_power_of_2, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.philox import philox
 from fasttfm.kernels.vocabulary.cross_entropy import SAMPLING_COUNTER, Loss
@@ -233,7 +233,7 @@ def _loss_kernel(
 def _tile(columns: int, element_bytes: int, *, more: bool) -> dict[str, int]:
     """16 bytes per thread and load, two loads per tile; one with counts, samples or smoothing, which take registers."""
     group = 16 // element_bytes
-    block_v = min((512 if more else 1024) * group, triton.next_power_of_2(columns))
+    block_v = min((512 if more else 1024) * group, next_power_of_2(columns))
     threads = min(512, block_v // group)
     return {"BLOCK_V": block_v, "GROUP": group, "num_warps": max(1, threads // 32)}
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.rows import as_rows, empty_output
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
@@ -186,12 +186,12 @@ def _tile(columns: int, element_bytes: int) -> dict[str, int]:
     registers, so parts are small."""
     if element_bytes == 4:
         return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 16, "num_warps": 8}
-    block_d = max(16, triton.next_power_of_2(columns)) if columns <= 128 else 64
+    block_d = max(16, next_power_of_2(columns)) if columns <= 128 else 64
     return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": block_d, "num_warps": 4}
 
 
 def _gradient_tile(columns: int) -> dict[str, int]:
-    block_d = min(128, max(16, triton.next_power_of_2(columns)))
+    block_d = min(128, max(16, next_power_of_2(columns)))
     return {"BLOCK_D": block_d, "BLOCK_E": 16, "num_warps": 2}
 
 
@@ -216,7 +216,7 @@ def maxsim_forward_triton(
         return scores, index
     best = torch.empty((own, tokens), dtype=torch.float32, device=queries.device)
     tile = _tile(queries.shape[1], queries.element_size())
-    tiles = 1 if pairs else triton.cdiv(tokens, tile["BLOCK_M"])
+    tiles = 1 if pairs else cdiv(tokens, tile["BLOCK_M"])
     with on_device(queries):
         _best_kernel[(number * tiles,)](
             queries,
@@ -242,7 +242,7 @@ def maxsim_forward_triton(
             D=queries.shape[1],
             **tile,
         )
-        _sum_kernel[(count * triton.cdiv(own, _SUMMED),)](
+        _sum_kernel[(count * cdiv(own, _SUMMED),)](
             best, query_starts, query_ends, scores, tokens, own, BLOCK_K=_SUMMED, BLOCK_T=32, num_warps=4
         )
     return scores, index
@@ -288,7 +288,7 @@ def _sum_rows(
     columns = gradient.shape[1]
     tile = _gradient_tile(columns)
     with on_device(gradient):
-        _gradient_kernel[(len(gradient), triton.cdiv(columns, tile["BLOCK_D"]))](
+        _gradient_kernel[(len(gradient), cdiv(columns, tile["BLOCK_D"]))](
             dscores,
             rows,
             owners,

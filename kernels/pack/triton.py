@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 # Sizes that change from batch to batch: Triton would recompile the kernel for a 1 or for a size that 16 does not
@@ -75,7 +75,7 @@ _narrow_kernel = launched_kernel(triton.jit(do_not_specialize=[*_SIZES_OF_A_BATC
 
 def _tile(columns: int) -> dict[str, int]:
     """About 4096 elements per program, 32 per thread; fewer for short rows, which have many addresses."""
-    block_c = min(1024, triton.next_power_of_2(columns))
+    block_c = min(1024, next_power_of_2(columns))
     return {"BLOCK_S": min(512, 4096 // block_c), "BLOCK_C": block_c, "num_warps": 4}
 
 
@@ -97,11 +97,11 @@ def _copy(padded: Tensor, packed: Tensor, cu_seqlens: Tensor, to_packed: bool) -
             packed.zero_()
         return
     batch, longest, columns = padded.shape[0], padded.shape[1], padded.shape[2:].numel()
-    slots = max(longest, triton.cdiv(packed.shape[0], batch)) if to_packed else longest
+    slots = max(longest, cdiv(packed.shape[0], batch)) if to_packed else longest
     padded, packed = _columns(padded, 2), _columns(packed, 1)
     tile, kernel = _tile(columns), _narrow_kernel if columns * padded.element_size() < 16 else _copy_kernel
     with on_device(padded):
-        kernel[(batch, triton.cdiv(slots, tile["BLOCK_S"]), triton.cdiv(columns, tile["BLOCK_C"]))](
+        kernel[(batch, cdiv(slots, tile["BLOCK_S"]), cdiv(columns, tile["BLOCK_C"]))](
             padded,
             packed,
             cu_seqlens.contiguous(),

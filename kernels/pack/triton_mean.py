@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.launch import cdiv, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 _TILE = {"BLOCK_T": 64, "BLOCK_C": 64, "num_warps": 8}
@@ -51,7 +51,7 @@ def sequence_means_triton(x: Tensor, cu_seqlens: Tensor, skipped: int) -> Tensor
     means = torch.empty(len(cu_seqlens) - 1, columns, dtype=torch.float32, device=x.device)
     if means.numel():
         with on_device(x):
-            _mean_kernel[(len(means), triton.cdiv(columns, _TILE["BLOCK_C"]))](
+            _mean_kernel[(len(means), cdiv(columns, _TILE["BLOCK_C"]))](
                 x, cu_seqlens.contiguous(), means, tokens, columns, x.stride(0), skipped, **_TILE
             )
     return means

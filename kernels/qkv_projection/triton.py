@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.rotary import load_angles, rotate
@@ -183,7 +183,7 @@ def qkv_projection_forward_triton(
 
 def _programs(rows: int, heads: int, head_columns: int, pairs: int, tile: dict[str, int]) -> int:
     in_pairs = head_columns + head_columns % 2 if pairs else head_columns
-    return triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(3 * heads * in_pairs, tile["BLOCK_N"])
+    return cdiv(rows, tile["BLOCK_M"]) * cdiv(3 * heads * in_pairs, tile["BLOCK_N"])
 
 
 def _constants(heads: int, head_columns: int, pairs: int, element_bytes: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _tile(rows: int, columns: int, element_bytes: int) -> dict[str, int]:
     for rows that may not start at a multiple of 16 bytes, which are loaded through registers."""
     if element_bytes == 4:
         return {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 16, "num_warps": 4, "num_stages": 3}
-    block_m = min(128, max(16, triton.next_power_of_2(rows)))
+    block_m = min(128, max(16, next_power_of_2(rows)))
     if columns % 64:
         return {"BLOCK_M": min(64, block_m), "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
     return {"BLOCK_M": block_m, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8 if block_m == 128 else 4, "num_stages": 3}

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import multiprocessors, on_device
+from fasttfm.kernels.common.launch import cdiv, multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.normalize import norm_backward_tile, norm_forward_tile
@@ -99,7 +99,7 @@ def rms_norm_forward_triton(x: Tensor, weight: Tensor | None, eps: float) -> tup
         return y, rstd
     tile = norm_forward_tile(columns)
     with on_device(x):
-        _fwd_kernel[(triton.cdiv(count, tile["BLOCK_N"]),)](
+        _fwd_kernel[(cdiv(count, tile["BLOCK_N"]),)](
             rows,
             rows if weight is None else weight.contiguous(),
             y,
@@ -124,7 +124,7 @@ def rms_norm_backward_triton(
     if count == 0:
         return dx, dweight.zero_()
     tile = norm_backward_tile(columns)
-    programs = min(triton.cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
+    programs = min(cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
     parts = torch.empty(1, programs if want_dweight else 0, columns, dtype=torch.float32, device=x.device)
     with on_device(x):
         _bwd_kernel[(programs,)](

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.rotary import load_angles, rotate
 
@@ -93,7 +93,7 @@ def rotary_triton(
     tile = _tile(columns, cos.shape[-1])
     tokens = given.shape[0]
     with on_device(x):
-        _rotary_kernel[(triton.cdiv(tokens * heads, tile["BLOCK_N"]),)](
+        _rotary_kernel[(cdiv(tokens * heads, tile["BLOCK_N"]),)](
             given,
             cos.contiguous(),
             sin.contiguous(),
@@ -118,13 +118,13 @@ def rotary_triton(
 
 
 def _tile(columns: int, pairs: int) -> dict[str, int]:
-    width = triton.next_power_of_2(pairs)
+    width = next_power_of_2(pairs)
     rest = columns - 2 * pairs
     rows = max(1, _TILE_ELEMENTS // max(width, rest))
     return {
-        "BLOCK_N": triton.next_power_of_2(rows),
+        "BLOCK_N": next_power_of_2(rows),
         "BLOCK_PAIRS": width,
-        "BLOCK_REST": triton.next_power_of_2(rest) if rest else 0,
+        "BLOCK_REST": next_power_of_2(rest) if rest else 0,
     }
 
 

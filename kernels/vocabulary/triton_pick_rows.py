@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.triton.index_errors import clamp_and_record, clamped
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
@@ -114,7 +114,7 @@ def _scatter_kernel(
 
 
 def _tile(columns: int) -> tuple[int, int]:
-    block_c = min(1024, triton.next_power_of_2(columns))
+    block_c = min(1024, next_power_of_2(columns))
     return max(1, _TILE // block_c), block_c
 
 
@@ -123,7 +123,7 @@ def gather(rows: Tensor, positions: Tensor, out: Tensor, errors: Tensor) -> None
     if out.numel() == 0:
         return
     block_n, block_c = _tile(rows.shape[1])
-    grid = (triton.cdiv(len(positions), block_n), triton.cdiv(rows.shape[1], block_c))
+    grid = (cdiv(len(positions), block_n), cdiv(rows.shape[1], block_c))
     with on_device(rows):
         _gather_kernel[grid](
             rows,
@@ -149,10 +149,8 @@ def scatter(dh: Tensor, positions: Tensor, labels: Tensor, ignore_index: int, ou
     picks_of = torch.zeros(total, dtype=torch.int32, device=dh.device)
     block_t, block_c = _tile(out.shape[1])
     with on_device(dh):
-        _count_kernel[(triton.cdiv(count, 256),)](
-            positions, labels, last, picks_of, count, total, ignore_index, BLOCK=256
-        )
-        _scatter_kernel[(triton.cdiv(total, block_t), triton.cdiv(out.shape[1], block_c))](
+        _count_kernel[(cdiv(count, 256),)](positions, labels, last, picks_of, count, total, ignore_index, BLOCK=256)
+        _scatter_kernel[(cdiv(total, block_t), cdiv(out.shape[1], block_c))](
             dh,
             positions,
             labels,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.launch import cdiv, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 _BLOCK = 4096
@@ -26,7 +26,7 @@ def scale(x: Tensor, factor: Tensor, out: Tensor) -> None:
     if x.numel() == 0:
         return
     with on_device(x):
-        _scale_kernel[(triton.cdiv(x.numel(), _BLOCK),)](x, factor, out, x.numel(), BLOCK=_BLOCK, num_warps=8)
+        _scale_kernel[(cdiv(x.numel(), _BLOCK),)](x, factor, out, x.numel(), BLOCK=_BLOCK, num_warps=8)
 
 
 def compile_signatures(source: str, target: str) -> list[dict[str, object]]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import on_device
+from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 GROUP = 8  # columns of the copied gradients, padded with zeros
@@ -87,7 +87,7 @@ def _start_kernel(
 
 
 def _tile(columns: int) -> dict[str, int]:
-    block_c = min(1024, triton.next_power_of_2(columns))
+    block_c = min(1024, next_power_of_2(columns))
     return {"BLOCK_N": max(1, 4096 // block_c), "BLOCK_C": block_c}
 
 
@@ -95,7 +95,7 @@ def logits(rows: Tensor, weight: Tensor, out: Tensor, scale: float = 1.0) -> Non
     """out = scale * rows weight^T for the weight of the tail; out [n, tail] may have any stride."""
     tile = _tile(rows.shape[1])
     with on_device(rows):
-        _logits_kernel[(triton.cdiv(len(rows), tile["BLOCK_N"]),)](
+        _logits_kernel[(cdiv(len(rows), tile["BLOCK_N"]),)](
             rows,
             weight,
             out,
@@ -114,7 +114,7 @@ def start(g: Tensor, weight: Tensor, dh: Tensor | None, copied: Tensor) -> None:
     columns = weight.shape[1]
     tile = _tile(columns)
     with on_device(g):
-        _start_kernel[(triton.cdiv(len(g), tile["BLOCK_N"]),)](
+        _start_kernel[(cdiv(len(g), tile["BLOCK_N"]),)](
             g,
             weight,
             copied if dh is None else dh,

@@ -81,6 +81,18 @@ def test_on_a_fake_driver(case: str, failures: dict[str, str]) -> None:
     assert not failures[case], failures[case]
 
 
+def test_arithmetic_is_tritons() -> None:
+    import triton
+
+    from fasttfm.kernels.common.launch import cdiv, next_power_of_2
+
+    for number in range(1, 70):
+        assert next_power_of_2(number) == triton.next_power_of_2(number)
+        assert [cdiv(number - 1, divisor) for divisor in (1, 7, 64)] == [
+            triton.cdiv(number - 1, divisor) for divisor in (1, 7, 64)
+        ]
+
+
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 

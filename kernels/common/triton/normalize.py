@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fasttfm.kernels.common.launch import next_power_of_2
+
 
 @triton.jit
 def normalized(
@@ -58,7 +60,7 @@ def normalized_gradient(value, scaled, rows, columns, statistics, N, C):
 
 def row_tile(columns: int, elements: int, per_thread: int, least_columns: int = 1) -> dict[str, int]:
     """A tile of whole rows with about ``elements`` elements in total, ``per_thread`` for each thread."""
-    block_c = max(least_columns, triton.next_power_of_2(columns))
+    block_c = max(least_columns, next_power_of_2(columns))
     block_n = min(16, max(1, elements // block_c))
     num_warps = min(32, max(1, block_n * block_c // (32 * per_thread)))
     return {"BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": num_warps}

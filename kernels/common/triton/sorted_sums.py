@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fasttfm.kernels.common.launch import cdiv, next_power_of_2
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 RUN = 32
@@ -64,7 +65,7 @@ _NUM_WARPS = 8
 
 
 def _block_c(columns: int) -> int:
-    return min(_MAX_BLOCK_C, triton.next_power_of_2(columns))
+    return min(_MAX_BLOCK_C, next_power_of_2(columns))
 
 
 def join_runs(keys: Tensor, parts: Tensor, dtable: Tensor) -> None:
@@ -72,7 +73,7 @@ def join_runs(keys: Tensor, parts: Tensor, dtable: Tensor) -> None:
     no row of ``dtable`` are skipped."""
     runs, _, columns = parts.shape
     block_c = _block_c(columns)
-    join_kernel[(runs, triton.cdiv(columns, block_c))](
+    join_kernel[(runs, cdiv(columns, block_c))](
         keys,
         parts,
         dtable,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fasttfm.kernels.common.launch import cdiv
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 
@@ -54,7 +55,7 @@ def sum_parts(parts: Tensor, outputs: Sequence[Tensor]) -> None:
     count, programs, columns = parts.shape
     wanted = tuple(output.numel() > 0 for output in outputs)
     missing = 3 - count
-    sum_parts_kernel[(triton.cdiv(columns, _BLOCK_C), count)](
+    sum_parts_kernel[(cdiv(columns, _BLOCK_C), count)](
         parts,
         *outputs,
         *(parts,) * missing,
