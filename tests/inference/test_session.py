@@ -255,6 +255,27 @@ def test_training_the_model_does_not_change_the_session(sentences: Ids, options:
     assert model.bert.encoder.layers[0].qkv.weight.grad is not None
 
 
+@pytest.mark.parametrize(
+    ("options", "taken"),
+    [({}, True), ({"dtype": torch.float64}, True), ({"dtype": torch.bfloat16}, False), ({"precision": "int8"}, False)],
+)
+def test_a_session_takes_changed_weights(sentences: Ids, options: dict[str, Any], taken: bool) -> None:
+    """Shared and copied ones; not those that are packed."""
+    model = small_bert("BertForSequenceClassification").eval()
+    with Session(model, **options) as session:
+        before = session.encode(sentences[:3], output="logits")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        assert session.take_weights(model) == taken
+        after = session.encode(sentences[:3], output="logits")
+        with Session(model, **options) as new:
+            assert np.array_equal(after, new.encode(sentences[:3], output="logits")) == taken
+        assert np.array_equal(after, before) != taken
+        model.classifier = torch.nn.Sequential(model.classifier)
+        assert not session.take_weights(model)  # of another tree of modules
+
+
 def test_a_pair_is_lowercased_and_has_no_prompt(bert_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     encode = Tokenizer.encode_batch

@@ -178,3 +178,23 @@ def test_threads_share_a_session(sentences: Ids) -> None:
             thread.join()
     together = np.stack([found[index] for index in range(128)])
     assert (together * expected).sum(1).min() > 0.999
+
+
+@pytest.mark.parametrize("max_graphs", [0, 8])
+def test_changed_weights_are_taken(max_graphs: int, sentences: Ids) -> None:
+    """The same bits as those of a new session, with and without graphs, which read the weights in place."""
+    torch.manual_seed(0)
+    model = small_bert("BertForSequenceClassification", hidden_size=128).cuda()
+    chosen = sentences[:6]
+    with Session(model, max_graphs=max_graphs) as session:
+        before = [session.encode(chosen, output="logits") for _ in range(3)]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.25)
+        assert session.take_weights(model)
+        after = session.encode(chosen, output="logits")
+        assert session.graph_counts.captured == bool(max_graphs)
+    with Session(model, max_graphs=max_graphs) as session:
+        expected = [session.encode(chosen, output="logits") for _ in range(3)]
+    assert np.array_equal(after, expected[-1])
+    assert not np.array_equal(after, before[-1])

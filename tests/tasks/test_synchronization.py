@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_models import save_bert
 from torch import Tensor
 
@@ -92,3 +93,19 @@ def test_a_read_within_a_step_is_counted(model_directory: Path, monkeypatch: pyt
     with reads_counted(monkeypatch) as found:
         work.run(lambda _: None)
     assert found["tasks/test_synchronization.py, waits"] == work.steps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_step_synchronizes(name: str, model_directory: Path) -> None:
+    work = training(name, model_directory, "cuda", precision="bfloat16")
+
+    def watch() -> None:
+        if work.trainer.completed == 3:  # kernels are compiled and tuned
+            torch.cuda.set_sync_debug_mode("error")
+
+    try:
+        work.run(lambda _: None, lambda _: torch.cuda.set_sync_debug_mode("default"), watch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert work.trainer.completed == work.steps

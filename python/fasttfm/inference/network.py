@@ -81,6 +81,7 @@ class Network:
         self.model = _own_copy(model, device, dtype if packed is None else torch.float32, always=packed is not None)
         if packed is not None:
             pack_linears(self.model, packed)
+        self._is_packed = packed is not None
         self.base = base_of(self.model)
         self.has_segments = self.base.embeddings.segment is not None
         self.layers.check(len(self.base.encoder.order))
@@ -89,6 +90,19 @@ class Network:
         self._after = copy.deepcopy(nn.Sequential(*after)).to(device)
         self.head = _head_of(model)
         self.state_width = self.layers.widths * self.base.encoder.in_order()[0].width
+
+    @torch.no_grad()
+    def take_weights(self, model: PretrainedModel) -> bool:
+        """Copies the weights of the model of which this network was made, after they have changed. False if the network
+        stores them in another layout, or if the model has other modules now: then a new network is needed."""
+        own, given = ({**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (self.model, model))
+        shapes = [{name: each.shape for name, each in tensors.items()} for tensors in (own, given)]
+        if self._is_packed or shapes[0] != shapes[1]:
+            return False
+        names = [name for name, each in given.items() if own[name] is not each]
+        if names:
+            torch._foreach_copy_([own[name] for name in names], [given[name] for name in names])
+        return True
 
     @functools.cached_property
     def vector_width(self) -> int:

@@ -76,7 +76,7 @@ class Session:
     """Computes vectors, hidden states and logits of any number of texts of any length.
 
     Weights are cast once; the given model is not modified. Parameters that already have the session's device and dtype
-    are shared with it, others are copied: after a change of the model's weights a new session is needed. Texts are
+    are shared with it, others are copied: after a change of the model's weights call ``take_weights``. Texts are
     sorted by length and packed without padding into batches of up to ``max_tokens`` tokens; results come in the order
     of the texts. On a GPU small batches run as CUDA graphs, one for each bucket of shapes. ``encode`` and ``submit``
     may be called from several threads.
@@ -178,6 +178,21 @@ class Session:
         )
         self._closed = False
         register_fork_reset(self)
+
+    def take_weights(self, model: PretrainedModel) -> bool:
+        """Copies the weights of the model of which this session was made, after they have changed. False if the session
+        stores them in 8 bits or in another layout, or if the model has other modules now: then a new session is
+        needed."""
+        if self.calibration is not None:
+            return False
+        with self._lock:
+            if self.device.type != "cuda":
+                return self.network.take_weights(model)
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._stream)
+            taken = self.network.take_weights(model)
+            self._stream.wait_stream(current)
+            return taken
 
     def _in_fp8(self, given: Calibration | Sequence[Any] | None) -> Calibration:
         """Makes the network compute in FP8. Returns what its scales follow from."""

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.tasks.finetuning import FineTuning, predict
+from fasttfm.tasks.finetuning import FineTuning
 from fasttfm.tasks.inputs import truncation
+from fasttfm.tasks.running import FeatureRunner
 from fasttfm.tasks.task import Predictions
 from fasttfm.train import checkpoints as files
 from fasttfm.train.checkpoints import Checkpoints
@@ -29,6 +30,7 @@ from fasttfm.train.stopping import Stop
 
 KEEP = ("best", "last")
 _MIN_SECONDS = 60.0  # between checkpoints, unless a number of steps is given, because writing them takes time
+_SPARE = 4  # copies of the parameters that must fit into a GPU's free memory for one to be kept there
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ class FinetuneRun:
         self.checkpoints = Checkpoints(options.output, keep=1)
         self._facts = {**dict(facts or {}), **self._settings()}
         self._saved = time.monotonic()
+        self._runner: FeatureRunner | None = None
         self._thread = ThreadPoolExecutor(1)  # writes checkpoints
         self._writing: Future[Path] | None = None
         if options.resume:
@@ -158,7 +161,8 @@ class FinetuneRun:
             self.epochs.append(epoch)
             if self._is_better(epoch):
                 changes = self.options.keep == "best" and number < self.work.settings.epochs
-                self.kept = Kept(epoch, self._parameters() if changes else {}, predictions)
+                self.kept = None  # frees its parameters
+                self.kept = Kept(epoch, self._parameters(self._kept_device()) if changes else {}, predictions)
         over = self.world.agree(self._is_over())
         ended = over or number == self.work.settings.epochs
         if not ended and (self._is_due(end_of_epoch=True) or (stop.asked and self.world.size == 1)):
@@ -199,10 +203,24 @@ class FinetuneRun:
         scores = [self._score(epoch) for epoch in self.epochs]
         return max(scores[-patience:]) <= max(scores[:-patience])
 
-    def _parameters(self) -> dict[str, Tensor]:
-        """Copies of the trained parameters, on the CPU."""
-        trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
-        return {name: each.detach().to("cpu", copy=True) for name, each in trained}
+    def _trained(self) -> dict[str, Tensor]:
+        return {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
+
+    def _parameters(self, device: torch.device) -> dict[str, Tensor]:
+        """Copies of the trained parameters."""
+        return {name: each.to(device, copy=True) for name, each in self._trained().items()}
+
+    def _kept_device(self) -> torch.device:
+        """Where the parameters of an epoch are kept: the model's device if its memory has room, because a copy to the
+        host takes as long as many steps; otherwise the CPU."""
+        return self.world.device if self._has_room() else torch.device("cpu")
+
+    def _has_room(self) -> bool:
+        """Whether the device has memory for a copy of the parameters during the rest of the training."""
+        if self.world.device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(self.world.device)
+        return free >= _SPARE * sum(each.nbytes for each in self.model.parameters())
 
     @torch.no_grad()
     def _restore(self) -> None:
@@ -217,11 +235,22 @@ class FinetuneRun:
 
     # ---- predictions -------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def predict(self, examples: Sequence[Any], features: Any = None, *, tune: bool = False) -> Predictions:
         """The model's predictions; ``tune`` sets the threshold of a task that has one."""
-        found = predict(self.model, self.task, examples, precision=self.work.settings.step.precision, features=features)
+        features = self.task.features(examples) if features is None else features
+        found = self.task.predictions(examples, features, self._feature_runner().read(features))
         if tune and hasattr(self.task, "tune"):
             self.task.tune(examples, found)
+        return found
+
+    def _feature_runner(self) -> FeatureRunner:
+        """The runner of the model as it is now. It is kept for the next evaluation if the device has room."""
+        if self._runner is not None:
+            self._runner.refresh()
+            return self._runner
+        found = FeatureRunner(self.model, self.task, precision=self.work.settings.step.precision)
+        self._runner = found if self._has_room() else None
         return found
 
     def dev_predictions(self) -> Predictions:
@@ -267,12 +296,13 @@ class FinetuneRun:
                 "trainer": self.work.trainer.state_dict(),
                 "optimizer": files.optimizer_state(self.work.trainer.optimizer),
                 "random": random,
-                "parameters": self._parameters(),
+                "parameters": self._parameters(torch.device("cpu")),
                 "epochs": [dataclasses.asdict(epoch) for epoch in self.epochs],
                 "kept": None,
             }
             if self.kept is not None:
-                state["kept"] = {"number": self.kept.epoch.number, "parameters": self.kept.parameters}
+                kept = {name: each.cpu() for name, each in self.kept.parameters.items()}
+                state["kept"] = {"number": self.kept.epoch.number, "parameters": kept}
             step = self.work.trainer.completed
         self._writing = self._thread.submit(
             self.checkpoints.save, step, lambda directory: files.write_state(directory, state)

@@ -359,14 +359,14 @@ def predict(
     task: Task,
     examples: Sequence[Any],
     *,
-    tokens: int = 4096,
+    tokens: int | None = None,
     precision: str = "float32",
     features: Sequence[Feature] | None = None,
 ) -> Predictions:
     """The model's prediction for each example.
 
     Args:
-        tokens: The maximum number of tokens in a batch.
+        tokens: The maximum number of tokens in a batch; that of ``FeatureRunner`` by default.
         precision: "float32" or "bfloat16"; "fp8" is only for training and means bf16 here.
         features: ``task.features(examples)``, if they are already computed.
     """
