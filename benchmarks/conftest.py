@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fasttfm.bench.pytest_bench import session_rows
+from fasttfm.bench.pytest_bench import compile_ahead, session_rows
 from fasttfm.bench.report import table
 
 
@@ -29,6 +29,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     further = [item for item in items if item.get_closest_marker("further_case")]
     config.hook.pytest_deselected(items=further)
     items[:] = [item for item in items if not item.get_closest_marker("further_case")]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not session.config.option.collectonly and session.config.getoption("--benchmark-only"):
+        compile_ahead(item for item in session.items if isinstance(item, pytest.Function))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -46,6 +46,29 @@ def _row(contender: str, milliseconds: float | None, **fields: Any) -> measure.R
     return replace(row, ms_p20=milliseconds, ms_p80=milliseconds, **fields)
 
 
+# ---- before measurements ---------------------------------------------------------------------------------------------
+
+
+def test_run_once_calls_every_contender() -> None:
+    called = []
+
+    def recorded(name: str) -> Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]:
+        def build(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
+            def call() -> torch.Tensor:
+                called.append((name, torch.is_grad_enabled()))
+                if name == "fails":
+                    raise RuntimeError
+                return inputs["x"] * 2
+
+            return call
+
+        return build
+
+    spec = _spec(Peer("fails", recorded("fails")), Peer("works", recorded("works")))
+    measure.run_once(spec, CASE, torch.float32, CPU)
+    assert called == [("fails", True), ("works", True), ("works", False)]
+
+
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fasttfm import models
 from fasttfm.models.families import FAMILIES
 from fasttfm.models.family import Head
-from fasttfm.models.onnx_export import _check, _plain, _PlainModel
+from fasttfm.models.onnx_export import _check, _output_names, _plain, _PlainModel
 
 _SIZES = {
     "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
@@ -81,6 +81,25 @@ def test_the_plain_form_matches_the_model(name: str, head: Head) -> None:
         assert torch.allclose(of_tokens(found[key], key, inputs), of_tokens(expected[key], key, inputs), atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "modernbert"])
+def test_hidden_states_and_attentions_of_the_configuration(name: str) -> None:
+    model = small(name, Head.SEQUENCE_CLASSIFICATION, output_hidden_states=True, output_attentions=True).double()
+    inputs = padded(model)
+    there = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**inputs)
+        with _plain(model):
+            found = _PlainModel(model).called(*inputs.values())
+    layers = len(expected.attentions)
+    states = [f"hidden_states.{index}" for index in range(layers + 1)]
+    assert _output_names(found) == ["logits", *states, *(f"attentions.{index}" for index in range(layers))]
+    for own, plain in zip(expected.hidden_states, found.hidden_states, strict=True):
+        assert torch.allclose(own[there], plain[there], atol=1e-10)
+    for own, plain in zip(expected.attentions, found.attentions, strict=True):
+        # The model's weights are in fp32: 2**-23 of numbers below 1.
+        assert torch.allclose(own.double().transpose(1, 2)[there], plain.transpose(1, 2)[there], atol=2**-23)
+
+
 @pytest.mark.parametrize("head", [Head.SEQUENCE_CLASSIFICATION, Head.MULTIPLE_CHOICE], ids=lambda head: head.name)
 @pytest.mark.parametrize("pad_token_id", [None, 7])
 def test_gpt_heads_read_the_last_token_wherever_padding_is(head: Head, pad_token_id: int | None) -> None:
@@ -117,7 +136,7 @@ def test_gpt_heads_read_the_last_token_wherever_padding_is(head: Head, pad_token
 def test_onnxruntime_computes_the_same(name: str, head: Head, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="torch exports with it")
     onnxruntime = pytest.importorskip("onnxruntime", reason="it runs the file")
-    model = small(name, head)
+    model = small(name, head, output_hidden_states=head is Head.MASKED_LM, output_attentions=head is Head.MASKED_LM)
     inputs = padded(model)
     names = models.export_onnx(model, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
@@ -126,9 +145,13 @@ def test_onnxruntime_computes_the_same(name: str, head: Head, tmp_path: Path) ->
     with torch.no_grad():
         single = model(**inputs)
         exact = model.double()(**inputs)
-    for key, value in zip(names, found, strict=True):
-        expected = of_tokens(exact[key], key, inputs)
-        own = (of_tokens(single[key], key, inputs) - expected).abs().max()
+    for full_name, value in zip(names, found, strict=True):
+        key, _, index = full_name.partition(".")
+        one, reference = (output[key][int(index)] if index else output[key] for output in (single, exact))
+        if key == "attentions":  # by queries
+            value, one, reference = (torch.as_tensor(each).transpose(1, 2) for each in (value, one, reference))
+        expected = of_tokens(reference, key, inputs)
+        own = (of_tokens(one, key, inputs) - expected).abs().max()
         # As far from fp64 as the model in fp32, up to the order of sums.
         tolerance = max(4 * float(own), 4 * torch.finfo(torch.float32).eps * float(expected.abs().max()))
         assert float((of_tokens(value, key, inputs) - expected).abs().max()) <= tolerance

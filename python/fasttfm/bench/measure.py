@@ -171,6 +171,16 @@ def bench_case(
     return rows
 
 
+def run_once(spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device) -> None:
+    """Calls every contender once in every direction and ignores failures: fills the caches of compiled kernels."""
+    sets = _input_sets(spec, case, dtype, device, count=1)
+    gradients = _IncomingGradients(len(sets))
+    for name in contender_names(spec, device, Selection()):
+        with contextlib.suppress(Exception):  # the measurement reports it
+            calls = _Calls(_build(spec, name), sets, spec, case, gradients)
+            calls.forward(0)
+
+
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -277,16 +287,21 @@ def _build(spec: OpSpec, name: str) -> Build:
     raise PeerUnavailable(f"{spec.name} has no such peer")
 
 
-def _input_sets(spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device) -> list[Inputs]:
-    """Equal inputs at different addresses: at least two sets, together more than twice the cache (see MAX_CALLS)."""
+def _input_sets(
+    spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device, count: int | None = None
+) -> list[Inputs]:
+    """Equal inputs at different addresses: ``count`` sets, by default at least two that are together more than twice
+    the cache (see MAX_CALLS)."""
     first = draw_inputs(spec, case, dtype, device)
-    storages = {
-        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
-        for value in first.values()
-        if isinstance(value, Tensor)
-    }
-    count = 2 * timing.cache_bytes(device) // max(1, sum(storages.values())) + 1
-    sets = [first, *(_copy(first) for _ in range(min(max(2, count), timing.MAX_CALLS) - 1))]
+    if count is None:
+        storages = {
+            value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+            for value in first.values()
+            if isinstance(value, Tensor)
+        }
+        count = 2 * timing.cache_bytes(device) // max(1, sum(storages.values())) + 1
+        count = min(max(2, count), timing.MAX_CALLS)
+    sets = [first, *(_copy(first) for _ in range(count - 1))]
     for inputs in sets:
         for name in spec.differentiable:
             if inputs.get(name) is not None:

@@ -7,7 +7,10 @@ samples: its statistics, its JSON and its comparisons have the same numbers as t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +20,9 @@ import torch
 from fasttfm.bench import measure, timing
 from fasttfm.ops.backends import dtype_name
 from fasttfm.testing.spec import OpCase, OpSpec
+from fasttfm.testing.specs import every_spec
+
+_MAX_PROCESSES = 8  # each has a CUDA context and the inputs of one case
 
 # Rows of the session, by op, case and dtype: the first test of a case measures all its contenders and directions.
 _measured: dict[tuple[str, str, torch.dtype], list[measure.Row]] = {}
@@ -65,6 +71,32 @@ def bench_test(spec: OpSpec) -> Callable[..., None]:
         benchmark.pedantic(lambda: None, rounds=len(row.samples))
 
     return test
+
+
+def compile_ahead(tests: Iterable[pytest.Function]) -> None:
+    """Runs the cases of these tests once, in several processes at the same time: afterwards the kernels of Triton and
+    torch.compile are in their caches, and the tests, which run one after another, do not wait for compilers."""
+    chosen = [(test.originalname, test.callspec.params) for test in tests]
+    # An op without cases on this device has a parameter that is not one.
+    calls = {(name, each["case"].name, each["dtype"]) for name, each in chosen if isinstance(each["case"], OpCase)}
+    processes = min(_MAX_PROCESSES, (os.cpu_count() or 1) // 2, len(calls))
+    if processes > 1 and measure.default_device().type == "cuda":
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, context, initializer=_compile_in_this_process) as pool:
+            list(pool.map(_run_once, *zip(*sorted(calls, key=str), strict=True)))
+
+
+def _compile_in_this_process() -> None:
+    """Without processes of torch.compile's own, of which each of ours would start one for each core."""
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1
+
+
+def _run_once(test: str, case_name: str, dtype: torch.dtype) -> None:
+    (spec,) = (each for each in every_spec() if f"test_{each.name}" == test)
+    (case,) = (each for each in spec.bench_cases if each.name == case_name)
+    measure.run_once(spec, case, dtype, measure.default_device())
 
 
 class _Playback:

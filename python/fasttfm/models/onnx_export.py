@@ -40,8 +40,9 @@ def export_onnx(model: PretrainedModel, path: str | Path, *, opset_version: int 
 
     Inputs are ``input_ids`` and ``attention_mask``, int64 [batch, sequence] ([batch, choices, sequence] for a choice),
     and ``token_type_ids`` if the model has segments. Outputs have the names of the model's outputs, and are undefined
-    where ``attention_mask`` is 0. A GPT is exported without a KV cache; its head for sequences or choices reads the
-    last token.
+    where ``attention_mask`` is 0. With the configuration's ``output_hidden_states`` or ``output_attentions`` they
+    include ``hidden_states.0``, ``attentions.0`` and so on. A GPT is exported without a KV cache; its head for
+    sequences or choices reads the last token.
 
     Args:
         model: A model in fp32 on a CPU, which is not changed.
@@ -70,7 +71,7 @@ def export_onnx(model: PretrainedModel, path: str | Path, *, opset_version: int 
     try:
         with torch.no_grad(), _plain(model.eval()):
             plain = _PlainModel(model)
-            found = plain.called(*inputs).keys()
+            found = _output_names(plain.called(*inputs))
             with atomic_write(path) as partial:
                 torch.onnx.export(
                     plain,
@@ -87,6 +88,14 @@ def export_onnx(model: PretrainedModel, path: str | Path, *, opset_version: int 
     finally:
         model.train(training)
     return found
+
+
+def _output_names(output: ModelOutput) -> list[str]:
+    """A name for each tensor; those of a tuple are numbered."""
+    names = []
+    for name, value in output.items():
+        names += [f"{name}.{index}" for index in range(len(value))] if isinstance(value, tuple) else [name]
+    return names
 
 
 def _check(model: PretrainedModel, path: Path) -> None:
@@ -170,9 +179,12 @@ def _plain(model: PretrainedModel) -> Iterator[None]:
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         **layout: Any,
     ) -> Encoded:
-        return _encoded(base, input_ids, attention_mask, token_type_ids)
+        wanted = base.outputs(output_hidden_states, output_attentions)
+        return _encoded(base, input_ids, attention_mask, token_type_ids, *wanted)
 
     hook = register_module_forward_pre_hook(lambda module, inputs: None)
     try:
@@ -218,9 +230,15 @@ class _PaddedBatch(PackedBatch):
 
 
 def _encoded(
-    base: TextModel, input_ids: Tensor, attention_mask: Tensor | None, token_type_ids: Tensor | None
+    base: TextModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    token_type_ids: Tensor | None,
+    hidden_states: bool,
+    attentions: bool,
 ) -> Encoded:
-    """The states [B, S, C] of a padded batch, in plain torch."""
+    """The states [B, S, C] of a padded batch, in plain torch, and those of all layers and their attention weights if
+    they are requested."""
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     full = PackedBatch.full(input_ids)
@@ -230,12 +248,16 @@ def _encoded(
     if positions is None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     x = base.embeddings(input_ids, position_ids=positions, segment_ids=token_type_ids)
+    states, weights = [], []
     for layer in base.encoder.in_order():
-        run = _rotary_layer if isinstance(layer, RotaryLayer) else _layer
-        x = run(layer, x, _bias(layer, attention_mask))
+        states.append(x)
+        bias = _bias(layer, attention_mask)
+        q, k, v = _heads(layer, x)
+        weights.append(_weights(q, k, bias))
+        x = _layer(layer, x, _context(weights[-1], v))
     if base.encoder.final_norm is not None:
         x = base.encoder.final_norm(x)
-    return Encoded(x, batch, None, None)
+    return Encoded(x, batch, (*states, x) if hidden_states else None, tuple(weights) if attentions else None)
 
 
 def _bias(layer: PackedLayer, attention_mask: Tensor) -> Tensor:
@@ -253,32 +275,15 @@ def _bias(layer: PackedLayer, attention_mask: Tensor) -> Tensor:
     return torch.where(allowed, 0.0, lowest)
 
 
-def _layer(layer: PackedLayer, x: Tensor, bias: Tensor) -> Tensor:
-    """A layer over [B, S, C]."""
-    context = _context(layer, *_heads(layer, layer.norm1(x) if layer.norm_first else x), bias)
-    activation: Any = layer.activation  # a function within _plain
-    if layer.norm_first:
-        x = x + layer.out(context)
-        return x + layer.down(activation(layer.up(layer.norm2(x))))
-    x = layer.norm1(x + layer.out(context))
-    return layer.norm2(x + layer.down(activation(layer.up(x))))
-
-
-def _rotary_layer(layer: Any, x: Tensor, bias: Tensor) -> Tensor:
-    """ModernBERT's layer over [B, S, C]."""
-    q, k, v = _heads(layer, x if layer.norm1 is None else layer.norm1(x))
-    positions = torch.arange(x.shape[1], device=x.device)
-    tables = rotary_tables(layer.theta, positions, layer.width // layer.heads, like=x)
-    x = x + layer.out(_context(layer, _rotated(q, *tables), _rotated(k, *tables), v, bias))
-    gate, up = layer.up(layer.norm2(x)).chunk(2, -1)
-    y: Tensor = x + layer.down(layer.activation(gate) * up)
-    return y
-
-
 def _heads(layer: PackedLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [B, H, S, D]."""
-    split = (layer.heads, layer.width // layer.heads)
-    q, k, v = (each.unflatten(-1, split).transpose(1, 2) for each in layer.qkv(x).split(layer.width, -1))
+    """Queries, keys and values [B, H, S, D] of a layer's input, with their rotations."""
+    if layer.norm_first and layer.norm1 is not None:  # ModernBERT's first layer has none
+        x = layer.norm1(x)
+    size = layer.width // layer.heads
+    q, k, v = (each.unflatten(-1, (layer.heads, size)).transpose(1, 2) for each in layer.qkv(x).split(layer.width, -1))
+    if isinstance(layer, RotaryLayer):
+        tables = rotary_tables(layer.theta, torch.arange(x.shape[1], device=x.device), size, like=x)
+        q, k = _rotated(q, *tables), _rotated(k, *tables)
     return q, k, v
 
 
@@ -288,7 +293,29 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-def _context(layer: PackedLayer, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+def _weights(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    """The attention weights [B, H, S, S]."""
+    return (torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(q.shape[-1]) + bias).softmax(-1)
+
+
+def _context(weights: Tensor, v: Tensor) -> Tensor:
     """The output of attention, [B, S, C]."""
-    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(layer.width // layer.heads) + bias
-    return torch.einsum("bhqk,bhkd->bqhd", scores.softmax(-1), v).contiguous().flatten(2)
+    return torch.einsum("bhqk,bhkd->bqhd", weights, v).contiguous().flatten(2)
+
+
+def _layer(layer: PackedLayer, x: Tensor, context: Tensor) -> Tensor:
+    """The output [B, S, C] of a layer for its input and the output of its attention."""
+    if layer.norm_first:
+        x = x + layer.out(context)
+        return x + _mlp(layer, layer.norm2(x))
+    x = layer.norm1(x + layer.out(context))
+    return layer.norm2(x + _mlp(layer, x))
+
+
+def _mlp(layer: PackedLayer, x: Tensor) -> Tensor:
+    activation: Any = layer.activation  # a function within _plain
+    hidden = layer.up(x)
+    if isinstance(layer, RotaryLayer):
+        gate, up = hidden.chunk(2, -1)
+        return layer.down(activation(gate) * up)
+    return layer.down(activation(hidden))
