@@ -461,7 +461,7 @@ def test_pytest_benchmark_has_the_same_numbers(
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # pytest-benchmark measures nothing in a worker
     monkeypatch.setattr(measure, "default_device", lambda: CPU)
     monkeypatch.setattr(timing, "ceilings", lambda device: CEILINGS)
-    monkeypatch.setattr(timing, "effort_for", lambda device, quick: BRIEF)
+    monkeypatch.setattr(timing, "effort_for", lambda device, quick, one_case: BRIEF)
     benchmarks = Path(__file__).parents[2] / "benchmarks"
     pytester.makeconftest((benchmarks / "conftest.py").read_text())
     pytester.makepyfile(

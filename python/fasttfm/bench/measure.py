@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -140,6 +141,7 @@ def bench_case(
 ) -> list[Row]:
     """Measures one case in every direction. A contender that is unavailable or fails gets rows with the reason."""
     torch.compiler.reset()  # every shape gets a compilation of its own, and the limit on recompilations is not met
+    gc.collect()  # once for each case: with torch.compile loaded it takes a good part of a second
     ceilings = timing.ceilings(device)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     notes: dict[str, str] = {}

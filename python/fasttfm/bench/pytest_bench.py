@@ -60,7 +60,8 @@ def bench_test(spec: OpSpec) -> Callable[..., None]:
     ) -> None:
         key = (spec.name, case.name, dtype)
         if key not in _measured:
-            effort = timing.effort_for(device, quick=request.config.getoption("--quick", default=False))
+            quick, every = (request.config.getoption(name, default=False) for name in ("--quick", "--all"))
+            effort = timing.effort_for(device, quick, one_case=not every)
             _measured[key] = measure.bench_case(spec, case, dtype, device, contenders=contenders, effort=effort)
         row = next(row for row in _measured[key] if (row.direction, row.contender) == (direction, contender))
         if row.ms_p50 is None:
