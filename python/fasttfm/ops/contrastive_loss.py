@@ -91,7 +91,7 @@ def contrastive_loss(
 
 
 def _loss(temperature: float, counts: bool) -> Loss:
-    """A block of 256 MiB keeps a call's memory near that of the gradients, and larger blocks are not faster. Numbers are
+    """A block of 256 MiB keeps a call's memory near that of the gradients; larger blocks are not faster. Numbers are
     written out: torch.compile with dynamic shapes makes symbols of those that have a name, and fails where two calls
     share one."""
     return Loss(-100, 0.0, 0.0, 1.0, counts, 1 / float(temperature), 256 * 2**20)
