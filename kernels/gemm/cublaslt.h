@@ -28,7 +28,7 @@ struct HeuristicResult {
 };
 using Handle = void*;
 
-constexpr int kSuccess = 0;
+constexpr int kSuccess = 0, kInvalidValue = 7, kNotSupported = 15;
 constexpr int kCompute32F = 68;
 constexpr int kReal32F = 0, kReal16F = 2, kReal16BF = 14, kReal8FE4M3 = 28, kReal8FE5M2 = 29;
 constexpr int kTransposed = 1;

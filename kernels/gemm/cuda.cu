@@ -1,5 +1,6 @@
-// The launcher of cuBLASLt GEMMs. Descriptors and algorithm are prepared once for each problem (shape, types, epilogue)
-// and cached.
+// The launcher of cuBLASLt GEMMs. Descriptors are prepared once for each problem (shape, types, epilogue) and cached.
+// The library's heuristic takes hundreds of microseconds, and batches have any number of tokens, so that it is asked
+// only for rounded sizes (rounded_up), and problems whose sizes round to the same ones use the same algorithm.
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
@@ -38,13 +39,17 @@ struct KindHash {
   }
 };
 
-struct Prepared {
-  Descriptor product, a, b, d;
+struct Choice {
   cublaslt::Algorithm algorithm;
   size_t workspace_bytes;
 };
 
-constexpr size_t kMaxPrepared = 4096;  // bounds the cache, because token counts may take any value
+struct Prepared {
+  Descriptor product, a, b, d;
+  Choice choice;
+};
+
+constexpr size_t kMaxPrepared = 4096;  // bounds the caches, because token counts may take any value
 constexpr int kMaxDevices = 64;
 
 Status of_library(const cublaslt::Library& library, int status) {
@@ -98,6 +103,15 @@ int describe(const cublaslt::Library& library, const Kind& kind, Prepared* prepa
   return status;
 }
 
+// The next multiple of a sixteenth of the power of two below, and of 16: up to 1/16 more. Of the usual widths of models
+// it is the width itself.
+int64_t rounded_up(int64_t size) {
+  int64_t step = 16;
+  while (step * 32 <= size) step *= 2;
+  return (size + step - 1) / step * step;
+}
+
+// Asks the library's heuristic for the algorithm of a problem that `prepared` describes.
 Status choose(const cublaslt::Library& library, cublaslt::Handle handle, Prepared* prepared) {
   Descriptor preference;
   const uint64_t bytes = kGemmWorkspace;
@@ -117,8 +131,7 @@ Status choose(const cublaslt::Library& library, cublaslt::Handle handle, Prepare
                                &preference, 1, &result, &found);
   if (status != 0) return of_library(library, status);
   if (found == 0 || result.state != 0) return bad_size("gemm: cuBLASLt has no algorithm for these sizes");
-  prepared->algorithm = result.algorithm;
-  prepared->workspace_bytes = result.workspace_bytes;
+  prepared->choice = {result.algorithm, result.workspace_bytes};
   return {};
 }
 
@@ -135,29 +148,59 @@ int set_pointers(const cublaslt::Library& library, const Gemm& call, Prepared* p
   return status;
 }
 
+// Describes a problem and sets the parameters of a call, whose alignment the heuristic reads.
+int prepare(const cublaslt::Library& library, const Kind& kind, const Gemm& call, Prepared* prepared) {
+  const int status = describe(library, kind, prepared);
+  return status == 0 ? set_pointers(library, call, prepared) : status;
+}
+
 class Cache {
  public:
-  Status get(const cublaslt::Library& library, cublaslt::Handle handle, const Kind& kind, const Gemm& call,
-             Prepared* prepared) {
+  explicit Cache(const cublaslt::Library& library) : library_(library) {}
+
+  // `exact`: with the algorithm of the heuristic for the problem's own sizes.
+  Status get(cublaslt::Handle handle, const Kind& kind, const Gemm& call, bool exact, Prepared* prepared) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto known = prepared_.find(kind);
-    if (known != prepared_.end()) {
+    if (known != prepared_.end() && !exact) {
       *prepared = known->second;
       return {};
     }
-    int code = describe(library, kind, prepared);
-    if (code == 0) code = set_pointers(library, call, prepared);  // the heuristic depends only on their alignment
-    if (code != 0) return of_library(library, code);
-    const Status status = choose(library, handle, prepared);
+    if (const int code = prepare(library_, kind, call, prepared); code != 0) return of_library(library_, code);
+    Status status;
+    if (exact)
+      status = choose(library_, handle, prepared);
+    else
+      status = choose_for_rounded(handle, kind, call, &prepared->choice);
     if (status.code != StatusCode::ok) return status;
     if (prepared_.size() >= kMaxPrepared) prepared_.clear();
-    prepared_.emplace(kind, *prepared);
+    prepared_.insert_or_assign(kind, *prepared);
     return {};
   }
 
  private:
+  Status choose_for_rounded(cublaslt::Handle handle, Kind kind, const Gemm& call, Choice* choice) {
+    kind.rows = rounded_up(kind.rows);
+    kind.inner = rounded_up(kind.inner);
+    const auto known = choices_.find(kind);
+    if (known != choices_.end()) {
+      *choice = known->second;
+      return {};
+    }
+    Prepared rounded;
+    if (const int code = prepare(library_, kind, call, &rounded); code != 0) return of_library(library_, code);
+    const Status status = choose(library_, handle, &rounded);
+    if (status.code != StatusCode::ok) return status;
+    if (choices_.size() >= kMaxPrepared) choices_.clear();
+    choices_.emplace(kind, rounded.choice);
+    *choice = rounded.choice;
+    return {};
+  }
+
+  const cublaslt::Library& library_;
   std::mutex mutex_;
   std::unordered_map<Kind, Prepared, KindHash> prepared_;
+  std::unordered_map<Kind, Choice, KindHash> choices_;  // of rounded sizes
 };
 
 Status check(const Gemm& call) {
@@ -183,11 +226,11 @@ Status check(const Gemm& call) {
 }  // namespace
 
 Status gemm(const Gemm& call) {
-  static Cache cache;
   Status status = check(call);
   if (status.code != StatusCode::ok) return status;
   const cublaslt::Library* library = cublaslt::library();
   if (library == nullptr) return {StatusCode::cuda_error, "gemm: the process has loaded no libcublasLt"};
+  static Cache cache(*library);
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
   cublaslt::Handle handle = nullptr;
@@ -208,15 +251,21 @@ Status gemm(const Gemm& call) {
   kind.a_fp8 = static_cast<int8_t>(call.a_fp8);
   kind.b_fp8 = static_cast<int8_t>(call.b_fp8);
   kind.fast_accumulation = call.fast_accumulation != 0;
-  Prepared prepared;  // a copy for this call, because pointers are written into it
-  status = cache.get(*library, handle, kind, call, &prepared);
-  if (status.code != StatusCode::ok) return status;
-  if (const int code = set_pointers(*library, call, &prepared); code != 0) return of_library(*library, code);
   const float one = 1.0f, beta = kind.adds ? 1.0f : 0.0f;
   const void* c = kind.adds ? call.c : call.d;
-  return of_library(*library, library->matmul(handle, &prepared.product, &one, call.b, &prepared.b, call.a, &prepared.a,
-                                              &beta, c, &prepared.d, call.d, &prepared.d, &prepared.algorithm,
-                                              call.workspace, prepared.workspace_bytes, call.stream));
+  // An algorithm that does not serve the exact sizes is replaced by the heuristic's choice for them.
+  for (bool exact : {false, true}) {
+    Prepared prepared;  // a copy for this call, because pointers are written into it
+    status = cache.get(handle, kind, call, exact, &prepared);
+    if (status.code != StatusCode::ok) return status;
+    if (const int code = set_pointers(*library, call, &prepared); code != 0) return of_library(*library, code);
+    const int code = library->matmul(handle, &prepared.product, &one, call.b, &prepared.b, call.a, &prepared.a, &beta,
+                                     c, &prepared.d, call.d, &prepared.d, &prepared.choice.algorithm, call.workspace,
+                                     prepared.choice.workspace_bytes, call.stream);
+    status = of_library(*library, code);
+    if (code != cublaslt::kInvalidValue && code != cublaslt::kNotSupported) break;
+  }
+  return status;
 }
 
 int64_t gemm_library_version() {

@@ -44,8 +44,9 @@ Status gemm(const Gemm&);  // with the BLAS of common/cpu/blas.h
 namespace cuda {
 constexpr int64_t kGemmWorkspace = int64_t{32} << 20;  // bytes: as much as torch passes to cuBLASLt on Hopper
 
-// Tensors and their rows start at multiples of 16 bytes. The algorithm is the first result of cuBLASLt's heuristic,
-// which is cached per problem; its partial sums are fp32 in the workspace and are added in a fixed order.
+// Tensors and their rows start at multiples of 16 bytes. The algorithm is the first result of cuBLASLt's heuristic for
+// the problem with M and K rounded up, so that it follows from the sizes alone; its partial sums are fp32 in the
+// workspace and are added in a fixed order.
 Status gemm(const Gemm&);
 
 // The version of the cuBLASLt in the process (130100 for 13.1.0); 0 if there is none.

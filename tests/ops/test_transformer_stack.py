@@ -528,3 +528,25 @@ def test_a_profile_names_the_layers(tmp_path: Path) -> None:
     assert names == [f"fasttfm layer {index} forward" for index in (0, 1)] + [
         f"fasttfm layer {index} backward" for index in (1, 0)
     ]
+
+
+# ---- GEMMs -----------------------------------------------------------------------------------------------------------
+
+_ROWS = (1, 2, 7, 8, 15, 16, 17, 31, 33, 100, 127, 129, 511, 513, 1000, 1819, 2047, 2049, 2305, 2778, 4095, 9000)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["forward", "input gradient", "weight gradient"])
+def test_gemms_of_any_number_of_rows(kind: str) -> None:
+    """The algorithm is chosen for rounded sizes and has to serve every size. Results of small integers are exact."""
+    width, columns = 768, 264
+    for rows in _ROWS:
+        x, weight, dy = (
+            torch.randint(-2, 3, shape, device="cuda", dtype=torch.bfloat16)
+            for shape in ((rows, width), (columns, width), (rows, columns))
+        )
+        bias = torch.randint(-2, 3, (columns,), device="cuda", dtype=torch.bfloat16) if kind == "forward" else None
+        a, b = {"forward": (x, weight.t()), "input gradient": (dy, weight), "weight gradient": (dy.t(), x)}[kind]
+        found = multiply(a, b, bias=bias, total=None, dtype=torch.float32 if bias is None else torch.bfloat16)
+        expected = a.double() @ b.double() + (0 if bias is None else bias.double())
+        assert torch.equal(found.double(), expected.to(found.dtype).double()), rows
