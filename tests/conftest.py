@@ -4,6 +4,7 @@ Triton's interpreter; processes that run tests in parallel share the cores; and 
 
 import importlib.util
 import os
+import platform
 import re
 import sys
 import warnings
@@ -62,6 +63,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))
+
+
+@pytest.fixture
+def torch_multiplies_by_blas() -> Iterator[None]:
+    """torch multiplies fp32 matrices on a CPU with its BLAS, as native layers do, so that bits can be compared. On Arm
+    it would call the Arm Compute Library, through oneDNN."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(before and platform.machine() in ("x86_64", "AMD64"))
+    yield
+    torch._C._set_mkldnn_enabled(before)
 
 
 @pytest.hookimpl(wrapper=True)

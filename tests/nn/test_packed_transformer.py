@@ -294,6 +294,7 @@ def test_wrong_arguments_are_reported() -> None:
         fasttfm.nn.PackedTransformer([layer], nn.LayerNorm(C))
 
 
+@pytest.mark.usefixtures("torch_multiplies_by_blas")
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 def test_compiled_in_one_graph(norm_first: bool) -> None:
     torch._dynamo.reset()

@@ -21,6 +21,7 @@ from fasttfm import _native
 from fasttfm.ops import linear, transformer_native, transformer_stack
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, transformer_block
 
+pytestmark = pytest.mark.usefixtures("torch_multiplies_by_blas")
 SEQUENCES = [0, 9, 9, 10, 40]  # one is empty
 OPTIONS = BlockOptions(2, 30, -1, -1, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-6, False, False, None)
 RATES = {"attention_p": 0.1, "p_a": 0.2, "p_b": 0.3}

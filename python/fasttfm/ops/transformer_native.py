@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import platform
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -209,8 +208,6 @@ def missing_cpu() -> str | None:
     """Why layers are not run in one native call on the CPU; None if they are."""
     if _native.missing() is not None:
         return _native.missing()
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return f"takes x86-64's BLAS: on {platform.machine()} torch multiplies with another library"
     return None if _native.blas() else "found no BLAS in torch's CPU library"
 
 
