@@ -253,7 +253,7 @@ Status gemm(const Gemm& call) {
   kind.fast_accumulation = call.fast_accumulation != 0;
   const float one = 1.0f, beta = kind.adds ? 1.0f : 0.0f;
   const void* c = kind.adds ? call.c : call.d;
-  // An algorithm that does not serve the exact sizes is replaced by the heuristic's choice for them.
+  // An algorithm that does not support the exact sizes is replaced by the heuristic's choice for them.
   for (bool exact : {false, true}) {
     Prepared prepared;  // a copy for this call, because pointers are written into it
     status = cache.get(handle, kind, call, exact, &prepared);

@@ -539,7 +539,7 @@ _ROWS = (1, 2, 7, 8, 15, 16, 17, 31, 33, 100, 127, 129, 511, 513, 1000, 1819, 20
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["forward", "input gradient", "weight gradient"])
 def test_gemms_of_any_number_of_rows(kind: str) -> None:
-    """The algorithm is chosen for rounded sizes and has to serve every size. Results of small integers are exact."""
+    """The algorithm is chosen for rounded sizes and has to support every size. Results of small integers are exact."""
     width, columns = 768, 264
     for rows in _ROWS:
         x, weight, dy = (
