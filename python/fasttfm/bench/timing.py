@@ -43,7 +43,7 @@ class Effort:
 def effort_for(device: torch.device, quick: bool = False, *, one_case: bool = False) -> Effort:
     """``one_case`` of each op, as ``pytest benchmarks`` measures by default, has half of the rounds on a GPU."""
     if device.type == "cuda":
-        return Effort(1e-3, 0.01 if quick else 0.02 if one_case else 0.04)
+        return Effort(1e-3, 0.01 if quick else 0.02 if one_case else 0.04, min_rounds=5 if one_case else 10)
     return Effort(5e-3, 0.05, min_rounds=5) if quick else Effort(5e-3, 0.25)
 
 
