@@ -45,7 +45,7 @@ namespace cuda {
 constexpr int64_t kGemmWorkspace = int64_t{32} << 20;  // bytes: as much as torch passes to cuBLASLt on Hopper
 
 // Tensors and their rows start at multiples of 16 bytes. The algorithm is the first result of cuBLASLt's heuristic for
-// the problem with M and K rounded up, so that it follows from the sizes only; its partial sums are fp32 in the
+// the problem with M and K rounded up, so that it depends only on the sizes; its partial sums are fp32 in the
 // workspace and are added in a fixed order.
 Status gemm(const Gemm&);
 
