@@ -147,8 +147,11 @@ def _score_gradients(
     weights = torch.where(attended, (scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None]).exp(), 0.0)
     dout, out = queries.padded(dout), queries.padded(out)
     delta = (dout * out).sum(dim=-1).transpose(1, 2)[..., None]
+    # [B, H, Sk, D] is made contiguous because torch adds the terms of few products one by one otherwise, with several
+    # times the rounding error.
+    values = _per_head(keys.padded(v), q).transpose(1, 2).contiguous()
     with without_autocast(q):
-        dweights = _dropout(torch.einsum("bihd,bjhd->bhij", dout, _per_head(keys.padded(v), q)), problem)
+        dweights = _dropout(dout.transpose(1, 2) @ values.mT, problem)
     return weights, weights * (dweights - delta), lse
 
 

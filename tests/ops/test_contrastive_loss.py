@@ -77,7 +77,7 @@ def test_the_score_matrix_is_never_materialized(monkeypatch: pytest.MonkeyPatch)
     step, largest = vocabulary.rows_of_block, []
 
     def limited(count: int, row_bytes: int, limit: int) -> int:
-        assert limit == 128 * 2**20
+        assert limit == 256 * 2**20
         largest.append(step(count, row_bytes, row_bytes * 128))
         return largest[-1]
 
