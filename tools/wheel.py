@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from environment import torch_index
+from environment import torch_index, without
 
 ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = ROOT / "build" / "release"
@@ -123,7 +123,8 @@ def install_and_check(wheel: Path, torch: str | None, folder: Path, base: Path) 
     Python of the environment."""
     run(base, "-m", "venv", "--clear", folder)
     python = folder / "bin" / "python"
-    constraints = ("-c", str(ROOT / "constraints.txt")) if torch is None else ()
+    # torch brings the Triton that it needs, if any.
+    constraints = ("-c", without(ROOT / "constraints.txt", ("triton",), folder)) if torch is None else ()
     wanted = "torch" if torch is None else f"torch=={torch}"
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     run(*pip, *constraints, *torch_index(), wanted, "numpy", "safetensors")
