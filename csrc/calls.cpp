@@ -241,17 +241,10 @@ struct Bound {
 };
 
 PyObject* entry(PyObject* self, PyObject* const* given, Py_ssize_t count) noexcept {
-  try {
+  return guarded([&] {
     const auto* bound = static_cast<const Bound*>(PyCapsule_GetPointer(self, nullptr));
     return run(bound->function, given, static_cast<size_t>(count));
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  });
 }
 
 // ---- signatures ------------------------------------------------------------------------------------------------------

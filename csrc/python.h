@@ -15,6 +15,21 @@ class Module {
 
 void raise_unless_ok(const Status& status);
 
+// The result of a function that Python calls, a new reference. An exception becomes Python's, and the result null.
+template <class Function>
+PyObject* guarded(const Function& function) noexcept {
+  try {
+    return function();
+  } catch (pybind11::error_already_set& error) {
+    error.restore();
+  } catch (const pybind11::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
 // Adds use_torch(), signature() and tensor_table().
 void bind_torch(pybind11::module_& python);
 

@@ -371,27 +371,16 @@ py::object launch(const Kernel& kernel, PyObject* given_grid, PyObject* args, Py
 
 // ---- Python's functions ----------------------------------------------------------------------------------------------
 
-template <class Function>
-PyObject* guarded(const Function& function) noexcept {
-  try {
-    return function().release().ptr();
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
-}
-
 const Kernel& kernel_of(PyObject* capsule) {
   return *static_cast<const Kernel*>(PyCapsule_GetPointer(capsule, kCapsule));
 }
 
 // `self` is a tuple of the kernel's capsule and the grid. The arguments arrive as Python has them, without a copy.
 PyObject* call_with_grid(PyObject* self, PyObject* args, PyObject* kwargs) noexcept {
-  return guarded([&] { return launch(kernel_of(PyTuple_GET_ITEM(self, 0)), PyTuple_GET_ITEM(self, 1), args, kwargs); });
+  return guarded([&] {
+    const Kernel& kernel = kernel_of(PyTuple_GET_ITEM(self, 0));
+    return launch(kernel, PyTuple_GET_ITEM(self, 1), args, kwargs).release().ptr();
+  });
 }
 
 PyMethodDef call_definition = {"launch", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call_with_grid)),
