@@ -40,6 +40,7 @@ struct Tensor {
     return count;
   }
   int64_t row_stride() const {
+    if (rows() == 0) return columns();  // the strides of an empty tensor mean nothing
     for (int32_t i = dimensions - 2; i >= 0; --i)
       if (shape[i] != 1) return strides[i];
     return dimensions > 0 ? columns() : 1;

@@ -18,13 +18,16 @@ HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
 )
 # Backend, device, head dim.
-BACKENDS = [
+EXCEPT_HOPPER = [
     ("cpu", "cpu", 16),
     ("reference", "cpu", 16),
     pytest.param("triton", "cpu", 16, marks=interpreted),
     pytest.param("reference", "cuda", 64, marks=pytest.mark.gpu),
     pytest.param("triton", "cuda", 64, marks=pytest.mark.gpu),
     pytest.param("triton", "cuda", 128, marks=pytest.mark.gpu),
+]
+BACKENDS = [
+    *EXCEPT_HOPPER,
     pytest.param("cuda", "cuda", 64, marks=[pytest.mark.gpu, HOPPER]),
     pytest.param("cuda", "cuda", 128, marks=[pytest.mark.gpu, HOPPER]),
 ]
@@ -191,6 +194,46 @@ def test_every_row_is_written(
 
 
 # ---- nothing to attend to --------------------------------------------------------------------------------------------
+
+
+# The Hopper kernels propagate a NaN of a sequence to the gradients of all its queries.
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("name", ["k", "v"])
+@pytest.mark.parametrize("tokens", [(8, 2), (150, 70)])
+@pytest.mark.parametrize(
+    ("backend", "device", "head_dim"),
+    EXCEPT_HOPPER,
+)
+def test_a_nan_does_not_reach_queries_that_attend_to_nothing(
+    backend: str, device: str, head_dim: int, tokens: tuple[int, int], name: str, layout: str
+) -> None:
+    queries, keys = tokens  # causal attention is aligned at the end: the first queries have no keys
+    generator = torch.Generator(device).manual_seed(1)
+
+    def randn(rows: int) -> Tensor:
+        return torch.randn(1, rows, 2, head_dim, generator=generator, device=device).to(dtype_on(device))
+
+    q, dout, k, v = randn(queries), randn(queries), randn(keys), randn(keys)
+    {"k": k, "v": v}[name][0, 1, 1, 3] = torch.nan
+    arguments: dict[str, Any] = {}
+    if layout == "packed":
+        q, dout, k, v = (tensor[0] for tensor in (q, dout, k, v))
+        arguments = {
+            "cu_seqlens": int32(0, queries, device=device),
+            "cu_seqlens_k": int32(0, keys, device=device),
+            "max_seqlen": queries,
+            "max_seqlen_k": keys,
+        }
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out, lse = attention(*leaves, causal=True, return_lse=True, backend=backend, **arguments)
+    dq, _, _ = torch.autograd.grad(out, leaves, dout)
+    out, dq, lse = out.view(queries, 2, -1), dq.view(queries, 2, -1), lse.view(2, queries)
+    empty = queries - keys
+    assert (lse[:, :empty] == -torch.inf).all()
+    assert not out[:empty].any()
+    assert not dq[:empty].any()
+    assert out[-1, 1, 3].isnan()
+    assert dq[-1, 1].isnan().all()
 
 
 @pytest.mark.parametrize(

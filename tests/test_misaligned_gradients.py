@@ -1,4 +1,4 @@
-"""Gradients that are contiguous but not aligned to 16 bytes, like those of ``torch.cat``."""
+"""Gradients and inputs whose rows are not aligned to 16 bytes: views into larger tensors, like those of ``torch.cat``."""
 
 from __future__ import annotations
 
@@ -97,3 +97,16 @@ def test_launchers_get_aligned_gradients(name: str, monkeypatch: pytest.MonkeyPa
     _gradients(OPS[name], torch.float32, "cpu", before=3)
     assert seen
     assert all(address % 16 == 0 for address in seen)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", OPS)
+def test_an_empty_tensor_may_have_any_strides(name: str, device: str) -> None:
+    x, parameter = torch.empty(0, C + 3, device=device)[:, :C], torch.zeros(C, device=device)
+    leaves = [x.requires_grad_(), parameter.requires_grad_()]
+    y = OPS[name](*leaves)
+    dx, dparameter = torch.autograd.grad(y, leaves, torch.zeros_like(y), allow_unused=True)
+    assert y.numel() == 0
+    assert dx is not None
+    assert dx.shape == x.shape
+    assert dparameter is None or not dparameter.any()

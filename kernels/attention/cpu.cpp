@@ -153,8 +153,12 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
   for (int64_t row = 0; row < count; ++row) {
     const SoftmaxRow& state = a.rows[row];
     const bool empty = state.largest == -kInfinity && state.sum == state.sum;  // NaN propagates
-    store_row(a.out + row * d, p.head_dim, empty ? 0.0f : 1.0f / state.sum, out[queries.first + row]);
-    lse[queries.first + row] = empty ? -kInfinity : state.largest + std::log(state.sum);
+    const int64_t query = queries.first + row;
+    if (empty)
+      clear_rows(out, {query, query + 1}, p.head_dim);  // the sums may be NaN (0 * NaN)
+    else
+      store_row(a.out + row * d, p.head_dim, 1.0f / state.sum, out[query]);
+    lse[query] = empty ? -kInfinity : state.largest + std::log(state.sum);
   }
 }
 
@@ -282,13 +286,18 @@ inline void clear(float* array, int64_t rows, int64_t d) {
   std::memset(array, 0, static_cast<size_t>(rows * d) * sizeof(float));
 }
 
-// Writes the gradients of the queries of one head.
+// Writes the gradients of the queries of one head. A query that attends to nothing has gradients of 0, although its
+// sums may be NaN (0 * NaN).
 template <class T>
 void write_dq(const AttentionBackward& p, const Sequence& s, int64_t head, Range queries, const float* sums) {
   const auto dq = FASTTFM_HEAD_ROWS(T, p, dq, s.index, s.first_query, head);
+  const float* lse = lse_row(p.lse, p, s, head);
   const int64_t d = round_up(p.head_dim, kLanes);
   for (int64_t query = queries.first; query < queries.last; ++query)
-    store_row(sums + (query - queries.first) * d, p.head_dim, p.scale, dq[query]);
+    if (lse[query] == -kInfinity)
+      clear_rows(dq, {query, query + 1}, p.head_dim);
+    else
+      store_row(sums + (query - queries.first) * d, p.head_dim, p.scale, dq[query]);
 }
 
 // Computes the gradients of the keys and values of one kv head, summed over its query heads; with WITH_DQ also dq.

@@ -505,7 +505,6 @@ def _bwd_q_kernel(
             D,
             BLOCK_N,
         )
-    if Q_LAYOUT == "lengths":  # 0 * NaN is NaN
-        dq_tile = tl.where((queries < q_length)[:, None], dq_tile, 0.0)
+    dq_tile = tl.where((lse_row == float("inf"))[:, None], 0.0, dq_tile)  # attends to nothing; 0 * NaN is NaN
     dq_rows = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, q_first, head, UNIT)
     store_rows(dq_rows, first, q_stored, columns, dq_tile * (scale * LN_2 * dropout_scale), not EVEN, D, BLOCK_M)

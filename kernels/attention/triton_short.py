@@ -240,8 +240,7 @@ def _short_bwd_kernel(
         dq_tile = tl.dot(dscores, k_tile, input_precision=PRECISION)
         if K_LAYOUT == "lengths":
             gradient = tl.where((keys < k_length)[:, None], gradient, 0.0)
-        if Q_LAYOUT == "lengths":
-            dq_tile = tl.where((queries < q_length)[:, None], dq_tile, 0.0)
+        dq_tile = tl.where((lse_row == float("inf"))[:, None], 0.0, dq_tile)  # attends to nothing
         dk_rows = head_rows(dk, (dk_batch, dk_row, dk_head), sequence, k_first, head, UNIT)
         store_rows(dk_rows, 0, k_stored, columns, gradient * back, not EVEN, D, BLOCK_N)
         dq_rows = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, q_first, head, UNIT)
