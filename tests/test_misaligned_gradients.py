@@ -1,4 +1,4 @@
-"""Gradients and inputs whose rows are not aligned to 16 bytes: views into larger tensors, like those of ``torch.cat``."""
+"""Gradients and inputs whose rows are not aligned to 16 bytes: views of larger tensors, like those of ``torch.cat``."""
 
 from __future__ import annotations
 
