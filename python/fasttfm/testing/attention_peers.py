@@ -45,6 +45,7 @@ def _sdpa(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
             attn_mask=mask,
             dropout_p=options.get("dropout_p", 0.0),
             is_causal=options.get("causal", False),
+            enable_gqa=k.shape[2] != q.shape[2],
         ).transpose(1, 2)
 
     return call if leaves is None else PeerCall(call, leaves)

@@ -268,6 +268,10 @@ BENCH_CASES = (
     _case("packed_8192_window128", (8192,) * 2, 12, 64, layout="packed", max_seqlen=8192, window=(64, 64)),
     _case("64x16x257x80", (257,) * 64, 16, 80),
     _case("32x16x512x96", (512,) * 32, 16, 96),
+    _case("32x8x512x192", (512,) * 32, 8, 192),
+    _case("32x4x512x256", (512,) * 32, 4, 256),
+    _case("16x16x1024x64_kv4", (1024,) * 16, 16, 64, kv_heads=4),
+    _case("16x8x1024x128_kv2_causal", (1024,) * 16, 8, 128, kv_heads=2, causal=True),
 )
 CURVES = {
     f"{heads} heads of {head_dim}{', causal' if causal else ''}{f', dropout {p}' if p else ''}": {
