@@ -55,7 +55,7 @@ SHARED = {
             "transformer_native",
             "transformer_stack",
         ),
-        *("vocabulary", "weight_copies"),
+        *("direct_gradients", "vocabulary", "weight_copies"),
     },
     "kernels/": {"fp8", "transformer_block"},
     "tests/ops/test_": {

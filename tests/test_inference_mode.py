@@ -50,12 +50,12 @@ def test_error_words_are_copied_to_the_host(monkeypatch: pytest.MonkeyPatch) -> 
 def test_copies_of_parameters_can_be_written_and_trained_with() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     (entry,) = weight_copies.enroll([parameter])
-    assert weight_copies.copy_of(parameter, torch.bfloat16) is None
+    assert weight_copies.copies_of([parameter], torch.bfloat16)[0] is None
     entry.to_write(parameter)
     with torch.inference_mode():  # an evaluation in another type
-        assert weight_copies.copy_of(parameter, torch.float16) is None
+        assert weight_copies.copies_of([parameter], torch.float16)[0] is None
         weight_copies.refresh([entry], everything=True)
-        copy = weight_copies.copy_of(parameter, torch.float16)
+        copy = weight_copies.copies_of([parameter], torch.float16)[0]
     assert copy is not None
     assert not copy.is_inference()
     step = weight_copies.StepCopies([parameter], own=True)

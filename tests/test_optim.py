@@ -215,17 +215,17 @@ def test_the_table_describes_the_whole_step() -> None:
 def test_a_step_writes_the_copies_that_forwards_request() -> None:
     wanted, other = parameters = made((40, 50))
     optimizer = AdamW(parameters, **OPTIONS, weight_copies=True)
-    assert weight_copies.copy_of(wanted, torch.bfloat16) is None
+    assert weight_copies.copies_of([wanted], torch.bfloat16)[0] is None
     for _ in range(2):
         run(optimizer, parameters, 1)
-        found = weight_copies.copy_of(wanted, torch.bfloat16)
+        found = weight_copies.copies_of([wanted], torch.bfloat16)[0]
         assert found is not None
         assert torch.equal(found, wanted.bfloat16())
-    assert weight_copies.copy_of(other, torch.bfloat16) is None
+    assert weight_copies.copies_of([other], torch.bfloat16)[0] is None
     nn.init.zeros_(wanted)
-    assert weight_copies.copy_of(wanted, torch.bfloat16) is None
+    assert weight_copies.copies_of([wanted], torch.bfloat16)[0] is None
     optimizer.refresh_copies()
-    assert weight_copies.copy_of(wanted, torch.bfloat16) is found
+    assert weight_copies.copies_of([wanted], torch.bfloat16)[0] is found
     assert found is not None
     assert found.count_nonzero() == 0
 
@@ -386,7 +386,7 @@ def test_a_step_can_be_captured() -> None:
         parameters = made((5000, 70), "cuda")
         rate = torch.tensor(0.01, device="cuda")
         optimizer = AdamW(parameters, **{**OPTIONS, "lr": rate}, max_norm=0.5, weight_copies=True, capturable=True)
-        weight_copies.copy_of(parameters[0], torch.bfloat16)
+        weight_copies.copies_of([parameters[0]], torch.bfloat16)[0]
         static = gradients_of(parameters, 0)
         for each, gradient in zip(parameters, static, strict=True):
             each.grad = gradient
@@ -403,14 +403,14 @@ def test_a_step_can_be_captured() -> None:
                 nn.init.ones_(parameters[0])
             optimizer.refresh_copies()
             graph.replay() if graphed else optimizer.step()
-            found = weight_copies.copy_of(parameters[0], torch.bfloat16)
+            found = weight_copies.copies_of([parameters[0]], torch.bfloat16)[0]
             assert found is not None
             assert torch.equal(found, parameters[0].bfloat16())
         results.append([each.detach().clone() for each in parameters])
         # A parameter that the graph does not update loses its copy.
-        assert weight_copies.copy_of(parameters[1], torch.bfloat16) is None
+        assert weight_copies.copies_of([parameters[1]], torch.bfloat16)[0] is None
         optimizer.step()
-        assert (weight_copies.copy_of(parameters[1], torch.bfloat16) is None) == graphed
+        assert (weight_copies.copies_of([parameters[1]], torch.bfloat16)[0] is None) == graphed
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -38,16 +38,16 @@ def held() -> Iterator[list[Any]]:
 def with_copy(dtype: torch.dtype = BF16) -> tuple[nn.Parameter, Tensor]:
     parameter = nn.Parameter(torch.randn(4, 6))
     HELD.extend(weight_copies.enroll([parameter]))
-    assert weight_copies.copy_of(parameter, dtype) is None
+    assert weight_copies.copies_of([parameter], dtype)[0] is None
     found = to_write(parameter)
     assert found is not None
-    assert weight_copies.copy_of(parameter, dtype) is found
+    assert weight_copies.copies_of([parameter], dtype)[0] is found
     return parameter, found
 
 
 def test_there_is_no_copy_unless_it_is_requested() -> None:
     parameter = nn.Parameter(torch.randn(4))
-    assert weight_copies.copy_of(parameter, BF16) is None
+    assert weight_copies.copies_of([parameter], BF16)[0] is None
     assert to_write(parameter) is None
     entries = weight_copies.enroll([parameter])
     assert len(entries) == 1
@@ -55,7 +55,7 @@ def test_there_is_no_copy_unless_it_is_requested() -> None:
     with torch.inference_mode():
         uncounted = torch.randn(4)
     assert weight_copies.enroll([uncounted]) == []
-    assert weight_copies.copy_of(uncounted, BF16) is None
+    assert weight_copies.copies_of([uncounted], BF16)[0] is None
 
 
 @pytest.mark.parametrize(
@@ -75,16 +75,16 @@ def test_a_copy_is_valid_until_the_parameter_changes(change: Callable[[nn.Parame
     parameter.grad = torch.ones(4, 6)
     AdamW([parameter], weight_copies=True)  # registers hooks for torch's optimizers
     change(parameter)
-    assert weight_copies.copy_of(parameter, BF16) is None
+    assert weight_copies.copies_of([parameter], BF16)[0] is None
     weight_copies.refresh(HELD)
-    assert weight_copies.copy_of(parameter, BF16) is found  # the same memory, because a CUDA graph may read it
+    assert weight_copies.copies_of([parameter], BF16)[0] is found  # the same memory, because a CUDA graph may read it
     assert torch.equal(found, parameter.bfloat16())
 
 
 def test_changes_that_torch_does_not_count_need_a_full_refresh() -> None:
     parameter, found = with_copy()
     parameter.data.zero_()
-    assert weight_copies.copy_of(parameter, BF16) is found
+    assert weight_copies.copies_of([parameter], BF16)[0] is found
     weight_copies.refresh(HELD)
     assert found.count_nonzero() > 0
     weight_copies.refresh(HELD, everything=True)
@@ -93,7 +93,7 @@ def test_changes_that_torch_does_not_count_need_a_full_refresh() -> None:
 
 def test_another_type_is_another_copy() -> None:
     parameter, _ = with_copy()
-    assert weight_copies.copy_of(parameter, torch.float16) is None
+    assert weight_copies.copies_of([parameter], torch.float16)[0] is None
     found = to_write(parameter)
     assert found is not None
     assert found.dtype == torch.float16
@@ -102,14 +102,14 @@ def test_another_type_is_another_copy() -> None:
 def test_copies_go_with_their_optimizer() -> None:
     parameter = nn.Parameter(torch.randn(4, 6))
     optimizer = AdamW([parameter], weight_copies=True)
-    weight_copies.copy_of(parameter, BF16)
+    weight_copies.copies_of([parameter], BF16)[0]
     gone = weakref.ref(to_write(parameter))
     optimizer.add_param_group({"params": [nn.Parameter(torch.randn(3))]})
-    assert weight_copies.copy_of(parameter, BF16) is gone() is not None
+    assert weight_copies.copies_of([parameter], BF16)[0] is gone() is not None
     del optimizer
     gc.collect()
     assert gone() is None
-    assert weight_copies.copy_of(parameter, BF16) is None
+    assert weight_copies.copies_of([parameter], BF16)[0] is None
 
 
 def test_another_tensor_at_the_same_address_has_no_copy() -> None:
@@ -127,7 +127,7 @@ def test_copied_and_pickled_modules_have_no_copies() -> None:
     size = len(pickle.dumps(nn.ParameterList([nn.Parameter(torch.randn(4, 6))])))
     assert len(pickle.dumps(nn.ParameterList([parameter]))) == size
     for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert weight_copies.copy_of(each.get_parameter("weight"), BF16) is None
+        assert weight_copies.copies_of([each.get_parameter("weight")], BF16) == [None]
 
 
 def test_a_captured_step_invalidates_copies_that_it_does_not_write() -> None:
@@ -137,7 +137,7 @@ def test_a_captured_step_invalidates_copies_that_it_does_not_write() -> None:
     assert to_write(kept, captured=True) is found
     assert to_write(stale, captured=True) is None
     weight_copies.enroll([stale])
-    assert weight_copies.copy_of(stale, BF16) is None
+    assert weight_copies.copies_of([stale], BF16)[0] is None
     assert to_write(stale) is None  # permanently
 
 
@@ -145,7 +145,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
     "counted": nn.init.ones_,
     "forgotten": lambda p: weight_copies.forget([p]),
     "refreshed": lambda p: weight_copies.refresh(HELD, everything=True),
-    "another type": lambda p: weight_copies.copy_of(p, torch.float16),
+    "another type": lambda p: weight_copies.copies_of([p], torch.float16)[0],
     "enrolled": lambda p: HELD.extend(weight_copies.enroll([nn.Parameter(torch.ones(2))])),
 }
 
@@ -161,17 +161,17 @@ def test_steps_look_up_copies_again_after_a_change(name: str) -> None:
     assert copies[0] is None
     assert copies[1] is found
     step.written()
-    assert weight_copies.copy_of(parameter, BF16) is found
+    assert weight_copies.copies_of([parameter], BF16)[0] is found
     assert step.find(captured=False, moved=False) is None
     step.written()
-    assert weight_copies.copy_of(parameter, BF16) is found  # caches its version
+    assert weight_copies.copies_of([parameter], BF16)[0] is found  # caches its version
     CHANGES[name](parameter)
     copies = step.find(captured=False, moved=False)
     assert copies is not None
     assert copies[1] is not None
     assert torch.equal(copies[1].float(), parameter.to(copies[1].dtype).float())
     step.written()
-    assert weight_copies.copy_of(other, BF16) is None  # requests it
+    assert weight_copies.copies_of([other], BF16)[0] is None  # requests it
     copies = step.find(captured=False, moved=False)
     assert copies is not None
     assert copies[0] is not None

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fasttfm import _native
 from fasttfm.ops import weight_copies
+from fasttfm.ops.direct_gradients import Enrolled
 from fasttfm.ops.library import PLAIN_TENSORS
 from fasttfm.ops.weight_copies import Entry, StepCopies
 
@@ -83,6 +84,9 @@ class AdamW(torch.optim.AdamW):
         weight_copies: Whether a step on a GPU also writes copies of parameters in the dtype to which forwards under
             autocast cast them. Code that changes parameters in a way that torch does not count (through
             ``parameter.data``) must then call ``refresh_copies(everything=True)``.
+        direct_gradients: Whether backward passes of encoder layers may write the parameters' gradients to ``.grad``
+            without autograd's node for each parameter, which saves host time. ``torch.autograd.grad`` then does not
+            find these parameters, and hooks of their autograd nodes do not run; hooks of parameters do.
         capturable: Accepted for compatibility with torch; the step can always be captured.
 
     Attributes:
@@ -100,15 +104,17 @@ class AdamW(torch.optim.AdamW):
         *,
         max_norm: float | None = None,
         weight_copies: bool = False,
+        direct_gradients: bool = False,
         capturable: bool = False,
     ) -> None:
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"AdamW: max_norm: expected a number above 0 or None, got {max_norm}")
         self.max_norm = max_norm
-        self.weight_copies = weight_copies
+        self.weight_copies, self.direct_gradients = weight_copies, direct_gradients
         self.last_norm: Tensor | None = None
         self._table: _Table | None = None
         self._entries: list[Entry] = []
+        self._enrolled: Enrolled | None = None
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True, capturable=capturable
         )
@@ -146,6 +152,16 @@ class AdamW(torch.optim.AdamW):
             return memory.norm
         _check_on_cpu(given)
         return cpu_norm(given.gradients).float()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. By default it only releases the gradients, without reading them and without a range for
+        profilers."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad = None
 
     def _given(self) -> _Given:
         given = _Given([], [], [], [])
@@ -230,9 +246,12 @@ class AdamW(torch.optim.AdamW):
         weight_copies.refresh(self._entries, everything=everything)
 
     def _enroll(self) -> None:
+        parameters = [each for group in self.param_groups for each in group["params"]]
         if self.weight_copies:
             _listen_to_others()
-            self._entries = weight_copies.enroll(each for group in self.param_groups for each in group["params"])
+            self._entries = weight_copies.enroll(parameters)
+        if self.direct_gradients:
+            self._enrolled = Enrolled(parameters)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -249,9 +268,11 @@ class AdamW(torch.optim.AdamW):
         own: dict[str, Any] = {
             "max_norm": self.max_norm,
             "weight_copies": self.weight_copies,
+            "direct_gradients": self.direct_gradients,
             "last_norm": None,
             "_table": None,
             "_entries": [],
+            "_enrolled": None,
         }
         return {**super().__getstate__(), **own}
 

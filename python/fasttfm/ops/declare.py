@@ -46,7 +46,15 @@ from fasttfm.kernels.common.linear import accumulation_type
 from fasttfm.kernels.common.rows import contiguous_like, empty_numbers, empty_output, gradient_like, row_count
 from fasttfm.ops import checks
 from fasttfm.ops.backends import Backend, BackendTable, requested
-from fasttfm.ops.library import OpFunction, any_requires_grad, is_compiling, needs_gradient, register, unshared
+from fasttfm.ops.library import (
+    OpFunction,
+    any_requires_grad,
+    is_compiling,
+    is_plain,
+    needs_gradient,
+    register,
+    unshared,
+)
 
 # ---- what an op takes ------------------------------------------------------------------------------------------------
 
@@ -338,8 +346,10 @@ class Op:
         if backend is not None:
             self.table.check_name(backend)
         differentiable = [arguments[index] for index in self.gradient_indices]
-        call = self._function.apply if needs_gradient(*differentiable) else self.forward
-        return first_of(call(*arguments, requested(backend)))
+        if not needs_gradient(*differentiable):
+            return first_of(self.forward(*arguments, requested(backend)))
+        plain = is_plain(arguments[: self._count])
+        return first_of((self._function.apply_plain if plain else self._function.apply)(*arguments, requested(backend)))
 
     def _convert(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with checked and converted options. Most options need no conversion: the tuple is copied only

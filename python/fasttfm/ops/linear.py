@@ -44,7 +44,7 @@ def in_type(tensors: Sequence[Tensor | None], dtype: torch.dtype, *, copies: boo
     """
     others = [given for given in tensors if given is not None and given.dtype != dtype]
     if others and is_plain(others):
-        kept = [weight_copies.copy_of(given, dtype) if copies else None for given in others]
+        kept = weight_copies.copies_of(others, dtype) if copies else [None] * len(others)
         missing = [given for given, copy in zip(others, kept, strict=True) if copy is None]
         made = [torch.empty_like(given, dtype=dtype) for given in missing]
         if made:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.rows import contiguous_rows
-from fasttfm.ops import linear, transformer_native
+from fasttfm.ops import direct_gradients, linear, transformer_native
 from fasttfm.ops.attention import TABLE as ATTENTION
 from fasttfm.ops.attention import backward_op as attention_backward_op
 from fasttfm.ops.backends import Backend, BackendTable, always
@@ -126,16 +126,17 @@ def _run_with_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     x = batch.x
     for part, seeds in _parts(x, batch.seeds, layers):
-        unique: Iterable[Tensor] = part.present
-        if _is_shared(part):
-            unique = {id(each): each for each in part.present}.values()
-        x, residual = _TransformerStack.apply_plain(x, residual, batch.cu_seqlens, seeds, options, part, *unique)
+        unique = _unique(part)
+        direct = list(unique.values()) if part is layers and direct_gradients.is_accepted(unique) else None
+        inputs = unique.values() if direct is None else (direct_gradients.witness(x),)
+        call = (x, residual, batch.cu_seqlens, seeds, options, part)
+        x, residual = _TransformerStack.apply_plain(*call, direct, *inputs)
     return x, residual
 
 
-def _is_shared(layers: Layers) -> bool:
-    """Whether layers share parameters."""
-    return len(set(map(id, layers.present))) < len(layers.present)
+def _unique(layers: Layers) -> dict[int, Tensor]:
+    """The parameters, each once, by their ids."""
+    return dict(zip(map(id, layers.present), layers.present, strict=True))
 
 
 def _parts(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Layers, Tensor | None]]:
@@ -190,15 +191,17 @@ class _TransformerStack(OpFunction):
         seeds: Tensor | None,
         options: BlockOptions,
         layers: Layers,
+        direct: list[Tensor] | None,
         *_: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
+        """``direct`` are the parameters whose gradients the backward writes itself, if they are no inputs."""
         batch = Batch(x, None if residual is None else residual.dtype, cu_seqlens, seeds)
         own = _in_type(layers, x.dtype, copies=True)
         y, z, kept = transformer_native.forward(batch, residual, layers, own, options, training=True)
         ctx.save_for_backward(x, *unshared(cu_seqlens), seeds, kept, z)
         # Parameters are not saved tensors, which torch would wrap one by one; the backward compares their versions.
         ctx.own, ctx.versions = own, versions(own)
-        ctx.layers, ctx.options, ctx.residual_dtype = layers, options, batch.residual_dtype
+        ctx.layers, ctx.options, ctx.residual_dtype, ctx.direct = layers, options, batch.residual_dtype, direct
         ctx.set_materialize_grads(False)
         return y, z
 
@@ -211,7 +214,8 @@ class _TransformerStack(OpFunction):
         batch = Batch(x, ctx.residual_dtype, cu_seqlens, seeds)
         dy = torch.zeros_like(x) if dy is None else contiguous_rows(dy)
         dz = None if dz is None else contiguous_rows(dz)
-        wanted = _wanted(layers, ctx.needs_input_grad[_INPUTS:])
+        direct: list[Tensor] | None = ctx.direct
+        wanted = _wanted(layers, ctx.needs_input_grad[_INPUTS:] if direct is None else [True] * len(direct))
         gradients = _gradients_like(ctx.own, wanted, layers)
         arguments = (batch, layers, ctx.own, ctx.options, kept, z)
         try:
@@ -220,10 +224,14 @@ class _TransformerStack(OpFunction):
             )
         except _native.DoesNotFit:  # a part of the GPU is too small for blocks that wait for each other
             dx, dresidual, gradients = _backward_op_by_op(*arguments, dy, dz, wanted)
-        return dx, dresidual, None, None, None, None, *_summed(gradients, layers)
+        found = _summed(gradients, layers)
+        if direct is not None:
+            direct_gradients.accumulate(ctx, direct, found)
+            found = [None]
+        return dx, dresidual, None, None, None, None, None, *found
 
 
-_INPUTS = 6  # of the node before the parameters
+_INPUTS = 7  # of the node before the parameters
 
 
 def _faster_attention(
@@ -256,15 +264,14 @@ def _wanted(layers: Layers, of_unique: Sequence[bool]) -> Sequence[bool]:
     """Whether the gradient of each parameter of each layer is needed."""
     if len(of_unique) == len(layers.given):
         return of_unique
-    unique = {id(each): None for each in layers.present}
-    by_id = dict(zip(unique, of_unique, strict=True))
+    by_id = dict(zip(_unique(layers), of_unique, strict=True))
     return [each is not None and by_id[id(each)] for each in layers.given]
 
 
 def _summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tensor | None]:
     """The gradient of each parameter. The gradients of a shared parameter are added in the order of the backward, as
     autograd does for several nodes."""
-    if not _is_shared(layers):
+    if len(_unique(layers)) == len(layers.present):
         if len(layers.present) == len(layers.given):
             return gradients
         return [gradient for gradient, each in zip(gradients, layers.given, strict=True) if each is not None]
@@ -288,13 +295,14 @@ def _gradients_like(own: list[Tensor | None], wanted: Sequence[bool], layers: La
             torch.empty_like(each, dtype=layers.dtype) if each is not None and want else None
             for each, want in zip(own, wanted, strict=True)
         ]
-    first = own[:PARAMETERS]
-    kinds = [
-        [None] * layers.depth
-        if each is None
-        else each.new_empty((layers.depth, *each.shape), dtype=layers.dtype).unbind()
-        for each in first
-    ]
+    kinds: list[Sequence[Tensor | None]] = []
+    for shape in layers.shapes:
+        if shape is None:
+            kinds.append([None] * layers.depth)
+        else:
+            rows, *others = shape
+            whole = torch.empty(layers.depth * rows, *others, dtype=layers.dtype, device=layers.device)
+            kinds.append(torch.unsafe_split_with_sizes(whole, [rows] * layers.depth))
     return list(chain.from_iterable(zip(*kinds, strict=True)))
 
 

@@ -185,13 +185,19 @@ def _write(entry: Entry, parameter: Tensor) -> None:
 # ---- for forwards ----------------------------------------------------------------------------------------------------
 
 
-def copy_of(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The parameter's copy of that dtype; None if there is none that is up to date."""
-    entry = _entry(parameter)
-    if entry is None:
-        return None
-    if entry.wanted != dtype:
-        entry.wanted = dtype
-        _Changes.count += 1
-    copy = entry.copy
-    return copy if copy is not None and copy.dtype == dtype and entry.is_fresh(parameter) else None
+def copies_of(parameters: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor | None]:
+    """The parameters' copies of that dtype; None where there is none that is up to date."""
+    found: list[Tensor | None] = []
+    for each in parameters:  # a loop without calls of functions: it runs before every forward
+        held = _entries.get(id(each))
+        entry = None if held is None else held()
+        if entry is None or entry.barred or entry.reference() is not each:
+            found.append(None)
+            continue
+        if entry.wanted != dtype:
+            entry.wanted = dtype
+            _Changes.count += 1
+        copy = entry.copy
+        fresh = entry.version == each._version and entry.address == each.data_ptr()
+        found.append(copy if copy is not None and fresh and copy.dtype == dtype else None)
+    return found
