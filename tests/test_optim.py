@@ -127,6 +127,18 @@ def test_copies_of_an_optimizer_keep_its_options() -> None:
     copy.deepcopy(AdamW(made((4,)))).refresh_copies()
 
 
+def test_gradients_are_released_or_zeroed() -> None:
+    parameters = made((4, 5))
+    optimizer = AdamW(in_groups(parameters), **OPTIONS)
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    kept = [each.grad for each in parameters]
+    optimizer.zero_grad(set_to_none=False)
+    assert all(each.grad is grad and not grad.any() for each, grad in zip(parameters, kept, strict=True))
+    optimizer.zero_grad()
+    assert [each.grad for each in parameters] == [None, None]
+
+
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="max_norm: expected a number above 0 or None, got 0"):
         AdamW(made((4,)), max_norm=0.0)
