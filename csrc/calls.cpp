@@ -268,6 +268,13 @@ class Key {
 
 bool is_aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0; }
 
+bool is_contiguous(const Tensor& tensor) {
+  int64_t next = 1;
+  for (int32_t i = tensor.dimensions - 1; i >= 0; next *= tensor.shape[i--])
+    if (tensor.shape[i] != 1 && tensor.strides[i] != next) return false;
+  return true;
+}
+
 bool same_shape(const Tensor& a, const Tensor& b) {
   return a.dimensions == b.dimensions && std::memcmp(a.shape, b.shape, a.dimensions * sizeof(int64_t)) == 0;
 }
@@ -317,6 +324,23 @@ bool add_indices(Key& key, const Tensor& tensor, ElementType type, int64_t lengt
   return length < 0 ? tensor.shape[0] > 1 : tensor.shape[0] == length;
 }
 
+bool is_index(const Tensor& tensor) { return tensor.type == ElementType::int64 || tensor.type == ElementType::int32; }
+
+// Indices of any shape.
+bool add_index(Key& key, const Tensor& tensor) {
+  key.add(static_cast<int64_t>(tensor.type) << 1 | (tensor.dimensions == 1));
+  return is_index(tensor);
+}
+
+// A table or a parameter, with its sizes.
+bool add_sizes(Key& key, const Tensor& tensor) {
+  if (tensor.dimensions > 2) return false;
+  key.add(static_cast<int64_t>(tensor.type) << 2 | is_contiguous(tensor) << 1 | is_aligned(tensor));
+  key.add(tensor.shape[0]);
+  key.add(tensor.dimensions == 2 ? tensor.shape[1] : -1);
+  return true;
+}
+
 // The meaning of each letter. Some relate a tensor to those before it.
 bool add_tensor(Key& key, char kind, const Tensor* tensors, size_t index) {
   const Tensor &tensor = tensors[index], &first = tensors[0];
@@ -331,6 +355,9 @@ bool add_tensor(Key& key, char kind, const Tensor* tensors, size_t index) {
     case 'c': return add_indices(key, tensor, ElementType::int32, -1);                     // cu_seqlens
     case 'n': return add_indices(key, tensor, ElementType::int32, first.shape[0]);         // lengths
     case 's': return add_indices(key, tensor, ElementType::int64, 1);                      // a seed
+    case 'i': return add_index(key, tensor);                                               // indices
+    case 'j': return same_shape(tensor, first) && add_index(key, tensor);                  // indices like the first
+    case 't': return add_sizes(key, tensor);                                               // a table or its parameter
     default: return false;
   }
 }
@@ -390,13 +417,6 @@ PyMethodDef signature_definition = {"signature", reinterpret_cast<PyCFunction>(r
 
 // ---- tables ----------------------------------------------------------------------------------------------------------
 
-bool is_contiguous(const Tensor& tensor) {
-  int64_t next = 1;
-  for (int32_t i = tensor.dimensions - 1; i >= 0; next *= tensor.shape[i--])
-    if (tensor.shape[i] != 1 && tensor.strides[i] != next) return false;
-  return true;
-}
-
 bool is_alike(const Tensor& a, const Tensor& b) {
   return a.given == b.given && (!a.given || (a.type == b.type && a.device == b.device && same_shape(a, b)));
 }
@@ -416,7 +436,8 @@ int64_t tensor_table(const py::list& tensors, uintptr_t target, size_t period) {
     Tensor tensor;
     if (object != Py_None) {
       tensor.given = true;
-      if (!is_plain_tensor(object) || !read_exchanged(object, tensor) || tensor.data == nullptr) {
+      const bool plain = is_plain_tensor(object) && !is_negative(object);
+      if (!plain || !read_exchanged(object, tensor) || tensor.data == nullptr) {
         PyErr_Clear();
         return kUnread;
       }

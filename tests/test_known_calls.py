@@ -21,11 +21,17 @@ from fasttfm.ops.declare import KnownCalls
 X, W = torch.randn(3, 4, 16), torch.randn(16)
 Q = torch.randn(2, 5, 2, 16)
 LENGTHS = torch.tensor([9, 9], dtype=torch.int32)  # more tokens than the tensors have
+IDS, WORDS, POSITIONS = torch.arange(6).view(2, 3), torch.randn(9, 16), torch.randn(4, 16)
 CALLS: dict[str, Callable[[], Any]] = {
     "layer_norm": lambda: ops.layer_norm(X, W, W),
     "dropout_add_layer_norm": lambda: ops.dropout_add_layer_norm(X, X, W, W),
     "attention": lambda: ops.attention(Q, Q, Q),
+    "embedding": lambda: ops.embedding(IDS, WORDS, POSITIONS, weight=W, bias=W),
 }
+
+
+def embed(ids: Tensor = IDS, **changed: Any) -> Tensor:
+    return ops.embedding(ids, WORDS, POSITIONS, **{"weight": W, "bias": W, **changed})
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +49,8 @@ def test_the_second_call_selects_nothing(name: str, monkeypatch: pytest.MonkeyPa
         ops.layer_norm(torch.randn(7, 16), W, W)  # other rows
     if name == "attention":
         ops.attention(*[torch.randn(1, 9, 2, 16)] * 3)
+    if name == "embedding":
+        ops.embedding(IDS[:, :2], WORDS, POSITIONS, weight=W, bias=W)
     with pytest.raises(TypeError, match="not callable"):
         ops.layer_norm(torch.randn(7, 17))
 
@@ -72,6 +80,18 @@ def test_the_second_call_selects_nothing(name: str, monkeypatch: pytest.MonkeyPa
             lambda: ops.attention(Q, Q, Q, lengths=torch.tensor([9, 9], dtype=torch.int32)),
             "attention: lengths: expected",
         ),
+        (lambda: embed(eps=-1.0), "embedding: eps: expected a number in"),
+        (lambda: embed(p=True), "embedding: p: expected a number, got bool"),
+        (lambda: embed(padding_idx=9), r"embedding: padding_idx: expected a row in \[0, 9\), got 9"),
+        (lambda: embed(padding_idx=True), "embedding: padding_idx: expected an integer or None, got bool"),
+        (lambda: embed(dtype=torch.int32), "embedding: dtype: expected None or one of"),
+        (lambda: embed(backend="none"), "embedding: backend: expected one of"),
+        (lambda: embed(segment_ids=IDS), "embedding: segment_ids: expected None without segment_table"),
+        (lambda: embed(cu_seqlens=LENGTHS), "embedding: ids: expected one dimension with cu_seqlens"),
+        (lambda: embed(IDS.view(1, 6)), "embedding: ids: expected at most 4 tokens, the rows of position_table, got 6"),
+        (lambda: embed(IDS + 4), r"embedding: ids: expected indices in \[0, 9\), got 9 at"),
+        (lambda: embed(IDS.float()), "embedding: ids: expected a tensor of int64 or int32"),
+        (lambda: ops.embedding(IDS, WORDS, POSITIONS[:, :8]), "embedding: position_table: expected 16 columns"),
     ],
 )
 def test_what_is_wrong_is_refused(call: Callable[[], Any], message: str) -> None:
@@ -131,6 +151,27 @@ def test_a_wrapper_that_outlived_its_transform() -> None:
     leaked: list[Tensor] = []
     torch.func.grad(lambda x: (leaked.append(x), x.sum())[1])(X)
     torch.testing.assert_close(ops.layer_norm(leaked[0], W, W), CALLS["layer_norm"]())
+
+
+@pytest.mark.parametrize("change", ["types", "rows", "contiguity", "dimensions"])
+def test_tables_for_which_the_choice_may_differ_are_distinguished(change: str) -> None:
+    known = _native.signature("it", IDS, WORDS)
+    if known is None:
+        pytest.skip("torch has no DLPack exchange table")
+    assert known == _native.signature("it", IDS[:1], torch.zeros(9, 16))
+    other = {
+        "types": lambda: _native.signature("it", IDS.int(), WORDS),
+        "rows": lambda: _native.signature("it", IDS, WORDS[:8]),
+        "contiguity": lambda: _native.signature("it", IDS, torch.randn(16, 9).t()),
+        "dimensions": lambda: _native.signature("it", IDS.flatten(), WORDS),
+    }[change]()
+    assert other is not None
+    assert other != known
+
+
+def test_indices_of_another_shape_are_checked_in_each_call() -> None:
+    assert _native.signature("ij", IDS, IDS[:, :1]) is None
+    assert _native.signature("i", IDS.float()) is None
 
 
 @pytest.mark.parametrize("change", ["types", "columns", "alignment", "strides", "absent"])

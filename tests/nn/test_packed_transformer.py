@@ -15,6 +15,7 @@ import fasttfm
 from fasttfm import ops
 from fasttfm.nn import packed_transformer
 from fasttfm.ops import gelu_product, transformer_native
+from fasttfm.ops.transformer_native import PARAMETERS
 from fasttfm.testing.alterations import (
     alterations_of,
     check_altered,
@@ -196,9 +197,9 @@ def test_frozen_parameters_get_no_gradient() -> None:
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 def test_all_layers_by_one_op_are_the_layers_one_by_one(norm_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stacks: list[int] = []
-    run = packed_transformer.transformer_stack
+    run = packed_transformer.run_layers
     monkeypatch.setattr(
-        packed_transformer, "transformer_stack", lambda *call: (stacks.append(len(call[-1])), run(*call))[1]
+        packed_transformer, "run_layers", lambda *call: (stacks.append(len(call[-1]) // PARAMETERS), run(*call))[1]
     )
     module = encoder(norm_first, layers=3, dropout=0.1)
     found = gradients(module, tokens(), 5)
@@ -207,8 +208,29 @@ def test_all_layers_by_one_op_are_the_layers_one_by_one(norm_first: bool, monkey
     gradients(module, tokens(), 5)
     assert stacks == [3, 1, 1, 1]
     module.layers[1].dropout = 0.1
-    monkeypatch.setattr(type(module), "blocks", lambda *_: None)
+    monkeypatch.setattr(type(module), "groups", lambda *_: None)
     assert all(map(torch.equal, found, gradients(module, tokens(), 5)))
+
+
+def test_options_follow_the_call_and_the_layers() -> None:
+    module = encoder(norm_first=False, layers=3, dropout=0.1).eval()
+
+    def options(max_seqlen: int = 9) -> list[Any]:
+        groups = module.groups(max_seqlen)
+        assert groups is not None
+        assert sum(len(given) for _, given in groups) == 3 * PARAMETERS
+        return [each for each, _ in groups]
+
+    assert [each.max_seqlen for each in (*options(), *options(5), *options())] == [9, 5, 9]
+    with fasttfm.use_backend("reference"):
+        assert [each.backend for each in options()] == ["reference"]
+    assert [each.backend for each in options()] == [None]
+    module.layers[2].norm2.eps = 0.5
+    assert [each.eps_b for each in options()] == [1e-5, 0.5]
+    module.layers[0].activation = "relu"
+    assert [each.activation for each in options()] == ["relu", "gelu", "gelu"]
+    module.train()
+    assert all(each.p_a > 0 for each in options())
 
 
 def test_a_tensor_that_has_replaced_a_parameter_is_used() -> None:

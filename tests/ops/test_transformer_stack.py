@@ -384,6 +384,38 @@ def test_what_the_core_does_not_support() -> None:
     assert "at least one" in str(reason(x=problem.x[:0]))
 
 
+class Wrapper(Tensor):
+    """A subclass with __torch_function__."""
+
+
+@takes_cpu
+def test_parameters_that_are_not_plain_are_refused() -> None:
+    problem = Problem("cpu", torch.float32, torch.float32)
+    weight = problem.layers[1].out_weight.detach()
+    for changed, reason in (
+        (weight, None),
+        (weight.as_subclass(Wrapper), transformer_native.NOT_PLAIN),
+        (torch._neg_view(weight), transformer_native.NOT_PLAIN),
+    ):
+        layers = [problem.layers[0], problem.layers[1]._replace(out_weight=changed)]
+        assert transformer_stack.refused(problem.x, None, problem.options, layers) == reason
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_in_another_dtype(bias: bool) -> None:
+    """Without copies of an optimizer, the same parameters of all layers are cast into one tensor."""
+    problem = Problem("cpu", torch.float32, torch.float32, bias=bias)
+    layers = transformer_native.layers_of([each for layer in problem.layers for each in layer])
+    assert not isinstance(layers, str)
+    with torch.no_grad():
+        found, expected = (
+            transformer_stack._in_type(layers, torch.bfloat16, copies=copies) for copies in (False, True)
+        )
+    for one, other, given in zip(found, expected, layers.given, strict=True):
+        assert (one is given) is (other is given)
+        assert one is None or (one.dtype == other.dtype and torch.equal(one, other))
+
+
 # ---- streams, threads, graphs, memory --------------------------------------------------------------------------------
 
 

@@ -68,7 +68,7 @@ class Packed(NamedTuple):
 
 def pack(ids: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None = None) -> Packed:
     """Concatenates the sequences to one batch."""
-    lengths = [len(each) for each in ids]
+    lengths = list(map(len, ids))
     total = sum(lengths)
     return Packed(
         _concatenate(ids, total),

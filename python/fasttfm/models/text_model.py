@@ -118,7 +118,7 @@ class TextModel(BaseModel):
             use = "torch.compile, torch.export or fasttfm.models.export_onnx"
             raise RuntimeError(f"{type(self).__name__}: torch.jit.trace would record one batch's sizes; use {use}")
         output_hidden_states, output_attentions = self.outputs(output_hidden_states, output_attentions)
-        layout, others = _split(layout)
+        layout, others = _split(layout) if layout else ({}, {})
         for name in others:
             if name not in self.layer_inputs:
                 raise TypeError(f"{type(self).__name__}: {name}: expected no such argument (it is not supported)")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fasttfm import ops
 from fasttfm.nn.parts import layer_norm
-from fasttfm.nn.plain import is_plain, is_plain_norm
+from fasttfm.nn.plain import is_plain
 
 
 class Embeddings(nn.Module):
@@ -73,35 +73,32 @@ class Embeddings(nn.Module):
         By default positions are the tokens' indices in their sequences, and segments are 0; if segments are token ids,
         they are not added by default.
         """
-        segment = self.word if self.word_segments and segment_ids is not None else self.segment
-        if not self._is_fusable(segment):
+        own: dict[str, Any] = self._modules  # faster than the module's attributes
+        word, position, norm, projection = own["word"], own.get("position"), own.get("norm"), own.get("projection")
+        segment = word if self.word_segments and segment_ids is not None else own.get("segment")
+        others = [each for each in (position, segment) if each is not None and each is not word]
+        if not _is_fusable(word, others, norm):
             x = self._call_modules(ids, cu_seqlens, segment, position_ids, segment_ids, seed)
-            return x if self.projection is None else self.projection(x)
-        word, norm = self.word.weight, self.norm
+            return x if projection is None else projection(x)
+        word_table = word._parameters["weight"]
         x = ops.embedding(
             ids,
-            word,
-            None if self.position is None else self.position.weight,
-            None if segment is None else segment.weight,
+            word_table,
+            None if position is None else position._parameters["weight"],
+            None if segment is None else segment._parameters["weight"],
             position_ids=position_ids,
             segment_ids=segment_ids,
-            weight=None if norm is None else norm.weight,
-            bias=None if norm is None else norm.bias,
+            weight=None if norm is None else norm._parameters["weight"],
+            bias=None if norm is None else norm._parameters["bias"],
             layer_norm=norm is not None,
             eps=0.0 if norm is None else norm.eps,
             p=self.dropout if self.training else 0.0,
             cu_seqlens=cu_seqlens,
-            padding_idx=self.word.padding_idx,
-            dtype=autocast_type(word),
+            padding_idx=word.padding_idx,
+            dtype=autocast_type(word_table),
             seed=seed,
         )
-        return x if self.projection is None else self.projection(x)
-
-    def _is_fusable(self, segment: nn.Embedding | None) -> bool:
-        """Whether the tables and the LayerNorm are plain, and only the word table has a padding_idx."""
-        others = [table for table in (self.position, segment) if table is not None and table is not self.word]
-        plain = is_plain(self.word, *others) and (self.norm is None or is_plain_norm(self.norm))
-        return plain and all(table.padding_idx is None for table in others)
+        return x if projection is None else projection(x)
 
     def _call_modules(
         self,
@@ -132,7 +129,16 @@ class Embeddings(nn.Module):
         return dropped
 
 
+def _is_fusable(word: Any, others: list[Any], norm: Any) -> bool:
+    """Whether the tables and the LayerNorm are plain, and only the word table has a padding_idx."""
+    modules = (word, *others) if norm is None else (word, *others, norm)
+    plain = is_plain(*modules) and isinstance(norm, (nn.LayerNorm, type(None)))
+    return plain and all(table.padding_idx is None for table in others)
+
+
 def autocast_type(x: Tensor) -> torch.dtype | None:
+    if not torch._C._is_any_autocast_enabled():
+        return None
     device = x.device.type
     autocast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if autocast else None

@@ -89,11 +89,10 @@ class _Fp8Stack(_Stack):
         self._addresses = addresses_of(self._static)
 
     def _run_whole(self, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
-        blocks = self._encoder.blocks(max_seqlen)
-        if blocks is None or any(options != blocks[0][0] for options, _ in blocks):
+        groups = self._encoder.groups(max_seqlen)
+        if groups is None or len(groups) > 1:
             return None
-        parameters = [own for _, own in blocks]
-        found = run_native(x, residual, cu_seqlens, blocks[0][0], parameters, self._addresses)
+        found = run_native(x, residual, cu_seqlens, *groups[0], self._addresses)
         return None if found is None else found[0]
 
     def _run_layer(self, index: int, x: Tensor, x8: Any, residual: Any, cu_seqlens: Any, options: Any, own: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fasttfm import ops
 from fasttfm.ops import checks
 from fasttfm.ops.library import is_plain
+from fasttfm.ops.pack import PACK, UNPACK
 
 _NAME = "PackedBatch"
 
@@ -86,12 +87,12 @@ class PackedBatch:
         if not is_plain((mask,)):
             return _from_traced_mask(mask)
         there = mask.cpu().numpy()
-        lengths = there.sum(1)
-        tokens = int(lengths.sum())
-        if tokens == there.size:
+        if there.all():
             return PackedBatch.full(mask)
-        boundaries = on_device(np.concatenate([[0], lengths.cumsum()]).astype(np.int32), mask.device)
-        if bool((there[:, 1:] <= there[:, :-1]).all()):  # padding follows the tokens
+        ends = np.zeros(shape[0] + 1, np.int32)
+        there.sum(1, dtype=np.int32).cumsum(out=ends[1:])
+        boundaries, tokens = on_device(ends, mask.device), int(ends[-1])
+        if (there[:, 1:] <= there[:, :-1]).all():  # padding follows the tokens
             return PackedBatch(boundaries, shape[1], tokens, shape)
         return PackedBatch(boundaries, shape[1], tokens, shape, on_device(np.flatnonzero(there), mask.device))
 
@@ -112,7 +113,7 @@ class PackedBatch:
             return x.flatten(0, 1).index_select(0, self.indices)
         if self.is_full:
             return x.flatten(0, 1)
-        return ops.pack(x, self.cu_seqlens, total=self.tokens)
+        return PACK(x, self.cu_seqlens, self.tokens)
 
     def unpack(self, x: Tensor) -> Tensor:
         """``[T, ...]`` in the caller's shape: ``[B, S, ...]``, padded with 0."""
@@ -122,8 +123,8 @@ class PackedBatch:
             rows = self.shape[0] * self.shape[1]
             return x.new_zeros(rows, *x.shape[1:]).index_copy(0, self.indices, x).unflatten(0, self.shape)
         if self.is_full:
-            return x.unflatten(0, self.shape)
-        return ops.unpack(x, self.cu_seqlens, self.shape[1])
+            return x.view(*self.shape, *x.shape[1:])
+        return UNPACK(x, self.cu_seqlens, self.shape[1])
 
     def per_sequence(self, x: Tensor, *, fill: float) -> Tensor:
         """``[T, ...]`` as ``[sequences, S, ...]``, padded with ``fill``, also for packed batches."""
@@ -138,7 +139,7 @@ class PackedBatch:
         """The row of each sequence's first token: ``[sequences, ...]``. A sequence without tokens gets some other
         row, or 0 if the batch has no tokens."""
         if self.tokens and self.is_full and self.shape is not None:
-            return x.unflatten(0, self.shape)[:, 0]
+            return x.view(*self.shape, *x.shape[1:])[:, 0]
         return self._select(x, self.cu_seqlens[:-1])
 
     def last_tokens(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
@@ -186,7 +187,7 @@ def _from_lengths(input_ids: Tensor, lengths: Any) -> PackedBatch:
     batch, sequence = input_ids.shape
     if isinstance(lengths, Tensor):
         lengths = lengths.tolist()
-    if len(lengths) != batch or any(not 0 <= length <= sequence for length in lengths):
+    if len(lengths) != batch or (batch and not 0 <= min(lengths) <= max(lengths) <= sequence):
         raise checks.bad_value(_NAME, "lengths", f"{batch} numbers in [0, {sequence}]", list(lengths))
     total = sum(lengths)
     if total == batch * sequence:

@@ -14,16 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
 from fasttfm.nn.parts import layer_norm
-from fasttfm.nn.plain import ABSENT, Tree, Uncopied, is_watched
+from fasttfm.nn.plain import Tree, Uncopied, is_watched, plain_parameters
 from fasttfm.ops import linear
 from fasttfm.ops.attention import window_bounds
-from fasttfm.ops.backends import Explanation, explain
-from fasttfm.ops.library import PLAIN_TENSORS, is_plain
-from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
-from fasttfm.ops.transformer_stack import transformer_stack
+from fasttfm.ops.backends import Explanation, explain, requested
+from fasttfm.ops.library import is_plain
+from fasttfm.ops.transformer_block import BlockOptions
+from fasttfm.ops.transformer_native import PARAMETERS
+from fasttfm.ops.transformer_stack import layers_in, run_layers
 
-Block = tuple[BlockOptions, BlockParameters]
-_PLAIN = frozenset((*PLAIN_TENSORS, type(None)))
+Group = tuple[BlockOptions, list[Tensor | None]]  # consecutive layers with the same options, and their parameters
 
 # If the multiply-adds of a layer's [C, C] GEMM are fewer, the ops of ``first_tokens`` take longer than the rows that it
 # saves.
@@ -74,9 +74,9 @@ class PackedTransformer(nn.Module):
         if self.fp8 is not None and not self.training and not torch.is_grad_enabled():
             found: Tensor = self.fp8.run(x, cu_seqlens, max_seqlen, hidden_states, with_last)
             return found
-        blocks = self.blocks(max_seqlen) if hidden_states is None and not inputs else None
-        if blocks is not None:
-            return self._run_whole(x, cu_seqlens, blocks)
+        groups = self.groups(max_seqlen) if hidden_states is None and not inputs else None
+        if groups is not None:
+            return self._run_whole(x, cu_seqlens, groups)
         modules = self._modules_in_order()
         layers = self.in_order()
         drops = self.training and any(any(layer.probabilities()) for layer in layers)
@@ -99,7 +99,7 @@ class PackedTransformer(nn.Module):
             hidden_states.append(x if residual is None else residual)
         return x
 
-    def blocks(self, max_seqlen: int) -> list[Block] | None:
+    def groups(self, max_seqlen: int) -> list[Group] | None:
         """The op's arguments for the whole stack; None if the layers have to run one by one: one of them is not plain
         or has FP8 GEMMs, gradient checkpointing is on, or the call is compiled."""
         if (self.checkpointing and self.training) or torch.compiler.is_dynamo_compiling():
@@ -112,7 +112,7 @@ class PackedTransformer(nn.Module):
             if not tree.is_unchanged():  # something watches a module
                 return None
             plan = self.__dict__["_plan"] = _Plan(tree, self._modules_in_order(), self.final_norm)
-        return plan.blocks(max_seqlen) if plan.fusable else None
+        return plan.groups(max_seqlen) if plan.fusable else None
 
     def first_tokens(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
         """The rows of ``forward``'s result that belong to the first tokens of the sequences, ``[sequences, C]``, of a
@@ -121,16 +121,16 @@ class PackedTransformer(nn.Module):
         sizable = x.is_cpu and x.numel() * x.shape[-1] >= _SIZABLE
         if not sizable or self.final_norm is not None or not is_plain((x, cu_seqlens)):
             return None
-        blocks = self.blocks(max_seqlen)
-        if blocks is None:
+        groups = self.groups(max_seqlen)
+        if groups is None:
             return None
         last = self.in_order()[-1]
         if last.window != window_bounds(causal=False, window=None):
             return None
-        return self._run_whole(x, cu_seqlens, blocks, first_tokens_of=last)
+        return self._run_whole(x, cu_seqlens, groups, first_tokens_of=last)
 
     def _run_whole(
-        self, x: Tensor, cu_seqlens: Tensor, blocks: list[Block], *, first_tokens_of: PackedLayer | None = None
+        self, x: Tensor, cu_seqlens: Tensor, groups: list[Group], *, first_tokens_of: PackedLayer | None = None
     ) -> Tensor:
         """Runs the layers by one op for each group of layers with the same options. The last layer, where it is given
         as ``first_tokens_of``, computes only the first tokens' states."""
@@ -140,31 +140,34 @@ class PackedTransformer(nn.Module):
             residual, x = x, layer_norm(first.norm1, x)
         (x,) = linear.autocast(x)
         first.check(x, cu_seqlens, residual, None)
-        drops = any(options.attention_p or options.p_a or options.p_b for options, _ in blocks)
-        seeds = draw_seeds(x.device, len(blocks)) if drops else None
-        start = 0
-        whole = blocks if first_tokens_of is None else blocks[:-1]
-        for options, group in itertools.groupby(whole, key=operator.itemgetter(0)):
-            parameters = [each for _, each in group]
-            own = None if seeds is None else seeds[start : start + len(parameters)]
-            x, residual = transformer_stack(x, residual, cu_seqlens, own, options, parameters)
-            start += len(parameters)
+        drops = any(options.attention_p or options.p_a or options.p_b for options, _ in groups)
+        layers = sum(len(given) for _, given in groups) // PARAMETERS
+        seeds = draw_seeds(x.device, layers) if drops else None
+        longest = groups[-1][0].max_seqlen
         if first_tokens_of is not None:
-            options, _ = blocks[-1]
-            return first_tokens_of.first_tokens(x, cu_seqlens, options.max_seqlen, None if seeds is None else seeds[-1])
+            groups = [*groups[:-1], (groups[-1][0], groups[-1][1][:-PARAMETERS])]
+        start = 0
+        for options, given in groups:
+            end = start + len(given) // PARAMETERS
+            if given:
+                own = None if seeds is None else seeds[start:end]
+                x, residual = run_layers(x, residual, cu_seqlens, own, options, given)
+            start = end
+        if first_tokens_of is not None:
+            return first_tokens_of.first_tokens(x, cu_seqlens, longest, None if seeds is None else seeds[-1])
         return x
 
     def explain(self, x: Tensor, max_seqlen: int) -> Explanation:
         """Which implementation ``forward`` uses for ``x`` [T, C], and why not the others: "cpu", "cuda" or
         "cuda_few_rows" is one native call, "ops" runs a layer's ops one by one. Nothing is computed."""
-        blocks = self.blocks(max_seqlen)
-        if blocks is None:
+        groups = self.groups(max_seqlen)
+        if groups is None:
             reasons = {"cpu": _NOT_WHOLE, "cuda_few_rows": _NOT_WHOLE, "cuda": _NOT_WHOLE, "ops": None}
             return Explanation("transformer_stack", "ops", reasons, "ops")
         residual = None if self.final_norm is None else x
         (normalised,) = linear.autocast(x)
-        parameters = [each for _, each in blocks]
-        return explain("transformer_stack", normalised, residual, blocks[0][0], parameters)
+        parameters = layers_in([each for _, given in groups for each in given])
+        return explain("transformer_stack", normalised, residual, groups[0][0], parameters)
 
     @property
     def order(self) -> list[int]:
@@ -204,6 +207,7 @@ _settings_of = operator.itemgetter(
     *("training", "dropout", "feed_forward_dropout", "attention_dropout"),
     *("heads", "window", "activation", "recompute", "keep_activation"),
 )
+_epsilon_of = operator.itemgetter("eps")
 
 
 class _Plan(Uncopied):
@@ -218,27 +222,34 @@ class _Plan(Uncopied):
         self.layers = list(zip(layers, following, strict=True))
         self.fusable = known and bool(layers) and all(layer.is_fusable(norm) for layer, norm in self.layers)
         modules = [layer.block_modules(norm) for layer, norm in self.layers] if self.fusable else []
-        self._owners = [(each._parameters, name) for own in modules for each in own for name in ("weight", "bias")]
-        self._settings = [
-            (layer.__dict__, norm_a.__dict__, norm_b.__dict__)
-            for (layer, _), (_, _, norm_a, _, _, norm_b) in zip(self.layers, modules, strict=False)
-        ]
+        self._owners = [each._parameters for own in modules for each in own]
+        self._layers = [layer.__dict__ for layer in layers]
+        self._norms = [norm.__dict__ for _, _, norm_a, _, _, norm_b in modules for norm in (norm_a, norm_b)]
+        # Settings, and what follows from them: the options of consecutive layers, and which parameters are theirs.
+        self._known: tuple[Any, list[tuple[BlockOptions, slice]]] = (None, [])
 
-    def blocks(self, max_seqlen: int) -> list[Block] | None:
-        """The layers' options and parameters now; None if parameters are not plain tensors."""
-        values: list[Any] = [owner.get(name, ABSENT) for owner, name in self._owners]
-        if not _PLAIN.issuperset(map(type, values)):
+    def groups(self, max_seqlen: int) -> list[Group] | None:
+        """The layers' options and parameters now; None if parameters are missing or not plain tensors."""
+        values = plain_parameters(self._owners)
+        if values is None:
             return None
-        found: list[Block] = []
-        known: Any = None
-        size = len(BlockParameters._fields)
-        for index, (own, norm_a, norm_b) in enumerate(self._settings):
-            settings = (_settings_of(own), norm_a["eps"], norm_b["eps"])
-            if settings != known:
-                layer, norm = self.layers[index]
-                options, known = layer.block_options(max_seqlen, norm), settings
-            found.append((options, BlockParameters(*values[index * size : (index + 1) * size])))
+        settings = (requested(None), [*map(_settings_of, self._layers)], [*map(_epsilon_of, self._norms)])
+        known, groups = self._known
+        if settings != known:
+            groups = self._grouped(max_seqlen)
+            self._known = (settings, groups)
+        return [(_with_length(options, max_seqlen), values[own]) for options, own in groups]
+
+    def _grouped(self, max_seqlen: int) -> list[tuple[BlockOptions, slice]]:
+        found, end = [], 0
+        for options, group in itertools.groupby(layer.block_options(max_seqlen, norm) for layer, norm in self.layers):
+            start, end = end, end + PARAMETERS * len(list(group))
+            found.append((options, slice(start, end)))
         return found
+
+
+def _with_length(options: BlockOptions, max_seqlen: int) -> BlockOptions:
+    return options if options.max_seqlen == max_seqlen else options._replace(max_seqlen=max_seqlen)
 
 
 def _layer_in(module: nn.Module) -> PackedLayer:

@@ -7,6 +7,8 @@ tensors. A module that is not plain is called, as torch does.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -107,11 +109,18 @@ def is_watched(module: nn.Module) -> bool:
     )
 
 
-class _Absent:
-    """The type of a parameter that a module no longer has, which is not among the types of plain parameters."""
+_weight_and_bias = operator.itemgetter("weight", "bias")
+_PLAIN = frozenset((*PLAIN_TENSORS, type(None)))
 
 
-ABSENT = _Absent()
+def plain_parameters(owners: list[dict[str, Any]]) -> list[Tensor | None] | None:
+    """The weight and the bias in each of the modules' dictionaries of parameters, in one list; None if one is missing
+    or is not a plain tensor."""
+    try:
+        values = list(itertools.chain.from_iterable(map(_weight_and_bias, owners)))
+    except KeyError:
+        return None
+    return values if _PLAIN.issuperset(map(type, values)) else None
 
 
 class Uncopied:

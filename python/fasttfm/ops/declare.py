@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -244,7 +244,7 @@ class KnownCalls:
 
     def __init__(self, table: BackendTable) -> None:
         self.table = table
-        self._known: dict[tuple[bytes, str | None], Selected] = {}
+        self._known: dict[tuple[Hashable, str | None], Selected] = {}
         self._backends = table.backends
 
     @staticmethod
@@ -255,14 +255,16 @@ class KnownCalls:
             return None
         return _native.signature(kinds, *tensors)
 
-    def find(self, key: bytes | None, asked: str | None) -> Selected | None:
+    def find(self, key: Hashable, asked: str | None) -> Selected | None:
+        """The backend of a call; None for an unknown key, and for the key None. A key may have more parts than
+        ``key`` returns."""
         if key is None:
             return None
         if self.table.backends is not self._backends:  # they have been replaced
             self._known, self._backends = {}, self.table.backends
         return self._known.get((key, asked))
 
-    def add(self, key: bytes, asked: str | None, chosen: Backend) -> Selected:
+    def add(self, key: Hashable, asked: str | None, chosen: Backend) -> Selected:
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         selected = self._known[key, asked] = Selected(chosen, asked)
@@ -336,10 +338,20 @@ class Op:
                 call = self._function.apply if needs_gradient(*tensors) else self.forward
                 return first_of(call(*arguments, asked))
             selected = known.add(key, asked, self.table.select(asked, *tensors))
-        # torch's dispatcher is bypassed.
-        if torch.is_grad_enabled() and any_requires_grad(*tensors):
+        return self.run(selected, *arguments)
+
+    def run(self, selected: Selected, *arguments: Any) -> Any:
+        """A differentiable call of checked and converted arguments, all of them plain: torch's dispatcher is
+        bypassed."""
+        if self._check_values is not None:
+            self._check_values(*arguments)
+        if torch.is_grad_enabled() and any_requires_grad(*arguments[: self._count]):
             return self._function.apply_plain(*arguments, selected)
         return first_of(selected.backend.forward(*arguments))
+
+    def add_known(self, key: Hashable, asked: str | None, *arguments: Any) -> Selected:
+        """Selects the backend for checked and converted arguments, and for later calls with the same key."""
+        return self.known.add(key, asked, self.table.select(asked, *self._choosers(arguments)))
 
     def apply(self, *arguments: Any, backend: str | None = None) -> Any:
         """As a call, of arguments that the public function has checked and converted."""

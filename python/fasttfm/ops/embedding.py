@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from fasttfm.ops.backends import (
     dtype_name,
     refuse_native_cpu,
     refuse_triton,
+    requested,
     triton_absent,
 )
-from fasttfm.ops.declare import Op, Output, checked, converted, flag, indices, number
+from fasttfm.ops.declare import KnownCalls, Op, Output, checked, converted, flag, indices, number
 from fasttfm.ops.embedding_native import INDEX_ARGUMENTS, NAME, errors
 
 
@@ -71,27 +72,52 @@ def embedding(
         ValueError: For an index outside its table. On the CPU this call raises. On a GPU the token's row is NaN, and a
             later call or ``fasttfm.ops.check_errors()`` raises: a call never synchronizes with the GPU.
     """
-    tables = {"word_table": word_table, "position_table": position_table, "segment_table": segment_table}
-    _check_tables(tables)
-    _check_indices(ids, position_ids, segment_ids, cu_seqlens, tables)
-    _check_options(word_table, weight, bias, eps, p, padding_idx, dtype, seed)
+    asked, indices = requested(backend), (position_ids, segment_ids)
+    tables = (word_table, position_table, segment_table)
+    key = _key((ids, *indices, cu_seqlens, seed), (*tables, weight, bias), dtype)
+    selected = OP.known.find(key, asked)
+    if selected is None:
+        _check_tables(tables)
+        _check_parameters(word_table, weight, bias, seed)
+        OP.table.check_name(backend)
+    if selected is None or cu_seqlens is None:  # the key does not contain the length of a padded batch
+        _check_indices(ids, *indices, cu_seqlens, tables)
+    _check_options(word_table.shape[0], word_table.dtype, eps, p, padding_idx, dtype)
     if p == 0:
         seed = None
     elif seed is None:
         seed = philox.draw_seed(word_table.device)
     normalise = bool(layer_norm) or weight is not None or bias is not None
-    tensors = (ids, *tables.values(), position_ids, segment_ids, cu_seqlens, weight, bias, seed)
-    options = (normalise, float(eps), float(p), dtype or word_table.dtype, padding_idx)
-    y: Tensor = OP.apply(*tensors, *options, backend=backend)
+    arguments = (
+        *(ids, *tables, *indices, cu_seqlens, weight, bias, seed),
+        *(normalise, float(eps), float(p), dtype or word_table.dtype, padding_idx),
+    )
+    y: Tensor
+    if key is None:
+        y = OP.apply(*arguments, backend=backend)
+    else:
+        y = OP.run(selected or OP.add_known(key, asked, *arguments), *arguments)
     return y
+
+
+def _key(
+    indices: tuple[Tensor | None, ...], parameters: tuple[Tensor | None, ...], dtype: torch.dtype | None
+) -> Hashable:
+    """The key of a call, for ``KnownCalls``."""
+    keys = KnownCalls.key("ijjcs", *indices), KnownCalls.key("ttttt", *parameters)
+    if None in keys:
+        return None
+    ids = indices[0]
+    assert ids is not None
+    return *keys, dtype, ids.numel() <= _native.core().embedding_gpu_rows
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_tables(tables: dict[str, Any]) -> None:
-    word_table = tables["word_table"]
-    for name, table in tables.items():
+def _check_tables(tables: tuple[Any, ...]) -> None:
+    word_table = tables[0]
+    for name, table in zip(("word_table", "position_table", "segment_table"), tables, strict=True):
         if table is None and name != "word_table":
             continue
         checks.check_floating(NAME, name, table)
@@ -105,52 +131,52 @@ def _check_tables(tables: dict[str, Any]) -> None:
         checks.check_device(NAME, name, table, like=word_table)
 
 
-def _check_indices(ids: Any, position_ids: Any, segment_ids: Any, cu_seqlens: Any, tables: dict[str, Any]) -> None:
+def _check_indices(ids: Any, position_ids: Any, segment_ids: Any, cu_seqlens: Any, tables: tuple[Any, ...]) -> None:
+    word_table, position_table, segment_table = tables
     checks.check_index(NAME, "ids", ids)
-    checks.check_device(NAME, "ids", ids, like=tables["word_table"])
+    checks.check_device(NAME, "ids", ids, like=word_table)
     if ids.dim() == 0:
         raise checks.bad_value(NAME, "ids", "at least one dimension", "none")
-    for name, given in (("position", position_ids), ("segment", segment_ids)):
+    for name, given, table in (("position", position_ids, position_table), ("segment", segment_ids, segment_table)):
         if given is None:
             continue
         checks.check_index(NAME, f"{name}_ids", given)
         checks.check_shape(NAME, f"{name}_ids", given, ids.shape)
         checks.check_device(NAME, f"{name}_ids", given, like=ids)
-        if tables[f"{name}_table"] is None:
+        if table is None:
             raise checks.bad_value(NAME, f"{name}_ids", f"None without {name}_table", "a tensor")
     if cu_seqlens is not None:
         checks.check_cu_seqlens(NAME, cu_seqlens, like=ids)
         if ids.dim() != 1:
             raise checks.bad_value(NAME, "ids", "one dimension with cu_seqlens", f"shape {tuple(ids.shape)}")
-    elif (
-        position_ids is None and tables["position_table"] is not None and ids.shape[-1] > len(tables["position_table"])
-    ):
-        most = len(tables["position_table"])
+    elif position_ids is None and position_table is not None and ids.shape[-1] > len(position_table):
+        most = len(position_table)
         raise checks.bad_value(NAME, "ids", f"at most {most} tokens, the rows of position_table", ids.shape[-1])
 
 
-def _check_options(
-    word_table: Tensor, weight: Any, bias: Any, eps: Any, p: Any, padding_idx: Any, dtype: Any, seed: Any
-) -> None:
+def _check_parameters(word_table: Tensor, weight: Any, bias: Any, seed: Any) -> None:
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             checks.check_floating(NAME, name, parameter, optional=True)
             checks.check_shape(NAME, name, parameter, (word_table.shape[1],))
             checks.check_device(NAME, name, parameter, like=word_table)
     checks.check_double(NAME, word_table=word_table, weight=weight, bias=bias)
+    checks.check_seed(NAME, seed, like=word_table)
+
+
+def _check_options(rows: int, table_dtype: torch.dtype, eps: Any, p: Any, padding_idx: Any, dtype: Any) -> None:
     checks.check_number(NAME, "eps", eps, low=0.0, high=float("inf"))
     checks.check_number(NAME, "p", p, low=0.0, high=1.0)
-    checks.check_seed(NAME, seed, like=word_table)
     if padding_idx is not None:
         if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
             raise checks.bad_type(NAME, "padding_idx", "an integer or None", type(padding_idx).__name__)
-        if not 0 <= padding_idx < len(word_table):
-            raise checks.bad_value(NAME, "padding_idx", f"a row in [0, {len(word_table)})", padding_idx)
+        if not 0 <= padding_idx < rows:
+            raise checks.bad_value(NAME, "padding_idx", f"a row in [0, {rows})", padding_idx)
     if dtype is not None:
         if not isinstance(dtype, torch.dtype) or dtype not in checks.FLOATING:
             expected = ", ".join(dtype_name(known) for known in checks.FLOATING)
             raise checks.bad_type(NAME, "dtype", f"None or one of {expected}", dtype)
-        if (dtype == torch.float64) != (word_table.dtype == torch.float64):
+        if (dtype == torch.float64) != (table_dtype == torch.float64):
             raise checks.bad_type(NAME, "dtype", "float64 for float64 tables, and only for them", dtype_name(dtype))
 
 

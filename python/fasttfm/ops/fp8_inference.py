@@ -78,13 +78,12 @@ def run_native(
     residual: Tensor | None,
     cu_seqlens: Tensor,
     options: BlockOptions,
-    parameters: Sequence[BlockParameters],
+    given: list[Tensor | None],
     addresses: array[int],
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Runs all layers in one native call, as ``fp8_layer`` one after the other. Returns y, and z in a pre-LN model;
-    None if the core does not support the call."""
-    given = list(chain.from_iterable(parameters))
-    if not is_plain((x, residual, cu_seqlens, *given)):
+    """Runs all layers, whose parameters are ``given``, in one native call, as ``fp8_layer`` one after the other.
+    Returns y, and z in a pre-LN model; None if the core does not support the call."""
+    if not is_plain((x, residual, cu_seqlens)):
         return None
     layers = transformer_native.layers_of(given)
     if isinstance(layers, str) or transformer_native.refuse_fp8(x, residual, layers, options) is not None:

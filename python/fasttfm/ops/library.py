@@ -72,7 +72,12 @@ def is_plain(args: Sequence[Any]) -> bool:
     one shows whether they are meta tensors."""
     if is_compiling() or _dispatch_modes() or forward_ad._current_level >= 0 or _functions_transform() or _jit_traces():
         return False
-    if not _PLAIN_ARGUMENTS.issuperset(map(type, args)) or args[0].is_meta:
+    return are_plain_tensors(args) and not args[0].is_meta
+
+
+def are_plain_tensors(args: Sequence[Any]) -> bool:
+    """Whether all are plain tensors or None, whatever a call with them is."""
+    if not _PLAIN_ARGUMENTS.issuperset(map(type, args)):
         return False
     for each in args:  # noqa: SIM110  # a generator takes twice as long
         # torch's negative bit (``z.conj().imag``), which kernels would ignore and torch's dispatcher resolves. Only

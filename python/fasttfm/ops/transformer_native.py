@@ -22,6 +22,7 @@ from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import is_hopper, multiprocessors
 from fasttfm.ops.attention_checks import check_values
 from fasttfm.ops.backends import dtype_name
+from fasttfm.ops.library import are_plain_tensors
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, Saved
 
 PARAMETERS = len(BlockParameters._fields)
@@ -39,13 +40,16 @@ class Layers(NamedTuple):
     """The parameters of consecutive layers, for the core."""
 
     given: list[Tensor | None]  # of all layers, in the order of BlockParameters
-    present: list[Tensor]  # those that are not None
     depth: int  # the number of layers
     dtype: torch.dtype  # of all parameters
     intermediate: int
     device: torch.device  # of all parameters
     shapes: tuple[torch.Size | None, ...]  # a layer's
     table: array[int]  # addresses of all parameters, 0 for None
+
+    def present(self) -> list[Tensor]:
+        """The parameters that are not None."""
+        return [each for each in self.given if each is not None]
 
 
 # ---- which calls the core supports -----------------------------------------------------------------------------------
@@ -58,16 +62,21 @@ def layers_of(given: list[Tensor | None]) -> Layers | str:
         return missing
     table = array("q", bytes(8 * len(given)))
     if _native.core().tensor_table(given, table.buffer_info()[0], PARAMETERS) < 0:
+        if not are_plain_tensors(given):
+            return NOT_PLAIN
         if (reason := _differences(given)) is not None:
             return reason
         table = address_table(given)
-    first, present = given[:PARAMETERS], [each for each in given if each is not None]
+    first = given[:PARAMETERS]
     qkv_weight, up_weight = first[0], first[_UP_WEIGHT]
     assert qkv_weight is not None
     assert up_weight is not None
     shapes = tuple(None if each is None else each.shape for each in first)
     depth, dtype, device = len(given) // PARAMETERS, qkv_weight.dtype, qkv_weight.device
-    return Layers(given, present, depth, dtype, up_weight.shape[0], device, shapes, table)
+    return Layers(given, depth, dtype, up_weight.shape[0], device, shapes, table)
+
+
+NOT_PLAIN = "takes plain tensors in eager calls"
 
 
 def _differences(given: list[Tensor | None]) -> str | None:
@@ -247,7 +256,8 @@ def forward(
     check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
     shape = shape_of(batch, layers, options, training=training)
     memory = _memory(x.is_cuda, shape)
-    kept, scratch = _bytes(memory.kept, x), _bytes(memory.forward, x)
+    scratch = _bytes(memory.forward, x)
+    kept = _bytes(memory.kept, x) if training else scratch  # of which nothing is written
     y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
     table = layers.table if own is layers.given else address_table(own)
     short = _has_short_sequences(batch, options) and not training

@@ -53,9 +53,20 @@ def transformer_stack(
 ) -> tuple[Tensor, Tensor | None]:
     """Runs layers over packed tokens, as successive calls of ``transformer_block``, with ``seeds`` int64 ``[layers,
     3]``. In a pre-LN model a layer's LayerNorm b is the next layer's first norm."""
-    given = list(chain.from_iterable(layers))
+    return run_layers(x, residual, cu_seqlens, seeds, options, list(chain.from_iterable(layers)))
+
+
+def run_layers(
+    x: Tensor,
+    residual: Tensor | None,
+    cu_seqlens: Tensor,
+    seeds: Tensor | None,
+    options: BlockOptions,
+    given: list[Tensor | None],
+) -> tuple[Tensor, Tensor | None]:
+    """The same for the parameters of all layers in one list."""
     cu_seqlens, seeds = cu_seqlens.contiguous(), None if seeds is None else seeds.contiguous()
-    if is_plain((x, residual, cu_seqlens, seeds, *given)) and 1 < cu_seqlens.shape[0] <= 1 + _MOST_SEQUENCES:
+    if is_plain((x, residual, cu_seqlens, seeds)) and 1 < cu_seqlens.shape[0] <= 1 + _MOST_SEQUENCES:
         found = transformer_native.layers_of(given)
         if isinstance(found, Layers):
             gradient = needs_gradient(x, residual, *given)
@@ -65,7 +76,7 @@ def transformer_stack(
                 if gradient:
                     return _run_with_gradient(batch, residual, options, found)
                 return _run_native(batch, residual, options, found, few_rows=few_rows)
-    return _run_op_by_op(x, residual, cu_seqlens, seeds, options, layers)
+    return _run_op_by_op(x, residual, cu_seqlens, seeds, options, given)
 
 
 _MOST_SEQUENCES = 65535  # of attention's backward on Hopper
@@ -77,12 +88,17 @@ def _run_op_by_op(
     cu_seqlens: Tensor,
     seeds: Tensor | None,
     options: BlockOptions,
-    layers: Sequence[BlockParameters],
+    given: list[Tensor | None],
 ) -> tuple[Tensor, Tensor | None]:
-    for index, parameters in enumerate(layers):
+    for index, parameters in enumerate(layers_in(given)):
         own = None if seeds is None else seeds[index]
         x, residual = transformer_block(x, residual, cu_seqlens, own, options, parameters)
     return x, residual
+
+
+def layers_in(given: list[Any]) -> list[BlockParameters]:
+    """The parameters of each layer, of those of all layers in one list."""
+    return [BlockParameters(*given[first : first + PARAMETERS]) for first in range(0, len(given), PARAMETERS)]
 
 
 def refused(x: Tensor, residual: Tensor | None, options: BlockOptions, layers: Sequence[BlockParameters]) -> str | None:
@@ -99,8 +115,8 @@ def _refused(
     few_rows: bool,
 ) -> str | None:
     given = list(chain.from_iterable(layers))
-    if not is_plain((x, residual, *given)):
-        return "takes plain tensors in eager calls"
+    if not is_plain((x, residual)):
+        return transformer_native.NOT_PLAIN
     found = transformer_native.layers_of(given)
     if isinstance(found, str):
         return found
@@ -136,28 +152,29 @@ def _run_with_gradient(
 
 def _unique(layers: Layers) -> dict[int, Tensor]:
     """The parameters, each once, by their ids."""
-    return dict(zip(map(id, layers.present), layers.present, strict=True))
+    present = layers.present()
+    return dict(zip(map(id, present), present, strict=True))
 
 
 def _parts(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Layers, Tensor | None]]:
     """The layers of each autograd node, and their seeds: all in one node, unless layers are large, some gradients are
     not needed, or gradients are used layer by layer, by distributed training or hooks."""
+    present = layers.present()
     single = (
         layers.depth == 1
         or _is_large(x)
         or (torch.distributed.is_available() and torch.distributed.is_initialized())
-        or not all(map(_requires_grad, layers.present))
-        or any(map(_hooks_of, layers.present))
+        or not all(map(_requires_grad, present))
+        or any(map(_hooks_of, present))
     )
     if not single:
         return [(layers, seeds)]
     parts = []
     for index in range(layers.depth):
         given = layers.given[index * PARAMETERS : (index + 1) * PARAMETERS]
-        present = [each for each in given if each is not None]
         own = None if seeds is None else seeds[index : index + 1]
         table = layers.table[index * PARAMETERS : (index + 1) * PARAMETERS]
-        parts.append((layers._replace(given=given, present=present, depth=1, table=table), own))
+        parts.append((layers._replace(given=given, depth=1, table=table), own))
     return parts
 
 
@@ -170,11 +187,22 @@ def _in_type(layers: Layers, dtype: torch.dtype, *, copies: bool) -> list[Tensor
     """The parameters, with the operands of GEMMs in x's dtype, by one launch for all layers."""
     if layers.dtype == dtype:
         return layers.given
-    own = list(layers.given)
-    indices = [first + index for first in range(0, len(own), PARAMETERS) for index in _MULTIPLIED]
-    cast = linear.in_type([own[index] for index in indices], dtype, copies=copies)
-    for index, tensor in zip(indices, cast, strict=True):
-        own[index] = tensor
+    own: list[Any] = list(layers.given)
+    if copies:
+        indices = [first + index for first in range(0, len(own), PARAMETERS) for index in _MULTIPLIED]
+        cast = linear.in_type([own[index] for index in indices], dtype, copies=True)
+        for index, tensor in zip(indices, cast, strict=True):
+            own[index] = tensor
+        return own
+    given: list[Tensor] = []
+    made: list[Tensor] = []
+    for index in _MULTIPLIED:
+        same = own[index::PARAMETERS]
+        if same[0] is not None:  # one tensor for the same parameter of all layers
+            given += same
+            own[index::PARAMETERS] = same[0].new_empty((layers.depth, *same[0].shape), dtype=dtype).unbind()
+            made += own[index::PARAMETERS]
+    torch._foreach_copy_(made, given)
     return own
 
 
@@ -271,8 +299,9 @@ def _wanted(layers: Layers, of_unique: Sequence[bool]) -> Sequence[bool]:
 def _summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tensor | None]:
     """The gradient of each parameter. The gradients of a shared parameter are added in the order of the backward, as
     autograd does for several nodes."""
-    if len(_unique(layers)) == len(layers.present):
-        if len(layers.present) == len(layers.given):
+    present = layers.present()
+    if len(_unique(layers)) == len(present):
+        if len(present) == len(layers.given):
             return gradients
         return [gradient for gradient, each in zip(gradients, layers.given, strict=True) if each is not None]
     indices: dict[int, list[int]] = {}

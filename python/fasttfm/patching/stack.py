@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fasttfm import ops
 from fasttfm.nn.packed_layer import draw_seeds
 from fasttfm.nn.plain import (
-    ABSENT,
     Tree,
     Uncopied,
     activation_name,
@@ -20,14 +19,14 @@ from fasttfm.nn.plain import (
     is_plain_dropout,
     is_plain_linear,
     is_plain_norm,
+    plain_parameters,
 )
 from fasttfm.ops import linear
 from fasttfm.ops.backends import requested
-from fasttfm.ops.library import PLAIN_TENSORS, needs_gradient
+from fasttfm.ops.library import needs_gradient
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 from fasttfm.ops.transformer_stack import transformer_stack
 
-_PLAIN = frozenset((*PLAIN_TENSORS, type(None)))
 _PARAMETERS = 16  # of a layer: weight and bias of six linear layers and two norms
 # Containers whose forward is known: transformers' own, patched or not.
 KNOWN = ("transformers.models.", "fasttfm.patching.", "torch.nn.modules.container")
@@ -82,7 +81,7 @@ class Stack(Uncopied):
         )
         rows = [(*layer.linears(), layer.norm_a, layer.norm_b) for layer in layers]
         # In the order of _parameters().
-        self._owners = [(each._parameters, name) for row in rows for each in row for name in ("weight", "bias")]
+        self._owners = [each._parameters for row in rows for each in row]
 
     def _is_fusable(self, layer: LayerModules) -> bool:
         square = (self.width, self.width)
@@ -123,9 +122,8 @@ class Stack(Uncopied):
 
     def run(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
         """The last layer's output for packed ``x`` [T, C]; None if the layers have to be called."""
-        values: list[Any] = [owner.get(name, ABSENT) for owner, name in self._owners]
-        options = self.options(max_seqlen)
-        if options is None or not _PLAIN.issuperset(map(type, values)):
+        values, options = plain_parameters(self._owners), self.options(max_seqlen)
+        if options is None or values is None:
             return None
         (x,) = linear.autocast(x)
         dtypes = {each.dtype for each in values if each is not None}
