@@ -211,6 +211,16 @@ def test_a_prompt_that_is_excluded_from_pooling(wordpiece: Tokenizer, tmp_path: 
         (lambda s: s.encode([np.array([[1]])]), "inputs: expected texts, pairs of texts or lists of ids"),
         (lambda s: s.encode([np.ones(129, np.uint8)]), "inputs: expected up to 128 ids, got 129"),
         (lambda s: s.encode([[1.5]]), "inputs: expected texts, pairs of texts or lists of ids"),
+        (
+            lambda s: s.encode([[1], [1, 2.5]]),
+            r"inputs: expected texts, pairs of texts or lists of ids, got \[1, 2.5\]",
+        ),
+        (lambda s: s.encode([[1], [2**70]]), "inputs: expected texts, pairs of texts or lists of ids, got"),
+        (
+            lambda s: s.encode([[1], [True, True]]),
+            r"inputs: expected texts, pairs of texts or lists of ids, got \[True",
+        ),
+        (lambda s: s.encode([[1], [1, -2]]), "inputs: expected ids from 0 to 299, got -2 to 1"),
         (lambda s: s.encode(["a text"]), "tokenizer: expected one for texts, got None"),
         (lambda s: s.encode([[1]], output="tokens"), "output: expected vectors, states, logits, got 'tokens'"),
         (lambda s: s.encode(5), "inputs: expected texts, pairs of texts or lists of ids, got int"),
