@@ -14,7 +14,7 @@ import torch
 from fasttfm import models
 from fasttfm.cli.main import main
 from fasttfm.tasks.experiments import shots
-from fasttfm.tasks.experiments.lab import Lab, Row, _draw_values, parameters, table
+from fasttfm.tasks.experiments.lab import Lab, Row, _draw_curves, _draw_values, parameters, table
 from fasttfm.tasks.experiments.registry import EXPERIMENTS
 from fasttfm.tasks.experiments.replaced_tokens import AllTokensMLM, MaskedDetection, ReplaceMLM
 
@@ -115,4 +115,19 @@ def test_close_values_are_points_and_others_are_bars_from_zero() -> None:
     assert (len(far.lines), len(far.patches)) == (0, 3)
     assert [text.get_text() for text in far.texts] == ["1.2M", "390k", "90k"]
     assert far.get_xlim()[0] == equal.get_xlim()[0] == 0
+    pyplot.close(figure)
+
+
+def test_points_of_curves_show_the_label_unless_it_names_the_curves() -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="it draws")
+    figure, (labelled, plain) = pyplot.subplots(1, 2)
+    rows = [{"sharing": "all", "embedding_size": 32, "parameters": 4e5, "masked_lm_loss": 6.5}]
+    rows.append({**rows[0], "embedding_size": 64, "parameters": 8e5})
+    experiment = EXPERIMENTS["sharing"]
+    _draw_curves(labelled, experiment, rows, "masked_lm_loss")
+    _draw_curves(plain, dataclasses.replace(experiment, label="sharing"), rows, "masked_lm_loss")
+    assert [text.get_text() for text in labelled.texts] == ["32", "64"]
+    assert labelled.get_xlabel() == "parameters (at the points: embedding size)"
+    assert (len(plain.texts), plain.get_xlabel()) == (0, "parameters")
+    assert labelled.xaxis.get_major_formatter()(8e5, 0) == "800k"
     pyplot.close(figure)

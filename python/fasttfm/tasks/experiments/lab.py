@@ -36,7 +36,7 @@ class Experiment:
         paper: The source of the ablation.
         expect: A paragraph about the paper's results and what to expect of models this small.
         run: Yields the rows of the table, one at a time.
-        label: The column that names a row.
+        label: The column that names a row; the points of curves show it, unless it distinguishes the curves.
         plotted: The columns with numbers that are plotted, one panel each.
         x: The column of the x axis, if rows are points of curves; by default they are bars.
         lines: The column that distinguishes the curves.
@@ -258,9 +258,17 @@ def _draw_curves(panel: Any, experiment: Experiment, rows: Sequence[Row], column
     for group in groups:
         some = [row for row in rows if experiment.lines is None or row[experiment.lines] == group]
         panel.plot([row[experiment.x] for row in some], [row[column] for row in some], marker="o", label=str(group))
-    panel.set_xlabel(experiment.x.replace("_", " "))
+    name = experiment.x.replace("_", " ")
+    if experiment.label != experiment.lines:
+        name += f" (at the points: {experiment.label.replace('_', ' ')})"
+        for row in rows:
+            place = (row[experiment.x], row[column])
+            panel.annotate(str(row[experiment.label]), place, xytext=(6, 4), textcoords="offset points", fontsize=9)
+        panel.margins(x=0.12)  # room for the last annotation
+    panel.set_xlabel(name)
     if experiment.lines:
         panel.legend(frameon=False, title=experiment.lines)
     values = [row[experiment.x] for row in rows]
     if min(values) > 0 and max(values) / min(values) > 30:
         panel.set_xscale("log")
+    panel.xaxis.set_major_formatter(lambda value, _: _short(value))

@@ -38,7 +38,7 @@ EXPERIMENT = Experiment(
     apart: expect differences of a few hundredths that another seed may turn around, for very different numbers of
     parameters. Wider embeddings should lower the loss a little.""",
     run,
-    label="sharing",
+    label="embedding_size",
     plotted=("masked_lm_loss",),
     x="parameters",
     lines="sharing",
