@@ -300,7 +300,7 @@ def _summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tens
     """The gradient of each parameter. The gradients of a shared parameter are added in the order of the backward, as
     autograd does for several nodes."""
     present = layers.present()
-    if len(_unique(layers)) == len(present):
+    if len(set(map(id, present))) == len(present):
         if len(present) == len(layers.given):
             return gradients
         return [gradient for gradient, each in zip(gradients, layers.given, strict=True) if each is not None]
