@@ -149,7 +149,10 @@ PACKED = {
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize(("backend", "device", "head_dim"), BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "device", "head_dim"),
+    [*BACKENDS, *(pytest.param("cuda", "cuda", each, marks=[pytest.mark.gpu, HOPPER]) for each in (80, 96))],
+)
 def test_every_row_is_written(
     backend: str, device: str, head_dim: int, name: str, causal: bool, poisoned_memory: None
 ) -> None:

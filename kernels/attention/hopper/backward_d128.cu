@@ -1,4 +1,5 @@
-// attention backward for Hopper, head dim 128: one pass with the five products. Formulas: reference.py.
+// attention backward for Hopper, head dims 80, 96 and 128: one pass with the five products. Formulas: reference.py.
+// Products are of 128 columns: with the smaller head dims the last ones are zeros.
 //
 // A block processes tiles of 128 keys of a (sequence, head) pair. For each tile it iterates over all queries, 64 at a
 // time. It has three warpgroups:
@@ -37,7 +38,7 @@ namespace {
 
 constexpr int kProducerRegistersD128 = 24, kConsumerRegistersD128 = 240;
 
-template <class T, bool DROPOUT, Mask MASK>
+template <class T, bool DROPOUT, Mask MASK, bool NARROW = false>
 __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __grid_constant__ Parameters p) {
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<MemoryD128<MASK>*>(bytes);
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __
     }
   } else {
     setmaxnreg_inc<kConsumerRegistersD128>();
-    KeyWarpgroupD128<T, DROPOUT, MASK> keys(p, memory, warpgroup - 1);
+    KeyWarpgroupD128<T, DROPOUT, MASK, NARROW> keys(p, memory, warpgroup - 1);
     if (warpgroup == 2) keys.pass_turn();
     for (int round = 0;; ++round) {
       const int index = unit_of_round(round, blockIdx.x / p.blocks, gridDim.x / p.blocks);
@@ -145,8 +146,14 @@ Status launch_d128(const AttentionBackward& call, Parameters& p) {
     return p.blocks > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
                         : launch(kernel, grid, block, memory, call.stream, p);
   };
-  if (mask == Mask::window) return start(backward_kernel_d128<T, false, Mask::window>);
   const bool causal = mask == Mask::causal;
+  if (call.head_dim < kHeadDim128) {
+    if (mask == Mask::window || call.seed != nullptr)
+      return bad_size("attention: head dims 80 and 96 have neither dropout nor windows");
+    return causal ? start(backward_kernel_d128<T, false, Mask::causal, true>)
+                  : start(backward_kernel_d128<T, false, Mask::full, true>);
+  }
+  if (mask == Mask::window) return start(backward_kernel_d128<T, false, Mask::window>);
   if (call.seed != nullptr)
     return causal ? start(backward_kernel_d128<T, true, Mask::causal>)
                   : start(backward_kernel_d128<T, true, Mask::full>);

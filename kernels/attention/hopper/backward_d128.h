@@ -1,4 +1,5 @@
-// attention backward for Hopper, head dim 128. attention_backward() and its workspace function call these functions.
+// attention backward for Hopper, head dims 80, 96 and 128. attention_backward() and its workspace function call these
+// functions.
 #pragma once
 
 #include <cstdint>

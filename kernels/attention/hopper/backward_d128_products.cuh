@@ -14,18 +14,18 @@ __device__ __forceinline__ const float (&columns_of(const float (&value)[64], in
   return *reinterpret_cast<const float (*)[32]>(value + 32 * part);
 }
 
-// Writes up to 64 rows of 128 columns.
+// Writes up to 64 rows of 64 columns and `more` further ones.
 template <class T>
 __device__ __forceinline__ void store_product_d128(const float (&value)[64], float factor, T* to, int64_t stride,
-                                                   int rows) {
+                                                   int rows, int more) {
   store_product(columns_of(value, 0), factor, to, stride, rows);
-  store_product(columns_of(value, 1), factor, to + kTileColumns, stride, rows);
+  store_product(columns_of(value, 1), factor, to + kTileColumns, stride, rows, more);
 }
 
 template <class T>
-__device__ __forceinline__ void store_zeros_d128(T* to, int64_t stride, int rows) {
+__device__ __forceinline__ void store_zeros_d128(T* to, int64_t stride, int rows, int more) {
   store_zeros(to, stride, rows);
-  store_zeros(to + kTileColumns, stride, rows);
+  store_zeros(to + kTileColumns, stride, rows, more);
 }
 
 // Makes a value opaque to the compiler, so that it recomputes expressions of the value instead of keeping them in
@@ -44,7 +44,8 @@ __device__ __forceinline__ void prevent_sink(const uint32_t (&word)[16]) {
   if (__any_sync(0xffffffffu, all == 0xffffffffu)) __nanosleep(20);
 }
 
-template <class T, bool DROPOUT, Mask MASK>
+// NARROW: the head dim is between 64 and 128. TMA fills the missing columns with zeros, and they are not written.
+template <class T, bool DROPOUT, Mask MASK, bool NARROW>
 struct KeyWarpgroupD128 {
   const Parameters& p;
   MemoryD128<MASK>& memory;
@@ -54,6 +55,9 @@ struct KeyWarpgroupD128 {
 
   __device__ __forceinline__ KeyWarpgroupD128(const Parameters& p, MemoryD128<MASK>& memory, int number)
       : p(p), memory(memory), number(number), step(0), k_step(0) {}
+
+  // Columns of the second tile of a row.
+  __device__ __forceinline__ int more_columns() const { return NARROW ? p.head_dim - kTileColumns : kTileColumns; }
 
   static __device__ __forceinline__ uint32_t q_slot(uint32_t step) { return step % kQueryStages; }
   static __device__ __forceinline__ uint32_t slot(uint32_t step) { return step % kGradientStages; }
@@ -156,7 +160,7 @@ struct KeyWarpgroupD128 {
     const int query = tile * kQueries;
     store_product(dq, p.dq_scale,
                   row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query) + number * kTileColumns,
-                  p.dq.token, unit.q.stored - query);
+                  p.dq.token, unit.q.stored - query, number == 0 ? kTileColumns : more_columns());
   }
 
   // Computes P^T = exp(S^T - lse) of a query tile in 16 bits, and `left`, the same after dropout.
@@ -340,17 +344,18 @@ struct KeyWarpgroupD128 {
     ++k_step;
     const int rows = unit.k.stored - key;
     store_product_d128(dk, p.dq_scale, row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token,
-                       rows);
+                       rows, more_columns());
     store_product_d128(dv, p.dv_scale, row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token,
-                       rows);
+                       rows, more_columns());
     // Waits for the staging tile until the other warpgroup's previous dQ has been read from it.
     accumulate_dq(dweights, tile, step - 1);
   }
 
   // Writes zeros to the gradients of `rows` keys from `key` on.
   __device__ __forceinline__ void store_zero_keys(const TurnUnit<MASK>& unit, int key, int rows) {
-    store_zeros_d128(row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows);
-    store_zeros_d128(row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows);
+    const int more = more_columns();
+    store_zeros_d128(row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows, more);
+    store_zeros_d128(row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows, more);
   }
 
   __device__ __forceinline__ void process_unit(int index) {
@@ -369,7 +374,8 @@ struct KeyWarpgroupD128 {
     // Queries that attend to no keys, which are the first ones if causal, and rows past the sequence's end.
     const auto zeros = [&](int begin, int end) {
       if (begin < end)
-        store_zeros_d128(row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + begin), p.dq.token, end - begin);
+        store_zeros_d128(row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + begin), p.dq.token, end - begin,
+                         more_columns());
     };
     if (MASK != Mask::full && unit.key_tiles > 0)
       zeros(0, min(unit.begin(unit.first_key_tile()) * kQueries, unit.q.stored));

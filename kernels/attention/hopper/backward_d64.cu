@@ -165,7 +165,7 @@ using namespace hopper_backward;
 
 int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
                                      int64_t longest) {
-  if (head_dim == kHeadDim128) return attention_backward_d128_workspace(sequences, heads, tokens, longest);
+  if (head_dim > kHeadDim) return attention_backward_d128_workspace(sequences, heads, tokens, longest);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // at least as many as for dense sequences
   const int64_t of_tile = 2 * kQueries + (longest > kOnChipQueries ? kSumFloats + 1 : 0);  // 1: Parameters::arrivals
   return (Count(heads) * tiles * of_tile + kMaxBlocks + order_floats(sequences)).value;
@@ -179,12 +179,13 @@ int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_di
 Status attention_backward(const AttentionBackward& call) {
   Status status = check_hopper_call(call);
   if (status.code != StatusCode::ok) return status;
-  if (call.head_dim != 32 && call.head_dim != kHeadDim && call.head_dim != kHeadDim128)
-    return bad_size("attention: the Hopper backward supports head dims 32, 64 and 128");
+  if (call.head_dim != 32 && call.head_dim != kHeadDim && call.head_dim != 80 && call.head_dim != 96 &&
+      call.head_dim != kHeadDim128)
+    return bad_size("attention: the Hopper backward supports head dims 32, 64, 80, 96 and 128");
   if (call.head_dim == 32 && has_window(call)) return bad_size("attention: head dim 32 has no windows");
   if (call.column_sums != nullptr && call.head_dim != kHeadDim)
     return bad_size("attention: column sums require head dim 64");
-  if (call.head_dim == kHeadDim128) return attention_backward_d128(call);
+  if (call.head_dim > kHeadDim) return attention_backward_d128(call);
   if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
   if (call.sequences == 0 || call.heads == 0) return {};
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");

@@ -29,12 +29,12 @@ __device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int bit)
     high = received;
 }
 
-// Writes the first `rows` rows of a warpgroup's accumulator of 64 rows and 2 * COUNT columns, times `factor`. The four
-// threads of a row each hold pairs of columns; they exchange them by shuffles, so that each thread writes 8 consecutive
-// columns.
+// Writes the first `rows` rows and `columns` columns (a multiple of 8) of a warpgroup's accumulator of 64 rows and
+// 2 * COUNT columns, times `factor`. The four threads of a row each hold pairs of columns; they exchange them by
+// shuffles, so that each thread writes 8 consecutive columns.
 template <class T, int COUNT>
 __device__ __forceinline__ void store_product(const float (&value)[COUNT], float factor, T* to, int64_t stride,
-                                              int rows) {
+                                              int rows, int columns = 2 * COUNT) {
   const int lane = reload_tid() % 32, row = reload_tid() % kWarpgroup / 32 * 16 + lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half)
@@ -50,7 +50,8 @@ __device__ __forceinline__ void store_product(const float (&value)[COUNT], float
       exchange(word[2], word[3], 1);
       exchange(word[0], word[2], 2);
       exchange(word[1], word[3], 2);
-      if (row + 8 * half < rows)  // in assembly, because the compiler would split the store into four
+      // In assembly, because the compiler would split the store into four.
+      if (row + 8 * half < rows && 32 * part + 8 * (lane % 4) < columns)
         asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + (row + 8 * half) * stride + 32 * part +
                                                                       8 * (lane % 4)),
                      "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
@@ -58,12 +59,13 @@ __device__ __forceinline__ void store_product(const float (&value)[COUNT], float
     }
 }
 
-// Writes zeros to `rows` rows of COLUMNS columns. Called by THREADS threads, by default a warpgroup.
+// Writes zeros to `rows` rows of `columns` columns, up to COLUMNS. Called by THREADS threads, by default a warpgroup.
 template <int THREADS = kWarpgroup, int COLUMNS = kTileColumns, class T>
-__device__ __forceinline__ void store_zeros(T* to, int64_t stride, int rows) {
+__device__ __forceinline__ void store_zeros(T* to, int64_t stride, int rows, int columns = COLUMNS) {
   constexpr int kRow = COLUMNS / 8;  // vectors per row
   for (int i = threadIdx.x % THREADS; i < kRow * rows; i += THREADS)
-    *reinterpret_cast<uint4*>(to + i / kRow * stride + i % kRow * 8) = make_uint4(0, 0, 0, 0);
+    if (i % kRow * 8 < columns)
+      *reinterpret_cast<uint4*>(to + i / kRow * stride + i % kRow * 8) = make_uint4(0, 0, 0, 0);
 }
 
 template <class T>
@@ -175,8 +177,8 @@ class KeyTiles {
     stage.next();
     const int row = unit().k.first + first_key(), rows = min(unit().k.stored - first_key(), 64);
     constexpr auto zeros = store_zeros<kWarpgroup, HEAD_DIM, T>;
-    zeros(row_of<T>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows);
-    zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows);
+    zeros(row_of<T>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows, HEAD_DIM);
+    zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows, HEAD_DIM);
     const uint32_t nothing[16] = {};
     int left = task_end(unit(), key_tile) - task_begin(unit(), key_tile);
     for (; left > 0; --left) {  // the task may be overwritten after the last step

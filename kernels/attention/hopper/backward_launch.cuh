@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int h
     for (; row < size; row += static_cast<int>(gridDim.x) * kQueries)
       for (int column = 0; column < HEAD_DIM; column += kTileColumns)
         store_zeros<kStatisticsThreads, (HEAD_DIM < kTileColumns ? HEAD_DIM : kTileColumns)>(
-            row_of<T>(output, p, 0, head, row) + column, output.token, min(size - row, kQueries));
+            row_of<T>(output, p, 0, head, row) + column, output.token, min(size - row, kQueries), p.head_dim - column);
   };
   zeros(p.dq, p.cu_seqlens, p.queries);
   zeros(p.dk, p.cu_seqlens_k, p.keys);
@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int h
 // Computes lse in units of log2 (+infinity for rows that attend to no keys or are past the end) and delta = sum(out *
 // dout) / dropout_scale, with one block per query tile of each head and 8 elements per thread. It also zeros
 // p.progress, turns[tile] and the head's partial column sums where they are used, ranks the sequences in p.order, and
-// zeros the gradients of rows that belong to no sequence.
+// zeros the gradients of rows that belong to no sequence. p.head_dim may be smaller than HEAD_DIM.
 template <class T, int HEAD_DIM>
 __global__ void __launch_bounds__(kStatisticsThreads)
     statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
@@ -97,11 +97,12 @@ __global__ void __launch_bounds__(kStatisticsThreads)
 #pragma unroll
   for (int part = 0; part < kQueries * kRow / kStatisticsThreads; ++part) {
     const int i = part * kStatisticsThreads + threadIdx.x, row = i / kRow;
-    const bool there = first + row < q.length;
-    const int64_t at = ((token + first + row) * p.heads + head) * HEAD_DIM + i % kRow * kVector;
+    const int column = i % kRow * kVector;
+    const bool there = first + row < q.length, loads = there && column < p.head_dim;
+    const int64_t at = ((token + first + row) * p.heads + head) * p.head_dim + column;
     float a[kVector], b[kVector], sum = 0.0f;
-    widen(load_packed_if(there, out + at, 0u), a);
-    widen(load_packed_if(there, dout + at, 0u), b);
+    widen(load_packed_if(loads, out + at, 0u), a);
+    widen(load_packed_if(loads, dout + at, 0u), b);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) sum += a[j] * b[j];
 #pragma unroll
@@ -180,6 +181,7 @@ inline Status set_parameters(const AttentionBackward& call, Parameters* p) {
   p->seed = call.seed;
   p->sequences = static_cast<int>(call.sequences);
   p->heads = static_cast<int>(call.heads);
+  p->head_dim = static_cast<int>(call.head_dim);
   p->queries = static_cast<int>(call.queries);
   p->keys = static_cast<int>(call.keys);
   p->max_seqlen = static_cast<int>(std::min(call.max_seqlen, call.queries));

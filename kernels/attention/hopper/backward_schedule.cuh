@@ -39,7 +39,7 @@ struct Parameters {
   int* turns;               // [heads, tiles]: the number of completed additions to a tile of the sums: see TurnUnit
   int* order;               // [sequences]: sequences sorted by decreasing work; null: not sorted
   int* taken;               // counter from which blocks fetch (sequence, head) pairs; null: the assignment is static
-  int sequences, heads, queries, keys, max_seqlen, max_seqlen_k, tiles;
+  int sequences, heads, head_dim, queries, keys, max_seqlen, max_seqlen_k, tiles;
   int threshold;
   float score_scale;  // in units of log2
   float dq_scale;     // for dq and dk

@@ -124,8 +124,6 @@ def refuse_cuda_backward(
 ) -> str | None:
     """Why the Hopper backward does not support a call whose forward ``refuse_cuda`` accepts."""
     head_dim = q.shape[-1]
-    if head_dim not in (32, 64, 128):
-        return f"goes backward with head dims of 32, 64 and 128, got {head_dim}"
     longest, _longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
     if head_dim == 32 and longest > 512:
         return f"goes backward with heads of 32 up to 512 queries, got {longest}"
@@ -134,11 +132,8 @@ def refuse_cuda_backward(
     if wide and head_dim == 64 and longest > _WINDOW_QUERIES:
         most = f"up to {_WINDOW_KEYS} keys in addition to a query's own above {_WINDOW_QUERIES} queries"
         return f"goes backward with windows of {most}, got ({left}, {right})"
-    heads = q.shape[-2]
-    if k is not None and k.shape[-2] != heads:
-        return f"goes backward with as many heads of k and v as of q, got {k.shape[-2]} and {heads}"
     sequences = sequences_of(q, cu_seqlens)
-    return None if max(sequences, heads) < 2**16 else f"goes backward with up to 65535 sequences, got {sequences}"
+    return None if max(sequences, q.shape[-2]) < 2**16 else f"goes backward with up to 65535 sequences, got {sequences}"
 
 
 def yield_cuda_backward(
@@ -154,14 +149,14 @@ def yield_cuda_backward(
     max_seqlen_k: int | None = None,
     **_: Any,
 ) -> str | None:
-    """Why Triton's backward is faster for a call (docs/kernels_attention.md); never with heads of 128.
+    """Why Triton's backward is faster for a call (docs/kernels_attention.md); never with heads of more than 64.
 
     With heads of 64, one tile of Triton's kernel holds a head of up to 128 queries and keys. Up to 512 queries, a block
     of Hopper's kernel processes a head, so it needs half as many heads as SMs, unless sequences are short. Above that,
     blocks share a head by its tiles of 128 keys, so that nearly all SMs have work; with a window, by chunks of 512
     keys.
     """
-    if q.shape[-1] == 128:
+    if q.shape[-1] > 64:
         return None
     longest, longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
     sequences, heads, processors = sequences_of(q, cu_seqlens), q.shape[-2], multiprocessors(q)

@@ -46,11 +46,22 @@ def backward(
     *gradients: Tensor,
     column_sums: Tensor | None = None,
 ) -> None:
-    """Writes the ``gradients`` dq, dk and dv, and into ``column_sums``, [3 H D], their sums over all tokens."""
+    """Writes the ``gradients`` dq, dk and dv, and into ``column_sums``, [3 H D], their sums over all tokens.
+
+    The CUDA kernels take as many heads of k and v as of q. If there are fewer, each head of q gets a copy of its k and
+    v, and the gradients of the copies are added up."""
     if q.numel() == 0 or k.numel() == 0:
         for gradient in (*gradients, column_sums):
             if gradient is not None:
                 gradient.zero_()
+        return
+    group = q.shape[-2] // k.shape[-2]
+    if q.is_cuda and group > 1:
+        copies = [x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1]).flatten(-3, -2) for x in (k, v)]
+        gradients_of_copies = [torch.empty_like(x) for x in copies]
+        backward(dout, q, *copies, out, lse, problem, gradients[0], *gradients_of_copies)
+        for gradient, terms in zip(gradients[1:], gradients_of_copies, strict=True):
+            torch.sum(terms.unflatten(-2, (-1, group)), dim=-2, out=gradient)
         return
     core, parts, sequences = _native.core(), None, problem.sequences(q)
     size = core.attention_backward_workspace(q, k, sequences, problem.max_seqlen, problem.max_seqlen_k)
