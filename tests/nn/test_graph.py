@@ -114,17 +114,65 @@ def reference(reasoner: GraphReasoner, graph: SchemaGraph, s: Tensor) -> Tensor:
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
-def test_vectors_and_gradients(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
+def check_vectors_and_gradients(reasoner: GraphReasoner, graphs: list[SchemaGraph], device: str = "cpu") -> None:
     statements = torch.randn(len(graphs), 10, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(len(graphs), reasoner.output_size, dtype=torch.float64)
-    parameters = [statements, *reasoner.parameters()]
-    found = reasoner(collate_graphs(graphs), statements).vectors
-    ours = torch.autograd.grad((found * upstream).sum(), parameters)
     expected = torch.stack([reference(reasoner, graph, s) for graph, s in zip(graphs, statements, strict=True)])
-    theirs = torch.autograd.grad((expected * upstream).sum(), parameters)
-    torch.testing.assert_close(found, expected, **EXACT)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, **EXACT)
+
+    def gradients(vectors: Tensor) -> tuple[Tensor, ...]:
+        trained = [statements, *(parameter for parameter in reasoner.parameters() if parameter.requires_grad)]
+        return torch.autograd.grad((vectors.cpu() * upstream).sum(), trained, materialize_grads=True)
+
+    theirs = gradients(expected)
+    reasoner.to(device)
+    found = reasoner(collate_graphs(graphs).to(device), statements.to(device)).vectors
+    torch.testing.assert_close(found.cpu(), expected, **EXACT)
+    for mine, other in zip(gradients(found), theirs, strict=True):
+        torch.testing.assert_close(mine.cpu(), other, **EXACT)
+
+
+def test_vectors_and_gradients(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
+    check_vectors_and_gradients(reasoner, graphs)
+
+
+@pytest.mark.gpu
+def test_vectors_and_gradients_on_a_gpu(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
+    check_vectors_and_gradients(reasoner, graphs, "cuda")
+
+
+def test_vectors_and_gradients_of_paths_with_one_edge(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
+    check_vectors_and_gradients(reasoner, graphs[3:])
+
+
+def test_vectors_and_gradients_with_frozen_concepts(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
+    for table in (reasoner.concepts, reasoner.relations):
+        table.requires_grad_(False)
+    check_vectors_and_gradients(reasoner, graphs)
+
+
+def test_gradients_of_biases_have_their_own_memory(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
+    """The two biases of a direction have equal gradients. If these shared their memory, clipping would scale it
+    twice."""
+    reasoner(collate_graphs(graphs), torch.randn(len(graphs), 10, dtype=torch.float64)).vectors.sum().backward()
+    lstm = reasoner.path_encoder
+    one, other = lstm.bias_ih_l0.grad, lstm.bias_hh_l0.grad
+    assert one.equal(other)
+    one.zero_()
+    assert bool(other.any())
+
+
+def test_the_backward_of_statements_is_before_that_of_paths(reasoner: GraphReasoner, graphs: list[SchemaGraph]) -> None:
+    batch, order = collate_graphs(graphs), []
+    texts = torch.randn(len(graphs), 10, dtype=torch.float64, requires_grad=True)
+    parameters = {
+        "statements": texts,
+        "paths": reasoner.path_encoder.weight_ih_l0,
+        "nodes": reasoner.convolutions[0].own.weight,
+    }
+    for name, parameter in parameters.items():
+        parameter.register_hook(lambda _, name=name: order.append(name))
+    reasoner(batch, texts * 2).vectors.sum().backward()
+    assert order == ["statements", "paths", "nodes"]
 
 
 @pytest.mark.parametrize("change", ["neighbours", "path_query", "pair_query", "reverse"])

@@ -97,13 +97,12 @@ class GraphChoice(PretrainedModel):
             name, num_choices, input_ids, attention_mask, token_type_ids, position_ids
         )
         choosing: Any = self  # the family's multiple-choice model, which this class is mixed into
-        encoded_graphs = self.graph.encode(graph)  # first, so that its backward is last
         encoded = choosing.encoder.encode(ids, *others, reads_first=True, **layout)
-        statements = choosing.summarise(encoded)
+        statements = choosing.summarise(encoded).to(self.scorer[0].weight.dtype)
         if graph.graphs != len(statements):
             raise ValueError(f"{name}: graph: expected {len(statements)} graphs, one per choice, got {graph.graphs}")
-        reasoned = self.graph(graph, statements, encoded_graphs)
-        scored = torch.cat([reasoned.vectors, statements.to(reasoned.vectors.dtype)], -1)
-        logits = self.scorer(scored).view(-1, choices)
+        reasoned = self.graph(graph, statements)
+        with torch.autocast(statements.device.type, enabled=False):  # as the graph's attention
+            logits = self.scorer(torch.cat([reasoned.vectors, statements], -1)).view(-1, choices)
         loss = None if labels is None else token_loss(logits, labels)
         return GraphChoiceOutput(loss, logits, reasoned.path_weights, reasoned.pair_weights, **encoded.returned())

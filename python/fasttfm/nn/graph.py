@@ -20,48 +20,40 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 _SUM = 0  # embedding_bag's code of the mode "sum"
 _NO_MEMBER = -1e30  # finite, so that groups without members have finite weights
 
 
-class Rows(NamedTuple):
-    """Rows of a tensor to gather, and an order in which their gradients are summed without atomics."""
-
-    rows: Tensor  # int64 [n]
-    order: Tensor  # int64 [n]: the indices that sort ``rows``
-    starts: Tensor  # int64 [rows + 1]: where each row starts in ``order``
-
-    @staticmethod
-    def of(index: Any, count: int) -> Rows:
-        """The rows ``index`` of a tensor with ``count`` rows."""
-        index = np.asarray(index, dtype=np.int64).flatten()
-        ends = np.cumsum(np.bincount(index, minlength=count))
-        starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])
-        return Rows(*map(torch.from_numpy, (index, np.argsort(index, kind="stable"), starts)))
-
-    def gather(self, x: Tensor) -> Tensor:
-        """``x[rows]``"""
-        return cast("Tensor", _Gather.apply(x, *self))
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, order: Tensor, starts: Tensor) -> Tensor:
-        ctx.save_for_backward(order, starts)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return _sums(dy.contiguous(), *ctx.saved_tensors), None, None, None
-
-
 def _sums(rows: Tensor, order: Tensor, starts: Tensor, scales: Tensor | None = None) -> Tensor:
-    """The sums of the rows ``order[starts[i]:starts[i + 1]]``, each multiplied by its scale."""
+    """The sums of the rows ``order[starts[i]:starts[i + 1]]``, each multiplied by its scale, without atomics."""
     if not len(order):
         return rows.new_zeros(len(starts) - 1, rows.shape[1])
     return torch.embedding_bag(rows, order, starts, False, _SUM, False, scales, True)[0]
+
+
+class Triples(NamedTuple):
+    """The triples that each direction of the LSTM reads: all paths' first ones, then their second ones, ..."""
+
+    rows: Tensor  # int64 [2 * M * 3]: for each direction and triple, head node, N + relation, tail node
+    order: Tensor  # int64 [4 M]: the indices in ``rows`` of all nodes, sorted by node
+    starts: Tensor  # int64 [N + 1]: where each node starts in ``order``
+
+    @staticmethod
+    def of(triples: Any, steps: Sequence[int], nodes: int) -> Triples:
+        """From the triples [M, 3] that the first direction reads; the second reads each path in reverse order."""
+        counts = np.array(steps, dtype=np.int64)
+        paths = np.arange(max(steps, default=0))
+        backwards = (counts[:, None] > paths).sum(0) - 1 - np.arange(len(steps))[:, None]  # [steps, paths]
+        first = np.cumsum(counts) - counts
+        second = (first[backwards] + paths)[backwards >= 0]
+        rows = (triples + np.array([0, nodes, 0]))[np.concatenate([np.arange(len(triples)), second])].flatten()
+        of_nodes = np.flatnonzero(rows < nodes)
+        order = of_nodes[np.argsort(rows[of_nodes], kind="stable")]
+        starts = np.searchsorted(rows[order], np.arange(nodes + 1))
+        return Triples(*map(torch.from_numpy, (rows, order, starts)))
 
 
 class Slots(NamedTuple):
@@ -100,10 +92,8 @@ class GraphBatch:
     pairs: Tensor  # int64 [3, P]: graph, node of the question's concept, node of the answer's
     ends: Tensor  # int64 [2 P]: the two nodes of each pair
     owners: Tensor  # int64 [K]: the pair of each path
-    triples: Rows  # 3 M: head node, N + relation, tail node; all paths' first triples, then their second ones
-    gates: Rows  # 2 M: for each step of the LSTM, direction and path, 2 * the triple's number + the direction
+    triples: Triples  # of the paths
     path_slots: Slots  # the paths of each pair
-    path_rows: Rows  # their last states, of both directions
     pair_slots: Slots  # the pairs of each graph
     steps: tuple[int, ...]  # how many paths have a first triple, a second one, ...; their sum is M
     graphs: int
@@ -117,10 +107,6 @@ class GraphBatch:
         pairs = numbers(pairs, dtype=np.int64).reshape(-1, 3)
         triples = numbers(triples, dtype=np.int64).reshape(-1, 3)
         degrees = np.bincount(edges[:, 0], minlength=nodes)
-        paths = Slots.of(owners, len(pairs))
-        rows = len(owners) + 1  # the last states of a direction, followed by a row of zeros
-        either = np.stack([paths.members.numpy(), paths.members.numpy() + rows], -1)
-        relations = triples[:, 1].max(initial=-1) + 1
         return GraphBatch(
             concepts=torch.from_numpy(numbers(concepts, dtype=np.int64)),
             edges=torch.from_numpy(edges.T.copy()),
@@ -129,10 +115,8 @@ class GraphBatch:
             pairs=torch.from_numpy(pairs.T.copy()),
             ends=torch.from_numpy(pairs[:, 1:].flatten()),
             owners=torch.from_numpy(numbers(owners, dtype=np.int64)),
-            triples=Rows.of(triples + np.array([0, nodes, 0]), nodes + relations),
-            gates=Rows.of(_gates(steps), 2 * len(triples)),
-            path_slots=paths,
-            path_rows=Rows.of(either, 2 * rows),
+            triples=Triples.of(triples, steps, nodes),
+            path_slots=Slots.of(owners, len(pairs)),
             pair_slots=Slots.of(pairs[:, 0], graphs),
             steps=tuple(steps),
             graphs=graphs,
@@ -143,24 +127,12 @@ class GraphBatch:
         for name, value in ((each.name, getattr(self, each.name)) for each in fields(self)):
             if isinstance(value, Tensor):
                 changed[name] = change(value)
-            elif isinstance(value, (Rows, Slots)):
+            elif isinstance(value, (Triples, Slots)):
                 changed[name] = type(value)(*map(change, value))
         return replace(self, **changed)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GraphBatch:
         return self.each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-
-def _gates(steps: Sequence[int]) -> Any:
-    """``GraphBatch.gates``: the first direction reads a path's triples in order, the second in reverse order."""
-    counts = np.array(steps, dtype=np.int64)
-    starts, paths = np.cumsum(counts) - counts, np.arange(max(steps, default=0))
-    lengths = (counts[:, None] > paths).sum(0)
-    found = [np.empty(0, dtype=np.int64)]
-    for step, count in enumerate(steps):
-        own = paths[:count]
-        found += [2 * (starts[step] + own), 2 * (starts[lengths[own] - 1 - step] + own) + 1]
-    return np.concatenate(found)
 
 
 class Reasoned(NamedTuple):
@@ -169,13 +141,6 @@ class Reasoned(NamedTuple):
     vectors: Tensor  # [graphs, output_size]
     path_weights: Tensor  # [K]; the sum over the paths of a pair is 1
     pair_weights: Tensor  # [P]; the sum over the pairs of a graph is 1
-
-
-class EncodedGraphs(NamedTuple):
-    """The vectors of nodes [N, C] and of paths, in the slots of their pairs [P, size, path_size]."""
-
-    nodes: Tensor
-    paths: Tensor
 
 
 class GraphConvolution(nn.Module):
@@ -257,20 +222,16 @@ class GraphReasoner(nn.Module):
         self.pair_query = nn.Linear(statement_size, pair_size, bias=False)  # W_2
         self.output_size = path_size + pair_size
 
-    def forward(self, batch: GraphBatch, statements: Tensor, encoded: EncodedGraphs | None = None) -> Reasoned:
-        """``statements`` [graphs, statement_size]; ``encoded`` is ``encode(batch)``, if it was called before. Autocast
-        applies only to the path encoder; the other parts are small, and use the parameters' precision."""
-        h, paths = self.encode(batch) if encoded is None else encoded
-        with torch.autocast(statements.device.type, enabled=False):
-            return self._attended(batch, statements.to(h.dtype), h, paths.to(h.dtype))
-
-    def encode(self, batch: GraphBatch) -> EncodedGraphs:
-        """The vectors that do not depend on statements. Autograd runs the nodes of a backward in the reverse order of
-        the forward. If this runs before the statements' encoder, its many small kernels are launched after the
-        encoder's backward, while the GPU is busy with that."""
-        with torch.autocast(batch.concepts.device.type, enabled=False):
+    def forward(self, batch: GraphBatch, statements: Tensor) -> Reasoned:
+        """``statements`` [graphs, statement_size]. Autocast applies only to the path encoder; the other parts are
+        small, and use the parameters' precision."""
+        device, dtype = statements.device.type, self.concepts.weight.dtype
+        autocast = torch.is_autocast_enabled(device) and dtype != torch.float64
+        path_dtype = torch.get_autocast_dtype(device) if autocast else dtype
+        with torch.autocast(device, enabled=False):
             h = self.convolved(batch)
-        return EncodedGraphs(h, self.path_vectors(batch, h))
+            paths = self.path_vectors(batch, h, path_dtype)
+            return self._attended(batch, statements.to(h.dtype), h, paths)
 
     def _attended(self, batch: GraphBatch, statements: Tensor, h: Tensor, paths: Tensor) -> Reasoned:
         """Both levels of attention."""
@@ -294,54 +255,139 @@ class GraphReasoner(nn.Module):
             h = layer(h, batch)
         return h
 
-    def path_vectors(self, batch: GraphBatch, h: Tensor) -> Tensor:
+    def path_vectors(self, batch: GraphBatch, h: Tensor, dtype: torch.dtype) -> Tensor:
         """The last states of both directions of the LSTM over each path's triples, in the slots of their pairs, padded
-        with 0: [P, size, path_size]."""
-        lstm: Any = self.path_encoder
-        size, slots = lstm.hidden_size, batch.path_slots.members.shape
+        with 0: [P, size, path_size]. The LSTM runs in ``dtype``."""
         if not batch.steps:
-            return h.new_zeros(*slots, 2 * size)
-        used = len(batch.triples.starts) - 1 - len(h)
-        triples = batch.triples.gather(torch.cat([h, self.relations.weight[:used]])).view(-1, lstm.input_size)
-        weights = torch.cat([lstm.weight_ih_l0, lstm.weight_ih_l0_reverse])
-        biases = [lstm.bias_ih_l0, lstm.bias_ih_l0_reverse, lstm.bias_hh_l0, lstm.bias_hh_l0_reverse]
-        gates = functional.linear(triples, weights, torch.cat(biases).view(2, -1).sum(0)).view(-1, 4 * size)
-        gates = batch.gates.gather(gates)  # [2, paths of a step] rows for each step
-        states = _last_states(gates, torch.stack([lstm.weight_hh_l0, lstm.weight_hh_l0_reverse]).mT, batch.steps)
-        return batch.path_rows.gather(states.view(-1, size)).view(*slots, 2 * size)
+            return h.new_zeros(*batch.path_slots.members.shape, self.path_query.out_features)
+        found = _PathVectors.apply(h, self.relations.weight, batch, dtype, *self.path_encoder.parameters())
+        if found.grad_fn is not None:
+            # Autograd runs the node with the largest number first. With 0, the backward of paths and nodes is launched
+            # after that of the statements' encoder, while the GPU is busy with it.
+            found.grad_fn._set_sequence_nr(0)
+        return cast("Tensor", found)
 
 
-def _last_states(gates: Tensor, weights: Tensor, steps: Sequence[int]) -> Tensor:
-    """The last states of both directions, and a row of zeros after each: [2, K + 1, size].
+class _PathVectors(torch.autograd.Function):
+    """``GraphReasoner.path_vectors`` with the LSTM's ``parameters``; GEMMs have the type ``dtype``.
 
-    Args:
-        gates: [2 M, 4 size], from the inputs. Paths are sorted by length, so those of a step are a prefix of the
-            previous step's.
-        weights: [2, size, 4 size], the recurrent weights.
+    A path's states in both directions are adjacent. Paths are sorted by length, so those of a step are a prefix of the
+    previous step's.
     """
-    size = weights.shape[1]
-    h = c = gates.new_zeros(2, steps[0], size)
-    parts = [gates.new_zeros(2, 1, size)]
-    for step, (count, own) in enumerate(zip(steps, gates.split([2 * each for each in steps]), strict=True)):
-        if step == 0:
-            of_states = torch.zeros_like(own)
-        else:
-            parts.append(h[:, count:])
-            h, c = h[:, :count], c[:, :count]
-            of_states = torch.bmm(h, weights).view_as(own)
-        h, c = (each.view(2, count, size) for each in _lstm_cell(own, of_states, c.reshape(-1, size)))
-    parts.append(h)
-    return torch.cat(parts[::-1], 1)
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, relations: Tensor, batch: GraphBatch, dtype: torch.dtype, *parameters: Tensor
+    ) -> Tensor:
+        weights, recurrent, biases = _both_directions(parameters, dtype)
+        # On Arm CPUs, bmm takes 1.4 times as long if a factor is transposed and the result is strided.
+        transposed = [each.mT.contiguous() for each in (weights, recurrent)]
+        steps, slots, size = batch.steps, batch.path_slots.members, recurrent.shape[2]
+        x = torch.cat([h, relations]).to(dtype).index_select(0, batch.triples.rows).view(2, sum(steps), -1)
+        gates = x.new_empty(x.shape[1], 2, 4 * size)
+        torch.bmm(x, transposed[0], out=gates.transpose(0, 1))
+        c = x.new_zeros(2 * steps[0], size)
+        kept, last = [c], [c[:2].view(1, -1)]  # a row of zeros for missing paths
+        states: list[Tensor] = []
+        for step, (count, own) in enumerate(zip(steps, gates.split(steps), strict=True)):
+            if step == 0:
+                others = biases.expand(count, 2, -1).contiguous()
+            else:
+                last.append(states[-1][count:].view(-1, 2 * size))
+                states[-1] = states[-1][:count]
+                others = torch.empty_like(own)
+                of_states = states[-1].transpose(0, 1), transposed[1]
+                torch.baddbmm(biases.unsqueeze(1), *of_states, out=others.transpose(0, 1))
+            after, c, activated = _lstm_cell(own.view(2 * count, -1), others.view(2 * count, -1), c[: 2 * count])
+            states.append(after.view(count, 2, size))
+            kept += [activated, c]
+        last.append(states.pop().view(-1, 2 * size))
+        ctx.save_for_backward(x, weights, recurrent, *kept, *states)
+        ctx.batch, ctx.sizes, ctx.dtypes = batch, (len(h), len(relations)), (h.dtype, parameters[0].dtype)
+        return torch.cat(last[::-1]).index_select(0, slots.flatten()).to(h.dtype).view(*slots.shape, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dpaths: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, recurrent, *kept = ctx.saved_tensors
+        steps, size = ctx.batch.steps, recurrent.shape[2]
+        kept, states = kept[: 2 * len(steps) + 1], kept[2 * len(steps) + 1 :]
+        # A path's last state gets the gradient of the path's vector, and the states before it that of the next step.
+        dstates = dpaths.reshape(-1, 2 * size).index_select(0, ctx.batch.path_slots.slot_of_member).to(x.dtype)
+        dc, parts = None, []
+        for step in reversed(range(len(steps))):
+            count, (c, activated, after) = steps[step], kept[2 * step : 2 * step + 3]
+            own = dstates[:count].view(-1, size)
+            dgates, dc = _lstm_cell_backward(own, dc, c[: 2 * count], after, activated)
+            parts.append(dgates.view(count, 2, -1))
+            if step:
+                torch.bmm(parts[-1].transpose(0, 1), recurrent, out=own.view(count, 2, size).transpose(0, 1))
+                dc = functional.pad(dc, (0, 0, 0, 2 * (steps[step - 1] - count)))
+        dgates = torch.cat(parts[::-1])
+        directions = dgates.transpose(0, 1)
+        dtable = _PathVectors.table_gradients(ctx, torch.bmm(directions, weights))
+        dtype = ctx.dtypes[1]
+        dweights = torch.bmm(directions.mT, x).to(dtype).unbind()
+        dbiases = dgates.sum(0, dtype=dtype).unbind()
+        drecurrent: Sequence[Tensor | None] = (None, None)
+        if states:
+            before = torch.cat(states).transpose(0, 1)
+            drecurrent = torch.bmm(directions[:, steps[0] :].mT, before).to(dtype).unbind()
+        of_directions = zip(dweights, drecurrent, dbiases, dbiases, strict=True)
+        return *dtable, None, None, *(each for direction in of_directions for each in direction)
+
+    @staticmethod
+    def table_gradients(ctx: Any, dx: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of nodes and relations. There are few relations in many triples, so that the sums of their
+        gradients are a GEMM."""
+        (nodes, relations), (of_nodes, of_relations) = ctx.sizes, ctx.needs_input_grad[:2]
+        dnodes = drelations = None
+        triples, dx = ctx.batch.triples, dx.view(len(ctx.batch.triples.rows), -1)
+        if of_nodes:
+            dnodes = _sums(dx, triples.order, triples.starts).to(ctx.dtypes[0])
+        if of_relations:
+            numbers = torch.arange(nodes, nodes + relations, device=dx.device)
+            chosen = (numbers[:, None] == triples.rows[1::3]).to(dx.dtype)
+            drelations = (chosen @ dx[1::3]).to(ctx.dtypes[0])
+        return dnodes, drelations
 
 
-def _lstm_cell(gates: Tensor, of_states: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """The states h and c after a step."""
+def _both_directions(parameters: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
+    """The LSTM's weights [2, 4 size, inputs], recurrent weights [2, 4 size, size] and biases [2, 4 size]."""
+    own = parameters[::4], parameters[1::4], torch._foreach_add(parameters[2::4], parameters[3::4])
+    found = [pair[0].new_empty(2, *pair[0].shape, dtype=dtype) for pair in own]
+    torch._foreach_copy_([each for both in found for each in both.unbind()], [each for pair in own for each in pair])
+    return found
+
+
+def _lstm_cell(gates: Tensor, others: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The states h and c after a step with the gates ``gates + others``, and the activated gates."""
     if gates.is_cuda:
-        after, c, _ = torch.ops.aten._thnn_fused_lstm_cell.default(gates, of_states, c)
-        return after, c
-    i, f, g, o = (gates + of_states).chunk(4, 1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
+        return cast("tuple[Tensor, Tensor, Tensor]", torch.ops.aten._thnn_fused_lstm_cell.default(gates, others, c))
+    activated = gates + others
+    i, f, g, o = activated.chunk(4, 1)
+    for each in (i, f, o):
+        each.sigmoid_()
+    c = f * c + i * g.tanh_()
+    return o * c.tanh(), c, activated
+
+
+def _lstm_cell_backward(
+    dh: Tensor, dc: Tensor | None, c: Tensor, after: Tensor, activated: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the gates and of c before the step. ``dh`` and ``dc`` are those of the states after it, where c
+    is ``after``."""
+    if dh.is_cuda:
+        backward = torch.ops.aten._thnn_fused_lstm_cell_backward_impl.default
+        dgates, dc, _ = backward(dh, dc, c, after, activated, False)
+        return dgates, dc
+    of_sigmoid, of_tanh = torch.ops.aten.sigmoid_backward.default, torch.ops.aten.tanh_backward.default
+    i, f, g, o = activated.chunk(4, 1)
+    squashed = after.tanh()
+    through = of_tanh(dh * o, squashed)
+    dc = through if dc is None else through + dc
+    by_gate = of_sigmoid(dc * g, i), of_sigmoid(dc * c, f), of_tanh(dc * i, g), of_sigmoid(dh * squashed, o)
+    return torch.cat(by_gate, 1), dc * f
 
 
 def _softmax(rows: Tensor, queries: Tensor, slots: Slots) -> Tensor:
