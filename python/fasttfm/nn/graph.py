@@ -238,7 +238,7 @@ class GraphReasoner(nn.Module):
         ends = h.index_select(0, batch.ends).view(-1, 2 * h.shape[1])
         pairs = self.pair_encoder(torch.cat([statements.index_select(0, batch.pairs[0]), ends], -1))  # T
         path_weights = _softmax(paths, self.path_query(pairs), batch.path_slots)  # [P, 1, size]
-        relations = (path_weights @ paths).squeeze(1)  # R: [P, path_size]
+        relations = torch.bmm(path_weights, paths).squeeze(1)  # R: [P, path_size]
         both = functional.pad(torch.cat([relations, pairs], -1), (0, 0, 0, 1))  # a row of zeros for missing pairs
         members = batch.pair_slots.members
         both = both.index_select(0, members.flatten()).view(*members.shape, self.output_size)
@@ -246,7 +246,7 @@ class GraphReasoner(nn.Module):
         pair_weights = _softmax(both[..., -query.shape[1] :], query, batch.pair_slots)  # [graphs, 1, size]
         found = (pair_weights, batch.pair_slots), (path_weights, batch.path_slots)
         of_pairs, of_paths = (weights.flatten().index_select(0, slots.slot_of_member) for weights, slots in found)
-        return Reasoned((pair_weights @ both).squeeze(1), of_paths, of_pairs)
+        return Reasoned(torch.bmm(pair_weights, both).squeeze(1), of_paths, of_pairs)
 
     def convolved(self, batch: GraphBatch) -> Tensor:
         """The nodes' vectors after the convolutions: [N, C]."""
