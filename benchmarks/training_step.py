@@ -42,7 +42,8 @@ def training_step(name: str, case: Case, batch: Batch, device: torch.device) -> 
     graph = name.endswith("graph")
     optimizer: torch.optim.Optimizer
     if name.startswith("fasttfm") and device.type == "cuda":
-        optimizer = fasttfm.optim.AdamW(model.parameters(), lr=1e-4, weight_copies=True, capturable=graph)
+        options = {"weight_copies": True, "direct_gradients": True}
+        optimizer = fasttfm.optim.AdamW(model.parameters(), lr=1e-4, **options, capturable=graph)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=graph)
 

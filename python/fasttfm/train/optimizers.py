@@ -1,7 +1,7 @@
 """AdamW and LAMB, and which parameters decay.
 
-AdamW is ``fasttfm.optim.AdamW`` if its kernel supports the parameters, with 16-bit copies of those that forwards cast;
-on a CPU, and with FSDP, it is torch's fused AdamW.
+AdamW is ``fasttfm.optim.AdamW`` if its kernel supports the parameters, with 16-bit copies of those that forwards cast,
+and gradients that backward passes write themselves; on a CPU, and with FSDP, it is torch's fused AdamW.
 
 Both read two attributes that the caller of ``step`` sets (the convention of torch's gradient scaler): ``grad_scale``,
 by which gradients are divided, and ``found_inf``; if it is 1 the step changes nothing. So clipping needs no pass over
@@ -60,7 +60,7 @@ def make_optimizer(
     if settings.name == "lamb":
         return Lamb(groups, **options)
     if optim.refusal(each for group in groups for each in group["params"]) is None:
-        return optim.AdamW(groups, **options, weight_copies=True, capturable=capturable)
+        return optim.AdamW(groups, **options, weight_copies=True, direct_gradients=True, capturable=capturable)
     return AdamW(groups, **options, fused=True, capturable=capturable)
 
 
