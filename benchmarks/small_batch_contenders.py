@@ -97,10 +97,18 @@ def training_step(name: str, model: Model, batch: Batch) -> Callable[[], Tensor]
         fasttfm.patch(module)
     optimizer: torch.optim.Optimizer
     if "fasttfm" in name:
-        optimizer = fasttfm.optim.AdamW(module.parameters(), lr=2e-5, weight_copies=model.device.type == "cuda")
+        optimizer = our_optimizer(module, model.device)
     else:
         optimizer = torch.optim.AdamW(module.parameters(), lr=2e-5, fused=True)
     return step_of(_compiled(name, module), optimizer, batch.arguments(layout) | {"labels": batch.labels}, model)
+
+
+def our_optimizer(module: nn.Module, device: torch.device, max_norm: float | None = None) -> fasttfm.optim.AdamW:
+    """As ``fasttfm finetune`` makes it."""
+    on_gpu = device.type == "cuda"
+    return fasttfm.optim.AdamW(
+        module.parameters(), lr=2e-5, max_norm=max_norm, weight_copies=on_gpu, direct_gradients=on_gpu
+    )
 
 
 def step_of(

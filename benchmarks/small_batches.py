@@ -45,11 +45,11 @@ from small_batch_contenders import (
     encoder,
     inference_call,
     op_pairs,
+    our_optimizer,
     step_of,
     training_step,
 )
 
-import fasttfm
 from fasttfm import __version__
 from fasttfm.bench.timing import device_name, file_stem, percentiles
 
@@ -171,7 +171,7 @@ def new_tokens(bench: Bench) -> None:
     size, sequence = (32, 128) if bench.on_gpu else (8, 64)
     known = Batch.of(size, sequence, bench.model.vocabulary, bench.device)
     module = bench.model.ours("BertForSequenceClassification").train()
-    optimizer = fasttfm.optim.AdamW(module.parameters(), lr=2e-5, weight_copies=bench.on_gpu)
+    optimizer = our_optimizer(module, bench.device)
 
     def step(batch: Batch) -> Call:
         return step_of(module, optimizer, batch.arguments("packed") | {"labels": batch.labels}, bench.model)
@@ -209,7 +209,7 @@ def command(bench: Bench) -> None:
         one, several = (finetune(root, bench.device, size, epochs) for epochs in (1, 1 + more))
     whole = (several - one) / (more * steps)
     module = bench.model.ours("BertForSequenceClassification").train()
-    optimizer = fasttfm.optim.AdamW(module.parameters(), lr=2e-5, max_norm=1.0, weight_copies=bench.on_gpu)
+    optimizer = our_optimizer(module, bench.device, max_norm=1.0)
     bare = step_of(module, optimizer, batch.arguments("packed") | {"labels": batch.labels}, bench.model)
     found = bench.in_turns({"bare step": bare}, rounds=10, calls_a_round=5, warmup=5)
     ratio = statistics.median(found["bare step"]) / whole
