@@ -33,7 +33,7 @@ TESTS = (
 KEYWORD = "not graph and not captured"
 # GEMMs of cuBLAS. Under racecheck a 16-bit one ends with an illegal memory access, although the filter excludes it, and
 # initcheck does not see what they write by TMA, so that it reports the kernels that read their results. Those kernels
-# are checked in the tests of the ops that have them alone: norms, attention, bias_gelu, test_gelu_product.
+# are checked in tests of other ops: norms, attention, bias_gelu, and in test_gelu_product.
 KEYWORDS = {
     "racecheck": f"{KEYWORD} and not linear_gelu and not mlp and not qkv_projection and not layers_in_one_call",
     "initcheck": f"{KEYWORD} and not qkv_projection and not layers_in_one_call",
