@@ -11,6 +11,7 @@ import pytest
 import torch
 from model_parity import theirs_of
 from patched_models import CAUSAL, IDS, LANGUAGE_MODELS, MASKS, B, S, batch, check_patched, pair
+from ranks import run_ranks
 from torch import Tensor
 
 import fasttfm
@@ -235,7 +236,7 @@ def distributed(rank: int, folder: str) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(distributed, (str(tmp_path),), nprocs=2)
+    run_ranks(distributed, str(tmp_path))
     found = torch.load(tmp_path / "gradients.pt", weights_only=True)
     _, theirs = pair(BERT)
     whole = []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from model_parity import GPT_SIZES, config_of
+from ranks import run_ranks
 from torch import Tensor
 
 from fasttfm import models
@@ -227,7 +228,7 @@ def distributed(rank: int, folder: str) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(distributed, (str(tmp_path),), nprocs=2)
+    run_ranks(distributed, str(tmp_path))
     found = torch.load(tmp_path / "gradients.pt", weights_only=True)
     check_gradients_of_the_whole(found["ddp"])
     check_gradients_of_the_whole(found["fsdp2"])

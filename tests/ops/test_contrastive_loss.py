@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
 from fasttfm.kernels.contrastive_loss import reference
@@ -104,7 +105,7 @@ def _rank(rank: int, folder: str, symmetric: bool) -> None:
 
 def test_ranks_form_one_batch(tmp_path: Path) -> None:
     """Two ranks, whose gradients DistributedDataParallel would average, against one process with all rows."""
-    torch.multiprocessing.spawn(_rank, (str(tmp_path), True), nprocs=2)
+    run_ranks(_rank, str(tmp_path), True)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     whole = [torch.cat([x.detach()[rank::2] for rank in range(2)]).requires_grad_() for x in drawn()]
     negatives = torch.cat([part[:2] for part in whole[1].detach().chunk(2)]).neg().requires_grad_()
