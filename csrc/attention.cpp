@@ -38,10 +38,11 @@ struct Operands {
 };
 
 bool has_layout(const Tensor& q, const Tensor& k, const Tensor& v, bool packed) {
-  const int dimensions = packed ? 3 : 4, last = q.dimensions - 1;
-  if (k.given != v.given || q.dimensions != dimensions + !k.given || q.strides[last] != 1) return false;
-  if (!k.given) return q.shape[last - 2] == 3;
-  return k.dimensions == dimensions && v.dimensions == dimensions && k.strides[last] == 1 && v.strides[last] == 1;
+  const int dimensions = packed ? 3 : 4;
+  if (k.given != v.given || q.dimensions != dimensions + !k.given || !q.has_adjacent_columns()) return false;
+  if (!k.given) return q.shape[dimensions - 2] == 3;
+  return k.dimensions == dimensions && v.dimensions == dimensions && k.has_adjacent_columns() &&
+         v.has_adjacent_columns();
 }
 
 // attention_native.py passes them in this order.

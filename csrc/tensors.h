@@ -39,8 +39,10 @@ struct Tensor {
     for (int32_t i = 0; i + 1 < dimensions; ++i) count *= shape[i];
     return count;
   }
+  // The strides of a tensor without rows mean nothing, and torch makes no copy of it that has other ones.
+  bool has_adjacent_columns() const { return strides[dimensions - 1] == 1 || rows() == 0; }
   int64_t row_stride() const {
-    if (rows() == 0) return columns();  // the strides of an empty tensor mean nothing
+    if (rows() == 0) return columns();
     for (int32_t i = dimensions - 2; i >= 0; --i)
       if (shape[i] != 1) return strides[i];
     return dimensions > 0 ? columns() : 1;

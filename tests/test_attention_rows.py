@@ -274,3 +274,12 @@ def test_a_bias_may_exclude_every_key(backend: str, device: str, tokens: int) ->
     assert lse[:, :, [0, 1, 3, 4]].isfinite().all()
     if backend == "reference":
         assert not attention_weights(q, k, bias=bias)[:, :, 2].any()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_empty_tensors_may_have_any_strides(backend: str) -> None:
+    """torch calls them contiguous and copies them with their strides."""
+    q = torch.empty(2, 0, 2, 32)[..., ::2].requires_grad_()
+    out = attention(q, q, q, backend=backend)
+    (dq,) = torch.autograd.grad(out, q, out)
+    assert out.shape == dq.shape == (2, 0, 2, 16)
