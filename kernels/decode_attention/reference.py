@@ -5,8 +5,8 @@ The caches are [B, room, Hk, D]. If sequence b has L = lengths[b] tokens in the 
     key_cache[b, L] = k[b],  value_cache[b, L] = v[b]
     out[b, h] = sum over j of softmax_j(scale * q[b, h] key_cache[b, j, g]) value_cache[b, j, g],   g = h // (H / Hk)
 
-j runs from max(0, L - left) to L; ``left`` < 0 means no limit. Lengths outside of [0, room) are clamped. Arithmetic is
-fp32 (fp64 for fp64 input).
+j runs from max(0, L - left) to L; ``left`` < 0 means no limit. Lengths outside of [0, room) are clamped. Where all
+scores are -inf, out is 0, as in attention. Arithmetic is fp32 (fp64 for fp64 input).
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, left: int,
     seen = seen[:, None, None, :]
     with without_autocast(grouped):
         scores = torch.einsum("bghd,btgd->bght", grouped, accumulate(keys)) * scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        nothing = (scores == float("-inf")).all(-1, keepdim=True)
+        weights = torch.where(nothing, 0.0, scores.softmax(-1))
         read = accumulate(values).masked_fill(~seen[:, 0, 0, :, None, None], 0.0)  # unused rows may be NaN
         out = torch.einsum("bght,btgd->bghd", weights, read)
     return out.reshape(batch, heads, width).to(q.dtype)

@@ -84,7 +84,7 @@ class RandomCall:
     def _check_non_finite(self, inputs: Inputs, incoming: list[Tensor]) -> None:
         source = random.Random(self.number)
         owners = [name for name in floating_inputs(inputs) if inputs[name].numel() > 0]
-        if owners:
+        if owners and incoming:  # otherwise the outputs are integers
             owner = source.choice(owners)
             element = Element(owner, source.randrange(inputs[owner].numel()))
             check_element(self.call, inputs, incoming, element, [source.choice(values_for(self.call, element))])
