@@ -304,7 +304,6 @@ class Session:
         """Tokenizes inputs and starts their computation, as ``_launch`` does."""
         arrays = self._arrays_of_ids(inputs)
         if arrays is not None:  # needs no object for each sequence: that would take longer than the rest
-            self._check_values(arrays)
             return self._launch_ids(arrays, output)
         return self._launch(self._tokenize(inputs), output)
 
@@ -312,7 +311,6 @@ class Session:
         """The sequences of inputs. Inputs that are lists of ids get no special tokens."""
         arrays = self._arrays_of_ids(inputs)
         if arrays is not None:  # the same as below, with fewer calls for each
-            self._check_values(arrays)
             return [Tokens(each, []) for each in arrays]
         found: list[Tokens | None] = [None] * len(inputs)
         texts: list[str] = []
@@ -339,13 +337,16 @@ class Session:
         return found  # type: ignore[return-value]
 
     def _arrays_of_ids(self, inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """The inputs, if all are arrays or lists of ids; lists as arrays."""
+        """The inputs, if all are arrays or lists of ids: lists as arrays, with checked values."""
         if inputs and type(inputs[0]) is list:
             try:
                 inputs = [_packed_ids(each) if type(each) is list else each for each in inputs]
             except (IndexError, struct.error):  # a list without ids, or with something else
                 return None
-        return inputs if self._are_arrays_of_ids(inputs) else None
+        if not self._are_arrays_of_ids(inputs):
+            return None
+        self._check_values(inputs)
+        return inputs
 
     def _are_arrays_of_ids(self, inputs: Sequence[Any]) -> bool:
         for each in inputs:

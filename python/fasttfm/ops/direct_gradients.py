@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 _hooks_of = operator.attrgetter("_backward_hooks")
-_last_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
+last_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class Enrolled:
@@ -53,7 +53,7 @@ def accumulate(ctx: Any, parameters: Sequence[Tensor], gradients: Sequence[Tenso
     node, _ = ctx.next_functions[-1]
     if not torch._C._will_engine_execute_node(node):
         return
-    if any(map(_hooks_of, parameters)) or any(map(_last_hooks_of, parameters)):
+    if any(map(_hooks_of, parameters)) or any(map(last_hooks_of, parameters)):
         raise RuntimeError(
             "a hook was added to a parameter of a transformer layer between forward and backward: not supported with"
             " direct_gradients=True"

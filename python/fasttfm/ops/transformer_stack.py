@@ -40,7 +40,6 @@ _MULTIPLIED = tuple(
 _LARGE = 2**34
 
 _requires_grad = operator.attrgetter("requires_grad")
-_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def transformer_stack(
@@ -165,7 +164,7 @@ def _parts(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Layers
         or _is_large(x)
         or (torch.distributed.is_available() and torch.distributed.is_initialized())
         or not all(map(_requires_grad, present))
-        or any(map(_hooks_of, present))
+        or any(map(direct_gradients.last_hooks_of, present))
     )
     if not single:
         return [(layers, seeds)]
