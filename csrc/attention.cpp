@@ -105,7 +105,8 @@ constexpr Status kBadLayout{StatusCode::bad_size, "attention: q, k and v must be
 
 // `workspace`: a float on a GPU; the CPU's is allocated here if it is None, which saves a call of torch.
 FASTTFM_FUNCTION(Status, attention_forward, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v,
-                 PROBLEM(FASTTFM_PARAMETER), const Tensor& out, const Tensor& lse, const OptionalTensor& workspace) {
+                 PROBLEM(FASTTFM_PARAMETER), const Tensor& out, const OptionalTensor& lse,
+                 const OptionalTensor& workspace) {
   if (!has_layout(q, k, v, cu_seqlens.given)) return kBadLayout;
   AttentionForward params{call_of(context, Operands(q, k, v), workspace, q.dtype(), PROBLEM(FASTTFM_NAME)), out.data,
                           lse.as<float>()};

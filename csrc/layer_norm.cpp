@@ -6,7 +6,7 @@
 namespace fasttfm {
 
 FASTTFM_FUNCTION(Status, layer_norm_forward, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
-                 const Tensor& y, const Tensor& statistics, float eps) {
+                 const Tensor& y, const OptionalTensor& statistics, float eps) {
   if (!x.has_rows()) return bad_size("layer_norm: x must have adjacent columns and one stride between rows");
   float* mean = statistics.as<float>();
   const LayerNormForward params{
@@ -15,7 +15,7 @@ FASTTFM_FUNCTION(Status, layer_norm_forward, const Tensor& x, const OptionalTens
       .bias = bias.data,
       .y = y.data,
       .mean = mean,
-      .rstd = mean + x.rows(),
+      .rstd = statistics.from<float>(x.rows()),
       .rows = x.rows(),
       .columns = x.columns(),
       .x_stride = x.row_stride(),

@@ -34,4 +34,20 @@ FASTTFM_FUNCTION(Status, unpack, const Tensor& packed, const Tensor& x, const Te
   return FASTTFM_LAUNCH(unpack, copy_of(context, packed, x, cu_seqlens, max_seqlen, total, token_bytes));
 }
 
+#ifdef FASTTFM_WITH_CUDA
+FASTTFM_FUNCTION(Status, mask_layout_cuda, const Tensor& mask, const Tensor& cu_seqlens, const void* found,
+                 int64_t element_bytes) {
+  return cuda::mask_layout({
+      .mask = mask.data,
+      .cu_seqlens = cu_seqlens.as<int32_t>(),
+      .found = static_cast<int32_t*>(const_cast<void*>(found)),
+      .sequences = mask.shape[0],
+      .max_seqlen = mask.shape[1],
+      .element_bytes = element_bytes,
+      .device = context.device,
+      .stream = context.stream,
+  });
+}
+#endif
+
 }  // namespace fasttfm

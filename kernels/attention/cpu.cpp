@@ -158,7 +158,7 @@ void forward_chunk(const AttentionForward& p, const Sequence& s, int64_t head, R
       clear_rows(out, {query, query + 1}, p.head_dim);  // the sums may be NaN (0 * NaN)
     else
       store_row(a.out + row * d, p.head_dim, 1.0f / state.sum, out[query]);
-    lse[query] = empty ? -kInfinity : state.largest + std::log(state.sum);
+    if (p.lse != nullptr) lse[query] = empty ? -kInfinity : state.largest + std::log(state.sum);
   }
 }
 

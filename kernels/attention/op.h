@@ -51,7 +51,7 @@ struct AttentionCall {
 // -infinity.
 struct AttentionForward : AttentionCall {
   void* out;   // shape of q, contiguous
-  float* lse;  // dense [B, heads, queries], packed [heads, queries]
+  float* lse;  // dense [B, heads, queries], packed [heads, queries]; null if it is not needed
 };
 
 struct AttentionBackward : AttentionCall {

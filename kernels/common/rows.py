@@ -47,13 +47,14 @@ def empty_numbers(x: Tensor, *sizes: int) -> Tensor:
     return x.new_empty(*sizes, dtype=torch.float32)
 
 
+def row_output(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What a row-wise forward of the native core takes: x as the core reads it, and an output like it."""
+    return (x, torch.empty_like(x)) if x.is_contiguous() else (as_rows(x), contiguous_like(x))
+
+
 def row_outputs(x: Tensor, statistics: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What a row-wise forward of the native core takes: x as the core reads it, an output like it, and
-    [statistics, N] numbers for N rows."""
-    if x.is_contiguous():
-        rows, y = x, torch.empty_like(x)
-    else:
-        rows, y = as_rows(x), contiguous_like(x)
+    """``row_output``, and [statistics, N] numbers for N rows."""
+    rows, y = row_output(x)
     return rows, y, empty_numbers(x, statistics, x.numel() // x.shape[-1])
 
 

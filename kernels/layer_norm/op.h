@@ -17,7 +17,7 @@ struct LayerNormForward {
   const void* weight;  // [C], parameter_dtype, or null for 1
   const void* bias;    // [C], parameter_dtype, or null for 0
   void* y;             // [N, C], dtype, contiguous
-  float* mean;         // [N]
+  float* mean;         // [N], or null, like rstd, if there is no backward
   float* rstd;         // [N], 1 / sqrt(variance + eps)
   int64_t rows;        // N
   int64_t columns;     // C

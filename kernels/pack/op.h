@@ -20,6 +20,19 @@ struct PackCopy {
   void* stream;  // CUDA
 };
 
+// Where the tokens of a padded batch are, from its mask.
+struct MaskLayout {
+  const void* mask;       // [B, S] integers of element_bytes bytes, contiguous; not 0 for tokens
+  int32_t* cu_seqlens;    // [B + 1]
+  int32_t* found;         // [2], host memory that the GPU can write to: the number of tokens, and whether in every row
+                          // they precede the padding
+  int64_t sequences;      // B
+  int64_t max_seqlen;     // S
+  int64_t element_bytes;  // 1, 4 or 8
+  int device;
+  void* stream;
+};
+
 namespace cpu {
 Status pack(const PackCopy&);
 Status unpack(const PackCopy&);
@@ -28,6 +41,7 @@ Status unpack(const PackCopy&);
 namespace cuda {
 Status pack(const PackCopy&);
 Status unpack(const PackCopy&);
+Status mask_layout(const MaskLayout&);
 }  // namespace cuda
 
 }  // namespace fasttfm

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.nn import PackedBatch
+from fasttfm.ops.pack import layout_of_mask
 
 B, S = 3, 6
 IDS = torch.arange(B * S).view(B, S)
@@ -90,3 +91,29 @@ def test_sequences_without_tokens_do_not_raise(lengths: list[int]) -> None:
         assert found.shape == (2, 1)
         assert found[there].flatten().tolist() == [expected] * int(there.sum())
         assert bool(there.any()) or not found.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32])
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 0), (7, 31), (40, 512), (2500, 33)])
+def test_layout_of_a_mask_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    lengths = torch.randint(0, shape[1] + 1, shape[:1], generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(shape[1]) < lengths[:, None]
+    found = layout_of_mask((mask * 3 if dtype != torch.bool else mask).to("cuda", dtype))
+    assert found is not None
+    assert (found[0].tolist(), *found[1:]) == ([0, *lengths.cumsum(0).tolist()], int(lengths.sum()), True)
+    if shape[1] > 1:
+        mask[shape[0] // 2 : shape[0] // 2 + 1] = torch.arange(shape[1]) % 2 == 1  # padding first
+        found = layout_of_mask(mask.to("cuda", dtype))
+        assert found is not None
+        assert (found[0].tolist(), *found[1:]) == ([0, *mask.sum(1).cumsum(0).tolist()], int(mask.sum()), shape[0] == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("options", "mask"), LAYOUTS.values(), ids=LAYOUTS)
+def test_a_gpu_has_the_same_layout(options: dict[str, Any], mask: Tensor) -> None:
+    there = {name: each.cuda() if name == "attention_mask" else each for name, each in options.items()}
+    batch, expected = PackedBatch.of(IDS.cuda(), **there), PackedBatch.of(IDS, **options)
+    assert (batch.tokens, batch.max_seqlen, batch.shape) == (expected.tokens, expected.max_seqlen, expected.shape)
+    assert batch.cu_seqlens.tolist() == expected.cu_seqlens.tolist()
+    assert torch.equal(batch.pack(IDS.cuda()).cpu(), IDS[mask.bool()])

@@ -101,7 +101,8 @@ __device__ __forceinline__ ResultRows<T> finalize_rows(const ForwardParams& p, c
     const float factor = p.dropout_scale * rcp_approx(softmax.sum[half]);
     const float sum = (softmax.reference[half] + log2_approx(softmax.sum[half])) * 0.693147180559945f;
     rows.factor[half] = attends ? factor : 0.0f;
-    if (threadIdx.x % 4 == 0 && row + 8 * half < rows.present) lse[8 * half] = attends ? sum : kMinusInfinity;
+    if (threadIdx.x % 4 == 0 && row + 8 * half < rows.present && p.lse != nullptr)
+      lse[8 * half] = attends ? sum : kMinusInfinity;
   }
   return rows;
 }
@@ -140,7 +141,7 @@ __device__ __forceinline__ void store_empty_rows(const ForwardParams& p, const Q
   for (int i = static_cast<int>(threadIdx.x) % kWarpgroup; i < 64 * vectors; i += kWarpgroup) {
     const int row = first + i / vectors;
     if (row >= tile.rows(p)) return;
-    if (i % vectors == 0) p.lse[tile.lse_row + row] = kMinusInfinity;
+    if (i % vectors == 0 && p.lse != nullptr) p.lse[tile.lse_row + row] = kMinusInfinity;
     *reinterpret_cast<uint4*>(out_of<T, S>(p, tile, row) + 8 * (i % vectors)) = make_uint4(0, 0, 0, 0);
   }
 }

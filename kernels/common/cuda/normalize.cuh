@@ -70,7 +70,7 @@ __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&
     if constexpr (CORRECTED) correction = sums[ROWS + r] * inverse_c;
     rstd[r] = inverse_root<T>(fmaxf(sums[r] * inverse_c - correction * correction, 0.0f) + p.eps);
     shift[r] = -correction * rstd[r];
-    if (threadIdx.x % S::kGroup == 0) {
+    if (threadIdx.x % S::kGroup == 0 && p.mean != nullptr) {
       p.mean[row[r]] = mean[r] + correction;
       p.rstd[row[r]] = rstd[r];
     }

@@ -13,7 +13,7 @@ from torch import Tensor
 from fasttfm import ops
 from fasttfm.ops import checks
 from fasttfm.ops.library import is_plain
-from fasttfm.ops.pack import PACK, UNPACK
+from fasttfm.ops.pack import PACK, UNPACK, layout_of_mask
 
 _NAME = "PackedBatch"
 
@@ -81,12 +81,16 @@ class PackedBatch:
 
     @staticmethod
     def from_mask(mask: Tensor) -> PackedBatch:
-        """The layout of a padded batch with a mask ``[B, S]``, true or not 0 for tokens. The mask is copied to the host
-        once and read there."""
-        shape, mask = (mask.shape[0], mask.shape[1]), mask if mask.dtype == torch.bool else mask.bool()
+        """The layout of a padded batch with a mask ``[B, S]``, true or not 0 for tokens. It synchronizes with the GPU
+        once, or twice if padding is not at the end."""
+        shape = (mask.shape[0], mask.shape[1])
         if not is_plain((mask,)):
-            return _from_traced_mask(mask)
-        there = mask.cpu().numpy()
+            return _from_traced_mask(mask.bool())
+        found = layout_of_mask(mask) if mask.is_cuda else None
+        if found is not None and found[2]:
+            boundaries, tokens, _ = found
+            return PackedBatch(boundaries, shape[1], tokens, shape)
+        there = mask.bool().cpu().numpy()
         if there.all():
             return PackedBatch.full(mask)
         ends = np.zeros(shape[0] + 1, np.int32)

@@ -97,8 +97,8 @@ def attention(
         alibi_slopes,
         seed,
     )
-    out, lse = _call(q, k, v, options, backend)
-    return (out, lse) if return_lse else out
+    outputs = _call(q, k, v, options, backend, return_lse)
+    return outputs if return_lse else outputs[0]
 
 
 def attention_weights(
@@ -147,8 +147,8 @@ def attention_weights(
     return weights
 
 
-def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
-    """out and lse of a checked call."""
+def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None, with_lse: bool) -> tuple[Tensor, Tensor]:
+    """out and lse of a checked call. If lse is not needed, out may come twice."""
     if backend is not None:
         TABLE.check_name(backend)
     asked = requested(backend)
@@ -181,7 +181,7 @@ def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None) -> tupl
     if torch.is_grad_enabled() and any_requires_grad(q, k, v):
         outputs = _PlainAttention.apply_plain(q, k, v, problem, selected)
     else:
-        outputs = _run_forward(selected.backend, q, k, v, problem)
+        outputs = _run_forward(selected.backend, q, k, v, problem, with_lse)
     return outputs
 
 
@@ -277,10 +277,14 @@ def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tu
 
 
 def _run_forward(
-    chosen: Backend, q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem
+    chosen: Backend, q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem, with_lse: bool = True
 ) -> tuple[Tensor, Tensor]:
+    """out and lse; without lse, out twice where the backend can do without."""
     if problem.cu_seqlens is not None or problem.lengths is not None or problem.lengths_k is not None:
         _check_values(OP, *_separate(q, k, v)[:2], problem)
+    if not with_lse and chosen.infer is not None:
+        out = chosen.infer(q, k, v, problem)
+        return out, out
     outputs: tuple[Tensor, Tensor] = chosen.forward(q, k, v, problem)
     return outputs
 
@@ -458,7 +462,12 @@ TABLE = BackendTable(
     OP,
     (
         Backend(
-            "cpu", _native.missing, attention_choice.refuse_cpu, attention_native.forward, attention_native.backward
+            "cpu",
+            _native.missing,
+            attention_choice.refuse_cpu,
+            attention_native.forward,
+            attention_native.backward,
+            infer=attention_native.infer,
         ),
         Backend(
             "cuda",
@@ -469,6 +478,7 @@ TABLE = BackendTable(
             attention_choice.refuse_cuda_backward,
             attention_choice.yield_cuda_backward,
             sums_columns=lambda *call: attention_native.sums_columns(*call),
+            infer=attention_native.infer,
         ),
         Backend(
             "triton",

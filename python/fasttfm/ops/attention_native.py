@@ -22,17 +22,24 @@ def outputs_like(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def forward(q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    *leading, tokens, heads, _ = q.shape if k is not None else (*q.shape[:-3], *q.shape[-2:])
+    lse = empty_numbers(q, *leading, heads, tokens)
+    return infer(q, k, v, problem, lse), lse
+
+
+def infer(
+    q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem, lse: Tensor | None = None
+) -> Tensor:
+    """out, and with ``lse`` also its values."""
     q, k, v = _readable(q), _readable(k), _readable(v)
-    *leading, tokens, heads, columns = q.shape
     if k is None:
-        *leading, tokens = leading
-        out = q.new_empty(*leading, tokens, heads, columns)
+        *leading, _, heads, columns = q.shape
+        out = q.new_empty(*leading, heads, columns)
     else:
         out = contiguous_like(q)
-    lse = empty_numbers(q, *leading, heads, tokens)
     workspace = empty_numbers(q, 1) if q.is_cuda else None  # the core allocates the CPU's
     _native.core().attention_forward(q, k, v, *_arguments(problem), out, lse, workspace)
-    return out, lse
+    return out
 
 
 def backward(

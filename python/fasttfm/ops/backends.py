@@ -42,7 +42,9 @@ class Backend:
     options, why it does not support that call; ``refuse_backward(...)``, with the same, why it supports only the
     forward, so that the next backend computes the backward; ``yield_backward(...)`` why the next one is preferable for
     the backward, unless this backend was requested by name. All return None if there is no reason.
-    ``sums_columns(...)`` returns whether the backward also gives its gradients' sums over rows, as ``column_sums``.
+    ``infer``, where given, is the forward of calls without gradients: it returns only the first output, and does not
+    compute what only the backward reads. ``sums_columns(...)`` returns whether the backward also gives its gradients'
+    sums over rows, as ``column_sums``.
     ``by_name`` is the reason why a backend comes after one that supports every call, and so must be requested by name.
     """
 
@@ -54,6 +56,7 @@ class Backend:
     refuse_backward: Callable[..., str | None] = field(default=_nothing)
     yield_backward: Callable[..., str | None] = field(default=_nothing)
     sums_columns: Callable[..., bool] = field(default=_never)
+    infer: Callable[..., Any] | None = None
     by_name: str | None = None
 
     def backward_reason(self, requested: str | None, *args: Any, **options: Any) -> str | None:
@@ -345,9 +348,11 @@ def dtype_name(dtype: torch.dtype) -> str:
 # ``refuse`` functions get the op's tensors, rows first, and run before other checks.
 
 
-def native_cpu(forward: Callable[..., Any], backward: Callable[..., Any]) -> Backend:
+def native_cpu(
+    forward: Callable[..., Any], backward: Callable[..., Any], infer: Callable[..., Any] | None = None
+) -> Backend:
     """The CPU core. It comes before Triton, so that Triton's interpreter runs only if it is requested by name."""
-    return Backend("cpu", _native.missing, refuse_native_cpu, forward, backward)
+    return Backend("cpu", _native.missing, refuse_native_cpu, forward, backward, infer=infer)
 
 
 def native_cuda(
@@ -357,6 +362,7 @@ def native_cuda(
     rows: int = 1,
     refuse: Callable[..., str | None] = _nothing,
     refuse_on_gpu: Callable[..., str | None] = _nothing,
+    infer: Callable[..., Any] | None = None,
 ) -> Backend:
     """CUDA kernels that read whole vectors of the first ``rows`` tensors, and of the parameters that follow.
     ``refuse_on_gpu`` is called when the tensors are on a GPU and can be read like that."""
@@ -371,7 +377,7 @@ def native_cuda(
             or refuse_on_gpu(*tensors)
         )
 
-    return Backend("cuda", _native.missing_cuda, refuse_call, forward, backward)
+    return Backend("cuda", _native.missing_cuda, refuse_call, forward, backward, infer=infer)
 
 
 def triton_kernels(op: str, *, refuse: Callable[..., str | None] = _nothing) -> Backend:

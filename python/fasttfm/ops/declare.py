@@ -347,7 +347,8 @@ class Op:
             self._check_values(*arguments)
         if torch.is_grad_enabled() and any_requires_grad(*arguments[: self._count]):
             return self._function.apply_plain(*arguments, selected)
-        return first_of(selected.backend.forward(*arguments))
+        backend = selected.backend
+        return first_of(backend.forward(*arguments)) if backend.infer is None else backend.infer(*arguments)
 
     def add_known(self, key: Hashable, asked: str | None, *arguments: Any) -> Selected:
         """Selects the backend for checked and converted arguments, and for later calls with the same key."""

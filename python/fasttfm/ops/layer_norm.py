@@ -13,6 +13,7 @@ from fasttfm.kernels.common.rows import (
     gradient_like,
     in_type,
     readable_rows,
+    row_output,
     row_outputs,
 )
 from fasttfm.kernels.layer_norm import reference
@@ -52,6 +53,13 @@ def layer_norm(
 
 
 # ---- the native core: CPU and CUDA -----------------------------------------------------------------------------------
+
+
+def _infer_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    rows, y = row_output(x)
+    weight, bias = _parameters(x, weight, bias)
+    _native.core().layer_norm_forward(rows, weight, bias, y, None, eps)
+    return y
 
 
 def _forward_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -105,12 +113,13 @@ OP = Op(
     gradients=("x", "weight", "bias"),
     instead="torch.nn.functional.layer_norm",
     backends=(
-        native_cpu(_forward_native, _backward_native),
+        native_cpu(_forward_native, _backward_native, infer=_infer_native),
         native_cuda(
             _forward_native,
             _backward_native,
             refuse=_refuse_columns,
             refuse_on_gpu=refuse_backward_memory("layer_norm"),
+            infer=_infer_native,
         ),
         triton_kernels("layer_norm", refuse=_refuse_columns),
         torch_reference(reference.layer_norm_forward, reference.layer_norm_backward),

@@ -27,6 +27,7 @@ from fasttfm.ops.library import is_plain
 
 _PACK, _UNPACK = "pack", "unpack"
 _LARGEST = 2**31 - 1  # number in cu_seqlens
+_MASK_TYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 def pack(
@@ -170,6 +171,20 @@ def position_ids_from_cu_seqlens(cu_seqlens: Tensor, *, total: int | None = None
     if is_plain((cu_seqlens,)):
         checks.check_cu_seqlens_values(op, cu_seqlens, total, exact=False)
     return philox.packed_positions(torch.arange(total, device=cu_seqlens.device), cu_seqlens)[1]
+
+
+def layout_of_mask(mask: Tensor) -> tuple[Tensor, int, bool] | None:
+    """Of a plain mask ``[B, S]`` on a GPU, not 0 for tokens: ``cu_seqlens``, the number of tokens, and whether in every
+    row they precede the padding. It synchronizes with the GPU once. None without the native core's CUDA kernels."""
+    if _native.missing_cuda() is not None or _native.missing_on(mask.device.index) is not None:
+        return None
+    mask = (mask if mask.dtype in _MASK_TYPES else mask.bool()).contiguous()
+    cu_seqlens = torch.empty(mask.shape[0] + 1, dtype=torch.int32, device=mask.device)
+    found = torch.empty(2, dtype=torch.int32, pin_memory=True)
+    _native.core().mask_layout_cuda(mask, cu_seqlens, found.data_ptr(), mask.element_size())
+    torch.cuda.current_stream(mask.device).synchronize()
+    tokens, first = found.tolist()
+    return cu_seqlens, tokens, bool(first)
 
 
 # ---- means -----------------------------------------------------------------------------------------------------------
