@@ -2,11 +2,16 @@
 
     python benchmarks/fp8_curves.py bert base --data texts/ --steps 1000 --out curves
     python benchmarks/fp8_curves.py gpt2 small --data texts/ --steps 300 --tokens 32768 --max-length 1024 --out curves
+    python benchmarks/fp8_curves.py bert base --objective mlm --warm-start-steps 8000 --data texts/ --out curves
 
 Every run is `fasttfm pretrain` of --tokens tokens per step; the runs of a seed have the same parameters, batches and
 dropout seeds. Writes <out>/<model>-<size>.csv with the training losses, averaged over 20 steps, and the validation loss
-at the end of each run, and a plot of the averages. FP8 is as good as bf16 if its final losses are within the spread of
-the seeds.
+at the end of each run, and a plot of the averages, after each run. FP8 is as good as bf16 if its final losses are
+within the spread of the seeds.
+
+Masked language models predict only word frequencies for the first thousands of steps, whatever their precision. With
+--warm-start-steps all runs start from the parameters of one more run, in bf16 and without dropout, which takes many
+small steps. Its log is <out>/<model>-<size>-warm-start/log.csv; a second call with the same --out uses its result.
 """
 
 from __future__ import annotations
@@ -14,15 +19,17 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import shutil
 from pathlib import Path
 
 import torch
 
 from fasttfm.train.logs import read_rows
-from fasttfm.train.pretrain import pretrain
+from fasttfm.train.pretrain import Summary, pretrain
 from fasttfm.train.settings import OptimizerSettings, PretrainSettings, RunSettings, ScheduleSettings, StepSettings
 
 _MEAN = 20  # steps
+_WARM_UP = 500  # steps of the warm start whose learning rate increases
 
 
 def settings_of(arguments: argparse.Namespace, precision: str, seed: int) -> PretrainSettings:
@@ -33,6 +40,7 @@ def settings_of(arguments: argparse.Namespace, precision: str, seed: int) -> Pre
         ScheduleSettings(arguments.steps, arguments.steps // 10),
         OptimizerSettings(learning_rate=arguments.learning_rate),
         StepSettings(precision=precision, cuda_graph=on_gpu),
+        objective=arguments.objective,
         data=tuple(map(str, arguments.data)),
         vocabulary=arguments.vocabulary,
         tokens_per_step=arguments.tokens,
@@ -41,21 +49,37 @@ def settings_of(arguments: argparse.Namespace, precision: str, seed: int) -> Pre
     )
 
 
-def run(arguments: argparse.Namespace, precision: str, seed: int) -> tuple[list[float], float]:
-    """The training losses and the last validation loss."""
-    output = arguments.out / f"{arguments.model}-{arguments.size}-{precision}-{seed}"
-    settings = settings_of(arguments, precision, seed)
+def warm_start(arguments: argparse.Namespace) -> Path | None:
+    """The checkpoint from which all runs start."""
+    steps = arguments.warm_start_steps
+    if not steps:
+        return None
+    output = arguments.out / f"{arguments.model}-{arguments.size}-warm-start"
+    if (output / f"checkpoint-{steps:06}").is_dir():
+        return output / f"checkpoint-{steps:06}"
+    settings = dataclasses.replace(
+        settings_of(arguments, "bfloat16", 0),
+        schedule=ScheduleSettings(steps, min(steps // 10, _WARM_UP), "constant"),
+        optimizer=OptimizerSettings(learning_rate=arguments.warm_start_learning_rate, betas=(0.9, 0.98)),
+        tokens_per_step=arguments.warm_start_tokens,
+        dropout=0.0,
+    )
+    summary = run(arguments, settings, output, evaluate_every=max(1, steps // 16))
+    print(f"warm start: {steps} steps, validation {summary.held_out['loss']:.4f}", flush=True)
+    return summary.checkpoint
+
+
+def run(arguments: argparse.Namespace, settings: PretrainSettings, output: Path, evaluate_every: int) -> Summary:
     tokenizer = arguments.out / "tokenizer" / arguments.model
     if tokenizer.is_dir():  # that of the first run
         settings = dataclasses.replace(settings, tokenizer=str(tokenizer))
-    end = arguments.steps
     options = RunSettings(
         output,
         prepared=arguments.out / "shards" / arguments.model,
         overwrite=True,
         log_every=1,
-        checkpoint_every=end,
-        evaluate_every=end,
+        checkpoint_every=settings.schedule.steps,
+        evaluate_every=evaluate_every,
         evaluation_batches=16,
         progress=False,
     )
@@ -63,9 +87,8 @@ def run(arguments: argparse.Namespace, precision: str, seed: int) -> tuple[list[
     assert summary is not None
     if not tokenizer.is_dir():
         tokenizer.parent.mkdir(parents=True, exist_ok=True)
-        (output / "tokenizer").rename(tokenizer)
-    rows = read_rows(output / "log.csv")
-    return [float(row["loss"]) for row in rows], summary.held_out["loss"]
+        shutil.copytree(output / "tokenizer", tokenizer)
+    return summary
 
 
 def mean_before(losses: list[float], end: int) -> float:
@@ -103,6 +126,10 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=128)
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--objective", help="the family's own by default")
+    parser.add_argument("--warm-start-steps", type=int, default=0, help="of a run before the others")
+    parser.add_argument("--warm-start-tokens", type=int, default=8192, help="of each of its steps")
+    parser.add_argument("--warm-start-learning-rate", type=float, default=3e-4, help="constant after the warmup")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
@@ -111,12 +138,19 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     name = f"{arguments.model}-{arguments.size}"
     curves: dict[tuple[str, int], list[float]] = {}
+    title = f"{name}, {arguments.tokens:,} tokens per step"
+    start = warm_start(arguments)
     with (arguments.out / f"{name}.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["model", "precision", "seed", "step", "loss", "held_out_loss"])
         for seed in arguments.seeds:
             for precision in ("bfloat16", "fp8"):
-                losses, held_out = run(arguments, precision, seed)
+                settings = settings_of(arguments, precision, seed)
+                if start is not None:
+                    settings = dataclasses.replace(settings, size="", init=str(start))
+                output = arguments.out / f"{name}-{precision}-{seed}"
+                held_out = run(arguments, settings, output, arguments.steps).held_out["loss"]
+                losses = [float(row["loss"]) for row in read_rows(output / "log.csv")]
                 curves[precision, seed] = losses
                 last = mean_before(losses, len(losses))
                 print(
@@ -128,8 +162,7 @@ def main() -> None:
                 rows[-1][-1] = f"{held_out:.5f}"
                 writer.writerows(rows)
                 file.flush()
-    title = f"{name}, {arguments.tokens:,} tokens per step"
-    write_plot(arguments.out / f"{name}.png", title, curves)
+                write_plot(arguments.out / f"{name}.png", title, curves)
 
 
 if __name__ == "__main__":

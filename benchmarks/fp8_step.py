@@ -5,14 +5,18 @@
     python benchmarks/fp8_step.py --chart benchmarks/results/nvidia-h200-fp8_step.csv
 
 Rows of steps are those of training_step.py. Rows of kernels have the time of a call (p50, with a cold L2) and its rate:
-casts and activations in TB/s of the bytes that they must move, next to a copy of the same tensor; GEMMs in TFLOP/s,
-next to those of bf16 operands.
+casts, activations and LayerNorm's backward in TB/s of the bytes that they must move, next to a copy of the same tensor;
+GEMMs in TFLOP/s, next to those of bf16 operands and those with a scale for each row.
+
+The operands of GEMMs with a scale for each row need other scales in their rows than in their columns, and scales of
+columns are known only when the whole tensor was read: at least two passes cast a tensor ("cast rows, then columns").
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,10 @@ from torch import Tensor
 from training_contenders import Case, make_batch, necessary_flops
 from training_step import append_row, measure, training_step, versions, write_chart
 
-from fasttfm.ops import fp8
+from fasttfm.kernels.common import philox
+from fasttfm.ops import fp8, fp8_native
+from fasttfm.ops.dropout_add_layer_norm import backward_op, forward_op
+from fasttfm.ops.fp8_norm import NormArguments, add_norm_backward_cast
 
 CASES = (
     "bert-large:64x512",
@@ -79,8 +86,9 @@ def kernel_rows(device: torch.device) -> Iterator[dict[str, Any]]:
 
 def _casts(device: torch.device) -> Iterator[tuple[str, float, str, float]]:
     """The name, the rate, its unit and the time of each pass."""
-    for width in (1024, 3072, 4096):
-        for name, (bytes_each, call) in _passes(width, device).items():
+    for width in (768, 1024, 3072, 4096):
+        found = _passes(width, device) | (_norms(width, device) if width <= 1024 else {})
+        for name, (bytes_each, call) in found.items():
             ms = median_ms(call)
             yield f"{name} {TOKENS}x{width}", bytes_each * TOKENS * width / ms * 1e-9, "TB/s", ms
 
@@ -91,9 +99,16 @@ def _passes(width: int, device: torch.device) -> dict[str, tuple[int, Callable[[
     slot.scales.update()
     x = torch.randn(TOKENS, width, device=device, dtype=torch.bfloat16)
     target, bias = torch.empty_like(x), torch.randn(width, device=device)
+    rows, columns = fp8.empty_layouts(x, slot.dtype)
+
+    def cast_twice() -> None:
+        for outputs in ((rows, rows.new_empty(0)), (columns.new_empty(0), columns)):
+            fp8_native.run("cast", x, slot.scale, slot.amax, *outputs)
+
     found: dict[str, tuple[int, Callable[[], Any]]] = {
         "copy": (4, lambda: target.copy_(x)),
         "cast": (4, lambda: fp8.cast(x, slot)),
+        "cast rows, then columns": (6, cast_twice),
     }
     if width == 4096:
         found["gelu forward"] = (3, lambda: fp8.gelu(x, bias, "gelu", slot))
@@ -101,10 +116,34 @@ def _passes(width: int, device: torch.device) -> dict[str, tuple[int, Callable[[
     return found
 
 
+def _norms(width: int, device: torch.device) -> dict[str, tuple[int, Callable[[], Any]]]:
+    """The backward of dropout_add_layer_norm, and what follows it for the branch's gradient in FP8."""
+    (slot,) = fp8.Scales([fp8.E5M2], 4, device).slots
+    slot.scales.update()
+    x, residual, dy = (torch.randn(TOKENS, width, device=device, dtype=torch.bfloat16) for _ in range(3))
+    weight, bias, linear_bias = (torch.randn(width, device=device) for _ in range(3))
+    ends = torch.arange(0, TOKENS + 1, 512, dtype=torch.int32, device=device)
+    norm = NormArguments(weight, bias, linear_bias, ends, philox.draw_seed(device), 0.1, 1e-5)
+    _, z, statistics = forward_op(x, residual, *norm, True, None)
+    wanted, dropout = [True] * 3, (ends, norm.seed, norm.p)
+    return {
+        "norm backward": (8, lambda: backward_op(dy, None, z, statistics, *norm[:-1], wanted, None)),
+        "dropout and cast": (4, lambda: fp8.cast_dropped(dy, slot, dropout)),
+        "norm backward with cast": (
+            8,
+            lambda: add_norm_backward_cast((dy, None), z, statistics, norm, wanted, slot, None),
+        ),
+    }
+
+
 def _products(device: torch.device) -> Iterator[tuple[str, float, str, float]]:
     for inputs, outputs in WIDTHS:
         for name, call in _gemms(inputs, outputs, device).items():
-            ms = median_ms(call)
+            try:
+                ms = median_ms(call)
+            except RuntimeError as error:  # torch does not support every format with a scale for each row
+                print(f"{name}: {error}", file=sys.stderr)
+                continue
             yield f"{name} {TOKENS}x{inputs}x{outputs}", 2 * TOKENS * inputs * outputs / ms * 1e-9, "TFLOP/s", ms
 
 
@@ -115,6 +154,11 @@ def _gemms(inputs: int, outputs: int, device: torch.device) -> dict[str, Callabl
     layer = fp8.Fp8Linear(weight, tuple(slots))
     layer.refresh_changed()
     x8, g8, w16 = fp8.cast(x, layer.input), fp8.cast(dy, layer.gradient), weight.bfloat16()
+    by_row = {
+        "fp8 row-wise forward": _row_wise(x8.rows, layer.rows, fast=True),
+        "fp8 row-wise input gradient": _row_wise(g8.rows, layer.columns, fast=False),
+        "fp8 row-wise weight gradient": _row_wise(g8.columns, x8.columns, fast=False),
+    }
     return {
         "fp8 forward": lambda: layer.forward(x8, torch.bfloat16),
         "fp8 input gradient": lambda: layer.input_gradient(g8, torch.bfloat16),
@@ -122,7 +166,14 @@ def _gemms(inputs: int, outputs: int, device: torch.device) -> dict[str, Callabl
         "bf16 forward": lambda: x @ w16.t(),
         "bf16 input gradient": lambda: dy @ w16,
         "bf16 weight gradient": lambda: torch.mm(dy.t(), x, out_dtype=torch.float32),
+        **by_row,
     }
+
+
+def _row_wise(a: Tensor, b: Tensor, *, fast: bool) -> Callable[[], Tensor]:
+    """``a b^T`` of a [M, K] and b [N, K] with a scale for each of their rows; torch supports only bf16 results."""
+    left, right = (torch.ones(len(each), 1, device=a.device) for each in (a, b))
+    return lambda: torch._scaled_mm(a, b.t(), left, right.t(), out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 def main() -> None:

@@ -61,27 +61,17 @@ DropoutAddLayerNormForward params_of(const CallContext& context, FORWARD(FASTTFM
   };
 }
 
-}  // namespace
+#define BACKWARD(F)                                                                                               \
+  F(const Tensor&, dy), F(const OptionalTensor&, dz), F(const Tensor&, z), F(const Tensor&, statistics),          \
+      F(const OptionalTensor&, weight), F(const OptionalTensor&, cu_seqlens), F(const OptionalTensor&, seed),     \
+      F(int, threshold), F(float, scale), F(const Tensor&, dresidual), F(const OptionalTensor&, dx),              \
+      F(const OptionalTensor&, dweight), F(const OptionalTensor&, dbias), F(const OptionalTensor&, dlinear_bias), \
+      F(const Tensor&, workspace)
 
-FASTTFM_FUNCTION(Status, dropout_add_layer_norm_forward, FORWARD(FASTTFM_PARAMETER)) {
-  if (!has_layout(x, residual)) return kBadLayout;
-  return FASTTFM_LAUNCH(dropout_add_layer_norm_forward, params_of(context, FORWARD(FASTTFM_NAME)));
-}
-
-// The rows are shared by one block per SM.
-FASTTFM_FUNCTION(int64_t, dropout_add_layer_norm_backward_workspace, const Tensor& z) {
-  return context.is_cuda() ? 3 * cuda::multiprocessors(context.device) * z.columns()
-                           : cpu::dropout_add_layer_norm_workspace(z.rows(), z.columns());
-}
-
-FASTTFM_FUNCTION(Status, dropout_add_layer_norm_backward, const Tensor& dy, const OptionalTensor& dz, const Tensor& z,
-                 const Tensor& statistics, const OptionalTensor& weight, const OptionalTensor& cu_seqlens,
-                 const OptionalTensor& seed, int threshold, float scale, const Tensor& dresidual,
-                 const OptionalTensor& dx, const OptionalTensor& dweight, const OptionalTensor& dbias,
-                 const OptionalTensor& dlinear_bias, const Tensor& workspace) {
+DropoutAddLayerNormBackward gradient_params_of(const CallContext& context, BACKWARD(FASTTFM_PARAMETER)) {
   const Rows rows(z, cu_seqlens);
   const float* mean = statistics.as<float>();
-  const DropoutAddLayerNormBackward params{
+  return {
       .dy = dy.data,
       .dz = dz.data,
       .z = z.data,
@@ -112,7 +102,24 @@ FASTTFM_FUNCTION(Status, dropout_add_layer_norm_backward, const Tensor& dy, cons
       .device = context.device,
       .stream = context.stream,
   };
-  const WithBlockMemory<DropoutAddLayerNormBackward> with_memory{params, cuda::block_memory(context.device)};
+}
+
+}  // namespace
+
+FASTTFM_FUNCTION(Status, dropout_add_layer_norm_forward, FORWARD(FASTTFM_PARAMETER)) {
+  if (!has_layout(x, residual)) return kBadLayout;
+  return FASTTFM_LAUNCH(dropout_add_layer_norm_forward, params_of(context, FORWARD(FASTTFM_NAME)));
+}
+
+// The rows are shared by one block per SM.
+FASTTFM_FUNCTION(int64_t, dropout_add_layer_norm_backward_workspace, const Tensor& z) {
+  return context.is_cuda() ? 3 * cuda::multiprocessors(context.device) * z.columns()
+                           : cpu::dropout_add_layer_norm_workspace(z.rows(), z.columns());
+}
+
+FASTTFM_FUNCTION(Status, dropout_add_layer_norm_backward, BACKWARD(FASTTFM_PARAMETER)) {
+  const WithBlockMemory<DropoutAddLayerNormBackward> with_memory{gradient_params_of(context, BACKWARD(FASTTFM_NAME)),
+                                                                 cuda::block_memory(context.device)};
   return FASTTFM_LAUNCH(dropout_add_layer_norm_backward, with_memory);
 }
 
@@ -130,6 +137,14 @@ FASTTFM_FUNCTION(Status, dropout_add_layer_norm_fp8_cuda, FORWARD(FASTTFM_PARAME
   if (!has_layout(x, residual)) return kBadLayout;
   return cuda::dropout_add_layer_norm_fp8({params_of(context, FORWARD(FASTTFM_NAME)), y_scale.as<float>(),
                                            y_amax.as<float>(), as_rows.data, as_columns.data});
+}
+
+// The backward that writes dx in FP8; `dx` of the arguments is not used. `e5m2`: as in fp8.cpp.
+FASTTFM_FUNCTION(Status, dropout_add_layer_norm_backward_fp8_cuda, BACKWARD(FASTTFM_PARAMETER), const Tensor& dx_scale,
+                 const Tensor& dx_amax, const Tensor& as_rows, const Tensor& as_columns, int e5m2) {
+  return cuda::dropout_add_layer_norm_backward_fp8({gradient_params_of(context, BACKWARD(FASTTFM_NAME)),
+                                                    dx_scale.as<float>(), dx_amax.as<float>(), as_rows.data,
+                                                    as_columns.data, e5m2});
 }
 #endif
 

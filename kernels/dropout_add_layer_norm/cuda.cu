@@ -1,8 +1,6 @@
 // dropout_add_layer_norm on NVIDIA GPUs, built on rows.cuh. The formulas are in reference.py.
 //
-// The forward processes one row per group of threads. The backward is persistent: dy and z are copied to ring buffers
-// in shared memory, from which both passes over a row read them, so that registers hold little except the sums over
-// rows. dz, which only the second pass needs, is loaded at the start of the first.
+// The forward processes one row per group of threads. The backward is persistent: see cuda_backward_rows.cuh.
 //
 // Whether there is dropout is decided at run time, because it only adds one Philox draw per 16 elements.
 #include <cstdint>
@@ -12,6 +10,7 @@
 #include "common/cuda/normalize.cuh"
 #include "common/cuda/rows.cuh"
 #include "dropout_add_layer_norm/cuda_add_row.cuh"
+#include "dropout_add_layer_norm/cuda_backward_rows.cuh"
 #include "dropout_add_layer_norm/op.h"
 
 namespace fasttfm {
@@ -27,26 +26,6 @@ __global__ void __launch_bounds__(S::kBlock) forward_kernel(DropoutAddLayerNormF
   normalize_rows<T, P, S, true>(p, row, z);
 }
 
-template <class T, class R, class S>
-struct BackwardMemory {
-  struct Rings {
-    RowRing<T, S, 1> dy;
-    RowRing<R, S, 1> z;
-  };
-  union {
-    Rings rings;
-    float shares[S::kGroups][S::kColumns];
-  };
-  float weight[S::kColumns];
-};
-
-// A thread's first vector of a row that RowRing copies, for callers that iterate over the rows themselves.
-template <class T>
-struct RowStart {
-  T* vector;
-  __device__ __forceinline__ void next() {}
-};
-
 template <class S>
 using BackwardScratch = float[2][3 * S::kBlock / 32];
 
@@ -55,105 +34,35 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
   extern __shared__ __align__(16) char dynamic_memory[];
   __shared__ BackwardScratch<S> scratch;
   auto& memory = *reinterpret_cast<BackwardMemory<T, R, S>*>(dynamic_memory);
-  auto& rings = memory.rings;
   const int columns = static_cast<int>(p.columns);
-  const float inverse_c = 1.0f / static_cast<float>(columns);
-  float dweight[S::kVectors][kVector] = {}, dbias[S::kVectors][kVector] = {};
   float dlinear_bias[LINEAR_BIAS ? S::kVectors : 1][kVector] = {};
   const GroupRows<S> rows(p.rows);
   const Dropout dropout(p);
   int row = static_cast<int>(rows.first);  // 32 bits, because the sums over rows need the registers
   const int stride = static_cast<int>(rows.stride);
-  const auto start_copies = [&](int next, bool wanted, int slot) {
-    RowStart<const T> dy{static_cast<const T*>(p.dy) + static_cast<int64_t>(next) * columns + column_of<S>(0)};
-    RowStart<const R> z{static_cast<const R*>(p.z) + static_cast<int64_t>(next) * columns + column_of<S>(0)};
-    rings.dy.start(wanted, columns, slot, dy);
-    rings.z.start(wanted, columns, slot, z);
-  };
+  BackwardRows<T, R, S> gradients(p, memory);
 
-  rings.dy.clear_past_end(columns);
-  rings.z.clear_past_end(columns);
-  start_copies(row, rows.rounds > 0, 0);
-  stage_parameter<S>(p.weight, p.weight_dtype, 1.0f, columns, memory.weight);
-  __syncthreads();
+  gradients.start(row, rows.rounds > 0);
   for (int round = 0; round < rows.rounds; ++round) {  // uniform within a group, whose threads meet at barriers
-    const int slot = round % kRowStages;
-    start_copies(row + stride, round + 1 < rows.rounds, slot ^ 1);
-    const int64_t row_start = static_cast<int64_t>(row) * columns;
-    const float rstd = p.rstd[row];
-    const float shift = -p.mean[row] * rstd;
-    Packed<R> dz[S::kVectors];
-#pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) {
-      const bool wanted = p.dz != nullptr && in_row<S>(v, columns);
-      dz[v] = load_packed_if(wanted, static_cast<const R*>(p.dz) + row_start + column_of<S>(v));
-    }
+    gradients.copy(row + stride, round + 1 < rows.rounds, round % kRowStages ^ 1);
     RowDraws<S> draws;
-    dropout.draw(row, draws);
-    cp_async_wait<2 * (kRowStages - 1)>();  // two ring buffers, so two cp.async groups per row
-
-    float sums[3] = {0.0f, 0.0f, 0.0f};  // of xhat (zero except for rounding), of g and of g * xhat
+    gradients.finish(
+        row, round % kRowStages, scratch[round % kRowStages], [&] { dropout.draw(row, draws); },
+        [&](int v, bool inside, int64_t to, float (&out)[kVector], const Packed<R>&) {
 #pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) {
-      const bool inside = in_row<S>(v, columns);
-      float gradient[kVector], value[kVector], weight[kVector];
-      widen(rings.dy.at(slot, 0, v), gradient);
-      widen(rings.z.at(slot, 0, v), value);
-      widen(load_packed(memory.weight + column_of<S>(v)), weight);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float xhat = fmaf(value[i], rstd, shift);
-        const float g = gradient[i] * weight[i];
-        if (inside) sums[0] += xhat;  // the other sums have dy as a factor, which is zero past the end
-        sums[1] += g;
-        sums[2] = fmaf(g, xhat, sums[2]);
-      }
-    }
-    group_sum<S::kGroup, S::kBlock>(sums, scratch[slot] + 3 * (threadIdx.x / S::kGroup) * S::kGroup / 32);
-    const float correction = sums[0] * inverse_c;
-    const float mean_g = sums[1] * inverse_c;
-    const float mean_g_xhat = sums[2] * inverse_c - correction * mean_g;
-    // rstd * (g - mean_g - (xhat - correction) * mean_g_xhat) = g * rstd + xhat * slope + offset
-    const float slope = -rstd * mean_g_xhat;
-    const float offset = -rstd * mean_g - correction * slope;
-
-#pragma unroll
-    for (int v = 0; v < S::kVectors; ++v) {
-      float gradient[kVector], value[kVector], weight[kVector], out[kVector];
-      widen(reload_packed(&rings.dy.at(slot, 0, v)), gradient);
-      widen(reload_packed(&rings.z.at(slot, 0, v)), value);
-      widen(reload_packed(reinterpret_cast<const Packed<float>*>(memory.weight + column_of<S>(v))), weight);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const float xhat = fmaf(value[i], rstd, shift);
-        out[i] = fmaf(gradient[i] * weight[i], rstd, fmaf(xhat, slope, offset));
-        dweight[v][i] = fmaf(gradient[i], xhat - correction, dweight[v][i]);
-        dbias[v][i] += gradient[i];
-      }
-      if (p.dz != nullptr) {
-        float stream[kVector];
-        widen(dz[v], stream);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) out[i] += stream[i];
-      }
-      const bool inside = in_row<S>(v, columns);
-      const int64_t to = row_start + column_of<S>(v);
-      store_packed_if(inside, static_cast<R*>(p.dresidual) + to, narrow<R>(out));
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        out[i] = draws.kept(v, i, dropout.limit) ? out[i] * dropout.scale : 0.0f;
-        if constexpr (LINEAR_BIAS) dlinear_bias[v][i] += out[i];
-      }
-      store_packed_if(p.dx != nullptr && inside, static_cast<T*>(p.dx) + to, narrow<T>(out));
-    }
+          for (int i = 0; i < kVector; ++i) {
+            out[i] = draws.kept(v, i, dropout.limit) ? out[i] * dropout.scale : 0.0f;
+            if constexpr (LINEAR_BIAS) dlinear_bias[v][i] += out[i];
+          }
+          store_packed_if(p.dx != nullptr && inside, static_cast<T*>(p.dx) + to, narrow<T>(out));
+        });
     row += stride;
   }
   pass_missed_barriers<1>(p.rows, rows);
   cp_async_wait<0>();
   const int64_t parts = static_cast<int64_t>(gridDim.x) * columns;
   float* part = p.workspace + static_cast<int64_t>(blockIdx.x) * columns;
-  if (p.dweight != nullptr) store_part<S>(dweight, memory.shares, part, columns);
-  if (p.dbias != nullptr) store_part<S>(dbias, memory.shares, part + parts, columns);
+  gradients.store(part, parts);
   if constexpr (LINEAR_BIAS) store_part<S>(dlinear_bias, memory.shares, part + 2 * parts, columns);
 }
 

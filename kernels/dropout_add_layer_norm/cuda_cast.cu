@@ -1,8 +1,7 @@
 // The forward of dropout_add_layer_norm that also writes y in e4m3, on Hopper.
 //
 // A warp processes a row at a time. If as_columns is not needed, it processes only one. Otherwise a block processes a
-// tile of 32 rows, four rows per warp. The FP8 rows of the tile are stored in shared memory, from which each thread
-// transposes 16 rows of 4 columns, so that 32 bytes of a column are written together.
+// tile of 32 rows, four rows per warp (cuda_tile_rows.cuh).
 #include <cstdint>
 
 #include "common/cuda/fp8.cuh"
@@ -11,36 +10,14 @@
 #include "common/cuda/normalize.cuh"
 #include "common/cuda/rows.cuh"
 #include "dropout_add_layer_norm/cuda_add_row.cuh"
+#include "dropout_add_layer_norm/cuda_tile_rows.cuh"
 #include "dropout_add_layer_norm/op.h"
 
 namespace fasttfm {
 namespace cuda {
 namespace {
 
-constexpr int kTileRows = 32;
 constexpr int kBlock = 256;
-
-// The FP8 rows of a tile. The second half is padded by 16 words, so that the 32 lanes of a warp, which read 16
-// neighbouring words in each half, read from 32 different banks.
-template <class S>
-struct alignas(16) TileRows {
-  static constexpr int kRowWords = S::kColumns / 4;
-  uint32_t word[kTileRows * kRowWords + 16];
-
-  __device__ __forceinline__ uint32_t* row(int number) { return word + number * kRowWords + number / 16 * 16; }
-
-  // The transpose of 16 rows, from row 16 * half on, by 4 columns.
-  __device__ __forceinline__ void columns(int group, int half, uint4 (&found)[4]) {
-    const uint32_t* from = row(16 * half) + group;
-    uint32_t part[4][4];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) part[i / 4][i % 4] = from[i * kRowWords];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) transpose_bytes(part[i]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) found[i] = make_uint4(part[0][i], part[1][i], part[2][i], part[3][i]);
-  }
-};
 
 // Writes y of a row in FP8 to `to`, and to the tile's row unless that is null.
 template <class R, class P, class S>
@@ -91,16 +68,8 @@ __global__ void __launch_bounds__(S::kBlock, sizeof(R) == 2 ? 4 : 3) tiles_kerne
   }
   record_warp(p.y_amax, most);
   __syncthreads();
-  const int64_t padded = (p.rows + 15) / 16 * 16;
-  for (int index = threadIdx.x; index < static_cast<int>(p.columns) / 2; index += S::kBlock) {
-    const int group = index / 2, half = index % 2;
-    if (tile_row + 16 * half >= padded) continue;
-    uint4 column[4];
-    tile.columns(group, half, column);
-    uint8_t* to = static_cast<uint8_t*>(p.as_columns) + 4 * group * padded + tile_row + 16 * half;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) *reinterpret_cast<uint4*>(to + i * padded) = column[i];
-  }
+  const int64_t padded = padded_rows(p.rows);
+  store_columns(tile, p.as_columns, static_cast<int>(p.columns), tile_row, padded, padded);
 }
 
 template <class R, class P>

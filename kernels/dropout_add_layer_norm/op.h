@@ -78,6 +78,15 @@ struct DropoutAddLayerNormBackward {
   void* stream;  // CUDA
 };
 
+// The backward that writes dx in FP8, as the cast of dresidual after dropout. dx of the other backward is not used.
+struct DropoutAddLayerNormBackwardFp8 : DropoutAddLayerNormBackward {
+  const float* dx_scale;  // [1], a power of two
+  float* dx_amax;         // [1]: updated to at least the largest magnitude of dx
+  void* as_rows;          // [N, C], FP8
+  void* as_columns;       // [C, P], FP8
+  int e5m2;               // not 0 for e5m2, 0 for e4m3
+};
+
 namespace cpu {
 Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward&);
 Status dropout_add_layer_norm_backward(const DropoutAddLayerNormBackward&);
@@ -88,8 +97,9 @@ namespace cuda {
 // Columns are a multiple of 8, up to 8192; x, residual, dy, dz, z and parameters start at multiples of 16 bytes.
 Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward&);
 Status dropout_add_layer_norm_backward(const WithBlockMemory<DropoutAddLayerNormBackward>&);
-// Requires compute capability 9.0, bf16 x, and columns that are a multiple of 16, up to 1024.
+// These require compute capability 9.0, bf16 x, and columns that are a multiple of 16, up to 1024.
 Status dropout_add_layer_norm_fp8(const DropoutAddLayerNormFp8&);
+Status dropout_add_layer_norm_backward_fp8(const DropoutAddLayerNormBackwardFp8&);
 // Bytes of shared memory per block of the backward, on a GPU with a limit of `limit` bytes per block; more than `limit`
 // if the kernels cannot run there. `linear_bias` is not 0 if its gradient is needed.
 int64_t dropout_add_layer_norm_backward_memory(int64_t columns, int64_t dtype, int64_t residual_dtype,

@@ -1,4 +1,4 @@
-"""dropout_add_layer_norm with a cast: the same bits as the op and a cast after it."""
+"""dropout_add_layer_norm with casts, forward and backward: the same bits as the op and a cast after it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.common import philox
+from fasttfm.kernels.fp8 import reference
 from fasttfm.ops import fp8
-from fasttfm.ops.dropout_add_layer_norm import forward_op
+from fasttfm.ops.dropout_add_layer_norm import backward_op, forward_op
 from fasttfm.ops.fp8 import Scales, Slot
-from fasttfm.ops.fp8_norm import NormArguments, add_norm_cast, refuse
+from fasttfm.ops.fp8_norm import NormArguments, add_norm_backward_cast, add_norm_cast, refuse, refuse_backward
 
 SHAPES = [(1, 16), (33, 64), (100, 272), (37, 768), (2049, 1024)]
 
 
-def slot_of(device: str) -> Slot:
-    (slot,) = Scales([fp8.E4M3], 2, torch.device(device)).slots
+def slot_of(device: str, dtype: torch.dtype = fp8.E4M3) -> Slot:
+    (slot,) = Scales([dtype], 2, torch.device(device)).slots
     slot.scales.amax.fill_(3.0)  # larger values saturate
     slot.scales.update()
     return slot
@@ -91,3 +92,81 @@ def test_what_the_kernel_refuses() -> None:
     assert "bfloat16" in str(refuse(x[:, :64].half(), x[:, :64].half(), slot, None))
     assert "another backend" in str(refuse(x[:, :64], x[:, :64], slot, "triton"))
     assert refuse(x[:, :64], x[:, :64], slot, "cuda") is None
+    assert "e4m3" in str(refuse(x[:, :64], x[:, :64], slot_of("cuda", fp8.E5M2), None))
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def dropped(x: Tensor, norm: NormArguments) -> Tensor:
+    """Dropout of x, in fp32."""
+    if norm.seed is None:
+        return x.float()
+    threshold = philox.threshold(norm.p)
+    positions = philox.row_positions(x.shape, norm.cu_seqlens, x.device)
+    kept = philox.kept(norm.seed, *positions, x.shape[1], threshold)
+    return torch.where(kept, x.float() * philox.scale(threshold), 0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["post-LN", "pre-LN", "fp32 residual", "no parameters"])
+@pytest.mark.parametrize("shape", [*SHAPES, (4250, 1024), (9000, 768)], ids=str)
+def test_the_backward_has_the_bits_of_a_cast_after_dropout(
+    shape: tuple[int, int], kind: str, p: float, dtype: torch.dtype
+) -> None:
+    x, residual, norm = inputs(shape, "cuda", torch.bfloat16, p)
+    residual = residual.float() if kind == "fp32 residual" else residual
+    _, z, statistics = forward_op(x, residual, *norm, True, "cuda")
+    dy, dz = torch.randn_like(x), None if kind == "post-LN" else torch.randn_like(z)
+    wanted = [kind != "no parameters"] * 3
+    slot = slot_of("cuda", dtype)
+    assert refuse_backward(dy, z, slot, None) is None
+    found = add_norm_backward_cast((dy, dz), z, statistics, norm, wanted, slot, None)
+    assert found is not None
+    expected = backward_op(dy, dz, z, statistics, *norm[:-1], wanted, "cuda")
+    assert torch.equal(found.dresidual, expected[0])
+    dx = dropped(found.dresidual, norm)
+    rows = reference.quantize(dx, slot.scale, dtype)
+    assert torch.equal(found.dx8.rows.view(torch.uint8), rows.view(torch.uint8))
+    assert torch.equal(found.dx8.columns.view(torch.uint8), reference.transposed(rows).view(torch.uint8))
+    assert slot.amax == dx.abs().max()
+    if kind == "no parameters":
+        assert not any(each.numel() for each in found[2:])
+        return
+    for own, known in zip(found[2:4], expected[2:4], strict=True):  # sums in another order
+        torch.testing.assert_close(own, known, rtol=1e-5, atol=1e-6 * shape[0])
+    torch.testing.assert_close(found.dlinear_bias.double(), dx.double().sum(0), rtol=1e-5, atol=1e-6 * shape[0])
+
+
+@pytest.mark.gpu
+def test_nan_and_infinity_reach_the_casts_of_the_backward() -> None:
+    x, residual, norm = inputs((40, 64), "cuda", torch.bfloat16, 0.0)
+    _, z, statistics = forward_op(x, residual, *norm, True, "cuda")
+    dz = torch.zeros_like(z)
+    dz[3, 5], dz[4, 6] = float("nan"), float("inf")
+    slot = slot_of("cuda", fp8.E5M2)
+    found = add_norm_backward_cast((torch.ones_like(x), dz), z, statistics, norm, [True] * 3, slot, None)
+    assert found is not None
+    assert found.dx8.rows.float().isnan().nonzero().tolist() == [[3, 5], [4, 6]]
+    assert found.dx8.columns.float().isnan().nonzero().tolist() == [[5, 3], [6, 4]]
+    assert slot.amax.isinf()
+
+
+@pytest.mark.gpu
+def test_more_columns_are_cast_by_another_kernel() -> None:
+    x, residual, norm = inputs((70, 1040), "cuda", torch.bfloat16, 0.3)
+    _, z, statistics = forward_op(x, residual, *norm, True, "cuda")
+    slot = slot_of("cuda", fp8.E5M2)
+    assert refuse_backward(x, z, slot, None) is not None
+    found = add_norm_backward_cast((torch.randn_like(x), None), z, statistics, norm, [True] * 3, slot, None)
+    assert found is not None
+    rows = reference.quantize(dropped(found.dresidual, norm), slot.scale, fp8.E5M2)
+    assert torch.equal(found.dx8.rows.view(torch.uint8), rows.view(torch.uint8))
+
+
+def test_without_the_backwards_kernel() -> None:
+    x, residual, norm = inputs((37, 48), "cpu", torch.float32, 0.2)
+    _, z, statistics = forward_op(x, residual, *norm, True, None)
+    assert add_norm_backward_cast((x, None), z, statistics, norm, [True] * 3, slot_of("cpu"), None) is None

@@ -320,6 +320,7 @@ def _backward_native(
     wanted: list[bool],
     *,
     want_dx: bool = True,
+    cast: tuple[Any, ...] = (),
 ) -> Gradients:
     core = _native.core()
     dresidual = contiguous_like(z)
@@ -332,7 +333,8 @@ def _backward_native(
     read = weight if z.is_cuda else _native.as_parameter(weight, torch.float32)
     floats = core.dropout_add_layer_norm_backward_workspace(z)
     threshold = philox.threshold(p)
-    core.dropout_add_layer_norm_backward(
+    launch = core.dropout_add_layer_norm_backward_fp8_cuda if cast else core.dropout_add_layer_norm_backward
+    launch(
         dy,
         dz,
         z,
@@ -346,6 +348,7 @@ def _backward_native(
         dx if separate else None,
         *(total if want else None for total, want in zip(sums, wanted, strict=True)),
         empty_numbers(z, floats),
+        *cast,
     )
     dweight, dbias, dlinear_bias = (in_type(total, like.dtype) for total, like in zip(sums, gradients, strict=True))
     return dresidual, dx, dweight, dbias, dlinear_bias
@@ -359,16 +362,17 @@ def one_type(x: Tensor, residual: Tensor, *parameters: Tensor | None) -> list[Te
     return [_native.as_parameter(parameter, dtype) for parameter in parameters]
 
 
-def stream_backward_cuda(dy: Tensor, *others: Any) -> Gradients | None:
+def stream_backward_cuda(dy: Tensor, *others: Any, cast: tuple[Any, ...] = ()) -> Gradients | None:
     """The backward without dx, which a caller computes from dresidual by the same seed: the arguments of the
-    registered op. None if another backend runs the call."""
+    registered op. None if another backend runs the call. ``cast``: scale, amax, rows, columns and format of dx in FP8,
+    for Hopper's kernel that writes them."""
     *given, backend = others
     _, z, _, weight, bias, linear_bias = given[:6]
     dy = contiguous_rows(dy)
     if _choose(backend, dy, z, weight, bias, linear_bias).name != "cuda":
         return None
     dz = None if given[0] is None else contiguous_rows(given[0])
-    return _backward_native(dy, dz, *given[1:], want_dx=False)
+    return _backward_native(dy, dz, *given[1:], want_dx=False, cast=cast)
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------

@@ -15,9 +15,8 @@ from torch import Tensor
 from fasttfm.ops import fp8, linear
 from fasttfm.ops.attention import forward_op as attention_forward_op
 from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
-from fasttfm.ops.dropout_add_layer_norm import stream_backward_cuda
 from fasttfm.ops.fp8 import LayerFp8
-from fasttfm.ops.fp8_norm import NormArguments, add_norm_cast
+from fasttfm.ops.fp8_norm import NormArguments, add_norm_backward_cast, add_norm_cast
 from fasttfm.ops.library import OpFunction, unshared
 from fasttfm.ops.transformer_block import (
     BlockBackward,
@@ -224,22 +223,17 @@ class _Backward(BlockBackward):
         dropout: Dropout,
         layer: fp8.Fp8Linear,
     ) -> tuple[Tensor, fp8.Quantized]:
-        """The gradients of both terms of the sum z: the residual stream's, and the branch's in FP8. On Hopper the cast
-        applies the branch's dropout, and reads the stream's gradient."""
-        dy, dz = gradients
-        cu_seqlens, seed, p = dropout
-        if cu_seqlens is not None and seed is not None and dy.dtype == z.dtype and fp8.drops_in_cast(z, layer.gradient):
-            parameters = [getattr(self.own, name) for name in names]
-            wanted = [bool(getattr(self.wanted, name)) for name in names]
-            found = stream_backward_cuda(dy, dz, z, statistics, *parameters, *dropout, wanted, self.options.backend)
-            if found is not None:
-                dstream, _, *sums = found
-                self.gradients.update(
-                    (name, value) for name, value, want in zip(names, sums, wanted, strict=True) if want
-                )
-                return dstream, fp8.cast_dropped(dstream, layer.gradient, (cu_seqlens, seed, p))
-        dstream, dbranch = self._add_norm(names, dy, dz, z, statistics, dropout)
-        return dstream, fp8.cast(dbranch, layer.gradient)
+        """The gradients of both terms of the sum z: the residual stream's, and the branch's in FP8."""
+        wanted = [bool(getattr(self.wanted, name)) for name in names]
+        weight, bias, linear_bias = (getattr(self.own, name) for name in names)
+        norm = NormArguments(weight, bias, linear_bias, *dropout, 0.0)
+        found = add_norm_backward_cast(gradients, z, statistics, norm, wanted, layer.gradient, self.options.backend)
+        if found is None:
+            dstream, dbranch = self._add_norm(names, *gradients, z, statistics, dropout)
+            return dstream, fp8.cast(dbranch, layer.gradient)
+        dstream, dbranch8, *sums = found
+        self.gradients.update((name, value) for name, value, want in zip(names, sums, wanted, strict=True) if want)
+        return dstream, dbranch8
 
     def _fp8_weight(self, name: str, layer: fp8.Fp8Linear, dy: fp8.Quantized, x: tuple[Tensor, Tensor]) -> None:
         if getattr(self.wanted, name):

@@ -1,4 +1,4 @@
-"""dropout_add_layer_norm whose result is also cast to FP8, by one kernel on Hopper."""
+"""dropout_add_layer_norm whose result, or the gradient of whose branch, is cast to FP8 by its own kernel on Hopper."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fasttfm import _native
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.rows import empty_output, readable_rows
 from fasttfm.ops import fp8, fp8_native
-from fasttfm.ops.dropout_add_layer_norm import forward_op, one_type
+from fasttfm.ops.dropout_add_layer_norm import forward_op, one_type, stream_backward_cuda
 from fasttfm.ops.fp8 import Quantized, Slot
 
 _MAX_COLUMNS = 1024  # the kernel keeps a row in the registers of a warp
@@ -29,6 +29,16 @@ class NormArguments(NamedTuple):
     eps: float
 
 
+class NormGradients(NamedTuple):
+    """The gradients of both terms of the sum, and of the parameters that are wanted; the others are empty."""
+
+    dresidual: Tensor
+    dx8: Quantized
+    dweight: Tensor
+    dbias: Tensor
+    dlinear_bias: Tensor
+
+
 class Normalized(NamedTuple):
     y: Tensor
     z: Tensor
@@ -37,13 +47,18 @@ class Normalized(NamedTuple):
 
 
 def refuse(x: Tensor, residual: Tensor, slot: Slot, backend: str | None) -> str | None:
-    """Why the kernel does not support x [N, C]; None if it does."""
+    """Why the forward's kernel does not support x [N, C]; None if it does."""
+    return "takes e4m3" if slot.dtype != fp8.E4M3 else refuse_backward(x, residual, slot, backend)
+
+
+def refuse_backward(x: Tensor, residual: Tensor, slot: Slot, backend: str | None) -> str | None:
+    """Why the backward's kernel does not support the gradient of x [N, C]; None if it does."""
     if (reason := _native.missing_hopper()) is not None:
         return reason
     if backend not in (None, "cuda"):
         return f"another backend is requested: {backend}"
-    if slot.scales.measuring or slot.dtype != fp8.E4M3:
-        return "takes e4m3 with a known scale"
+    if slot.scales.measuring:
+        return "takes a known scale"
     if x.dtype != torch.bfloat16 or residual.dtype not in (torch.bfloat16, torch.float32):
         return f"takes bfloat16, and a residual of bfloat16 or float32, got {x.dtype} and {residual.dtype}"
     if x.shape[1] > _MAX_COLUMNS:
@@ -87,3 +102,30 @@ def _run_cuda(
         *(slot.scale, slot.amax, rows, columns if with_columns else None),
     )
     return Normalized(y, z, statistics, Quantized(rows, columns, slot.inverse))
+
+
+def add_norm_backward_cast(
+    gradients: tuple[Tensor, Tensor | None],
+    z: Tensor,
+    statistics: Tensor,
+    norm: NormArguments,
+    wanted: list[bool],
+    slot: Slot,
+    backend: str | None,
+) -> NormGradients | None:
+    """The backward of dropout_add_layer_norm for the gradients of y and z, with dx only in FP8. It is the cast of
+    dresidual after dropout: in the same kernel, or in another one if that one does not support the call. None if
+    neither does."""
+    dy, dz = gradients
+    given = (dz, z, statistics, *norm[:-1], wanted, backend)
+    if refuse_backward(dy, z, slot, backend) is None:
+        rows, columns = fp8.empty_layouts(dy, slot.dtype)
+        cast = (slot.scale, slot.amax, rows, columns, int(slot.dtype == fp8.E5M2))
+        if (found := stream_backward_cuda(dy, *given, cast=cast)) is not None:
+            return NormGradients(found[0], Quantized(rows, columns, slot.inverse), *found[2:])
+    cu_seqlens, seed = norm.cu_seqlens, norm.seed
+    if cu_seqlens is None or seed is None or dy.dtype != z.dtype or not fp8.drops_in_cast(z, slot):
+        return None
+    if (found := stream_backward_cuda(dy, *given)) is None:
+        return None
+    return NormGradients(found[0], fp8.cast_dropped(found[0], slot, (cu_seqlens, seed, norm.p)), *found[2:])
