@@ -30,7 +30,7 @@ from training_step import append_row, measure, training_step, versions, write_ch
 from fasttfm.kernels.common import philox
 from fasttfm.ops import fp8, fp8_native
 from fasttfm.ops.dropout_add_layer_norm import backward_op, forward_op
-from fasttfm.ops.fp8_norm import NormArguments, add_norm_backward_cast
+from fasttfm.ops.fp8_norm import NormArguments, add_norm_backward_cast, add_norm_cast
 
 CASES = (
     "bert-large:64x512",
@@ -117,8 +117,8 @@ def _passes(width: int, device: torch.device) -> dict[str, tuple[int, Callable[[
 
 
 def _norms(width: int, device: torch.device) -> dict[str, tuple[int, Callable[[], Any]]]:
-    """The backward of dropout_add_layer_norm, and what follows it for the branch's gradient in FP8."""
-    (slot,) = fp8.Scales([fp8.E5M2], 4, device).slots
+    """dropout_add_layer_norm with casts, and its backward with and without the cast of the branch's gradient."""
+    slot, other = fp8.Scales([fp8.E5M2, fp8.E4M3], 4, device).slots
     slot.scales.update()
     x, residual, dy = (torch.randn(TOKENS, width, device=device, dtype=torch.bfloat16) for _ in range(3))
     weight, bias, linear_bias = (torch.randn(width, device=device) for _ in range(3))
@@ -127,6 +127,7 @@ def _norms(width: int, device: torch.device) -> dict[str, tuple[int, Callable[[]
     _, z, statistics = forward_op(x, residual, *norm, True, None)
     wanted, dropout = [True] * 3, (ends, norm.seed, norm.p)
     return {
+        "norm forward with cast": (10, lambda: add_norm_cast(x, residual, norm, other, None)),
         "norm backward": (8, lambda: backward_op(dy, None, z, statistics, *norm[:-1], wanted, None)),
         "dropout and cast": (4, lambda: fp8.cast_dropped(dy, slot, dropout)),
         "norm backward with cast": (
