@@ -65,7 +65,10 @@ def warm_start(arguments: argparse.Namespace) -> Path | None:
         dropout=0.0,
     )
     summary = run(arguments, settings, output, evaluate_every=max(1, steps // 16))
-    print(f"warm start: {steps} steps, validation {summary.held_out['loss']:.4f}", flush=True)
+    found, wanted = summary.held_out["loss"], arguments.warm_start_loss
+    print(f"warm start: {steps} steps, validation {found:.4f}", flush=True)
+    if wanted is not None and found >= wanted:
+        raise SystemExit(f"--warm-start-loss: expected a validation loss below {wanted}, got {found:.4f}")
     return summary.checkpoint
 
 
@@ -129,7 +132,8 @@ def main() -> None:
     parser.add_argument("--objective", help="the family's own by default")
     parser.add_argument("--warm-start-steps", type=int, default=0, help="of a run before the others")
     parser.add_argument("--warm-start-tokens", type=int, default=8192, help="of each of its steps")
-    parser.add_argument("--warm-start-learning-rate", type=float, default=3e-4, help="constant after the warmup")
+    parser.add_argument("--warm-start-learning-rate", type=float, default=1e-4, help="constant after the warmup")
+    parser.add_argument("--warm-start-loss", type=float, help="stop if its validation loss is not below this")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
