@@ -1,5 +1,5 @@
 // The projection as an instance of the Hopper GEMM (common/cuda/hopper_product.cuh), with an epilogue that adds the
-// bias.
+// bias and rotates queries and keys.
 #include <cstdint>
 
 #include "common/cuda/hopper.cuh"
@@ -12,16 +12,44 @@ namespace {
 
 using Shape = ProductShape<192, 4, 2, 7>;
 
+constexpr int kHeadColumns = 64, kPairs = kHeadColumns / 2;
+static_assert(kHeadColumns == kTileColumns, "a part of a tile is a head");
+
+struct QkvParams {
+  const void* bias;  // or null
+  char* qkv;
+  int rows, columns;
+  int steps;
+  int column_tiles, turns;
+  int whole, split;
+  DType bias_dtype;
+  const float *cos, *sin;
+  const int64_t* positions;
+  int sequence, table_rows;
+};
+
+// Rotates a thread's 8 columns of a row. The columns of their pairs are in another lane, 32 columns away. Called by all
+// threads of a warp together.
+__device__ __forceinline__ void rotate(const QkvParams& p, int row, int column, bool there, float (&value)[kVector]) {
+  int64_t position = -1;
+  if (there) position = p.positions == nullptr ? row % p.sequence : p.positions[row];
+  const bool known = position >= 0 && position < p.table_rows;
+  const int64_t at = known ? position * kPairs + column % kPairs : 0;
+  const bool second = column % kHeadColumns >= kPairs;
+  float cos[kVector], sin[kVector];
+  widen(load_packed(p.cos + at), cos);
+  widen(load_packed(p.sin + at), sin);
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) {
+    const float other = __shfl_xor_sync(0xffffffffu, value[i], kPairs / kVector);
+    const float rotated = fmaf(second ? other : -other, sin[i], value[i] * cos[i]);
+    value[i] = known ? rotated : __int_as_float(0x7fffffff);
+  }
+}
+
+template <bool ROTARY>
 struct QkvEpilogue {
-  struct Params {
-    const void* bias;  // or null
-    char* qkv;
-    int rows, columns;
-    int steps;
-    int column_tiles, turns;
-    int whole, split;
-    DType bias_dtype;
-  };
+  using Params = QkvParams;
   static constexpr Major kB = Major::k;
 
   template <class T, class S>
@@ -31,6 +59,9 @@ struct QkvEpilogue {
       widen_vector<T>(sums, value);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) value[i] += bias[i];
+      if constexpr (ROTARY) {  // the condition is the same for all columns of a head
+        if (at.column < p.columns / 3 * 2) rotate(p, at.row(), at.column, at.there(), value);
+      }
       store_vector_if(at.there(), p.qkv + at.offset, narrow_vector<T>(value));
     });
   }
@@ -45,13 +76,22 @@ Status qkv_projection(const QkvProjection& call) {
   if (status.code != StatusCode::ok || call.rows == 0) return status;
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
-  QkvEpilogue::Params p = {};
+  if (call.cos != nullptr && (call.columns % (3 * kHeadColumns) != 0 || call.sequence < 1))
+    return bad_size("qkv_projection: rotary embedding needs heads of 64 columns");
+  if (call.rows > INT32_MAX || call.table_rows > INT32_MAX) return bad_size("qkv_projection: too many rows");
+  QkvParams p = {};
   p.bias = call.bias;
   p.qkv = static_cast<char*>(call.qkv);
   p.rows = static_cast<int>(call.rows);
   p.columns = static_cast<int>(call.columns);
   p.bias_dtype = call.bias_dtype;
-  return run_product<Shape, QkvEpilogue>(operands, p);
+  p.cos = call.cos;
+  p.sin = call.sin;
+  p.positions = call.positions;
+  p.sequence = static_cast<int>(call.sequence);
+  p.table_rows = static_cast<int>(call.table_rows);
+  return call.cos == nullptr ? run_product<Shape, QkvEpilogue<false>>(operands, p)
+                             : run_product<Shape, QkvEpilogue<true>>(operands, p);
 }
 
 }  // namespace cuda

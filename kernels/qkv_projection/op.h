@@ -1,4 +1,5 @@
-// The projection of N rows to queries, keys and values: qkv = x weight^T + bias, [N, 3C], seen as [N, 3, H, D].
+// The projection of N rows to queries, keys and values: qkv = x weight^T + bias, [N, 3C], seen as [N, 3, H, D]; with
+// rotary embedding of queries and keys, for heads of 64 columns of which all are rotated.
 //
 // The sums are rounded to the storage type before the bias is added to them. Memory traffic in addition to the
 // operands: 3C elements per row are written.
@@ -20,7 +21,12 @@ struct QkvProjection {
   int64_t inputs;      // C
   int64_t columns;     // 3C
   int64_t x_stride;
-  DType dtype;  // bf16 or f16
+  const float* cos;          // [P, 32], or null without rotary embedding: column i of a head is paired with i + 32
+  const float* sin;          // [P, 32]
+  const int64_t* positions;  // [N], or null if a row's position is its index modulo `sequence`
+  int64_t sequence;
+  int64_t table_rows;  // P; other positions result in NaN
+  DType dtype;         // bf16 or f16
   DType bias_dtype;
   int device;
   void* stream;

@@ -190,7 +190,13 @@ def test_triton_is_used_only_by_name_and_explain_says_why() -> None:
 def test_what_the_hopper_kernel_does_not_support() -> None:
     (cuda,) = (backend for backend in tables_of_backends()["qkv_projection"].backends if backend.name == "cuda")
     x, weight, cos = torch.randn(5, C).bfloat16(), torch.randn(3 * C, C).bfloat16(), torch.ones(5, 2)
-    assert cuda.refuse(x, weight, None, H, cos) == "takes no rotary embedding"
+    refusal = "takes rotary embedding only of heads of 64 columns, of all of them, not interleaved"
+    assert cuda.refuse(x, weight, None, H, cos) == refusal
+    wide, whole = (torch.zeros(rows, 128, dtype=torch.bfloat16) for rows in (5, 384)), torch.ones(5, 32)
+    wide_x, wide_weight = wide
+    assert cuda.refuse(wide_x, wide_weight, None, 2, whole, True) == refusal
+    assert cuda.refuse(wide_x, wide_weight, None, 2, whole[:, :16]) == refusal
+    assert cuda.refuse(wide_x, wide_weight, None, 2, whole) == "takes tensors on a GPU of compute capability 9.0"
     assert cuda.refuse(x.float(), weight.float(), None, H) == "takes bfloat16 and float16, got float32"
     assert cuda.refuse(x, weight, None, H) == "takes tensors on a GPU of compute capability 9.0"
     with pytest.raises(BackendRefused, match=r"backend 'cuda' does not support this call:\n  torch: supports"):
@@ -198,10 +204,13 @@ def test_what_the_hopper_kernel_does_not_support() -> None:
     assert explain("qkv_projection", x, weight, None, H, cos=cos, sin=cos).chosen == "torch"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
+HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="requires Hopper"
 )
+
+
+@pytest.mark.gpu
+@HOPPER
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 # One tile, tiles that extend past the end, and several rounds of tiles on all SMs.
 @pytest.mark.parametrize(("rows", "columns"), [(1, 8), (127, 72), (300, 200), (777, 768), (4700, 1024)])
@@ -216,3 +225,42 @@ def test_hopper_kernel(rows: int, columns: int, biased: bool, dtype: torch.dtype
     exact = reference.qkv_projection(x.double(), weight.double(), None if bias is None else bias.double(), 2)
     found = compare("qkv", tested, naive, exact, OUTPUT_FACTOR)
     assert found.ok, str(found)
+
+
+@pytest.mark.gpu
+@HOPPER
+@pytest.mark.parametrize("given", [False, True], ids=["dense", "positions"])
+@pytest.mark.parametrize(("batch", "rows", "heads"), [(1, 1, 1), (3, 100, 2), (2, 127, 12), (9, 512, 16)])
+def test_hopper_kernel_rotates(batch: int, rows: int, heads: int, given: bool) -> None:
+    torch.manual_seed(0)
+    columns, dtype = 64 * heads, torch.bfloat16
+    x = torch.randn(batch, rows, columns, device="cuda").to(dtype)
+    weight = (torch.randn(3 * columns, columns, device="cuda") * columns**-0.5).to(dtype)
+    bias = torch.randn(3 * columns, device="cuda").to(dtype)
+    cos, sin = (table.cuda() for table in tables(2 * rows, 32))
+    positions = torch.randint(0, 2 * rows, (batch, rows), device="cuda") if given else None
+    tested = qkv_projection(x, weight, bias, heads, cos=cos, sin=sin, positions=positions, backend="cuda")
+    naive, exact = (
+        rotary(
+            reference.qkv_projection(x.to(own), weight.to(own), bias.to(own), heads).flatten(-3, -2),
+            *(cos.to(table), sin.to(table)),
+            positions=positions,
+            rotary_heads=2 * heads,
+            backend="reference",
+        ).view(tested.shape)
+        for own, table in ((dtype, torch.float32), (torch.float64, torch.float64))
+    )
+    found = compare("qkv", tested, naive, exact, OUTPUT_FACTOR)
+    assert found.ok, str(found)
+    values = qkv_projection(x, weight, bias, heads, backend="cuda").unbind(-3)[2]
+    assert same_bits(tested.unbind(-3)[2], values)
+
+
+@pytest.mark.gpu
+@HOPPER
+def test_hopper_kernel_has_nan_for_positions_outside_of_the_tables() -> None:
+    x, weight = (torch.ones(rows, 64, device="cuda", dtype=torch.bfloat16) for rows in (3, 192))
+    cos, sin = (table.cuda() for table in tables(4, 32))
+    positions = torch.tensor([3, 4, -1], device="cuda")
+    qkv = qkv_projection(x, weight, None, 1, cos=cos, sin=sin, positions=positions, backend="cuda")
+    assert qkv.isnan().all(-1).all(-1).tolist() == [[False] * 3, [True, True, False], [True, True, False]]

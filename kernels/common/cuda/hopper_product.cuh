@@ -330,16 +330,20 @@ struct EpilogueThread {
 // Iterates over the positions of a thread's vectors of one part of a tile in a tensor [rows, columns].
 template <class S>
 struct PartWalk {
-  int column, rows;  // number of valid rows from the next vector's on
-  int64_t offset;    // of the next vector, in bytes
+  int column, end;  // one past the last row of the tile
+  int rows;         // number of valid rows from the next vector's on
+  int64_t offset;   // of the next vector, in bytes
 
   template <class P>
   __device__ __forceinline__ PartWalk(const P& p, const EpilogueThread<S>& thread, const ProductTileScheduler<S>& tile,
                                       int part)
       : column(tile.column + part * kTileColumns + thread.column),
+        end(min(p.rows, tile.row + S::kRows)),
         rows(column < p.columns ? thread.rows_left(p.rows - tile.row) : 0),
         offset(2 * (static_cast<int64_t>(tile.row + thread.row) * p.columns + column)) {}
   __device__ __forceinline__ bool there() const { return rows > 0; }
+  // The row of the next vector, if it is there.
+  __device__ __forceinline__ int row() const { return end - rows; }
   // The asm keeps ptxas from computing all positions of a part in advance, which would take too many registers.
   template <class P>
   __device__ __forceinline__ void next(const P& p) {

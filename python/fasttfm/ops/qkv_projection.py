@@ -185,7 +185,7 @@ class _QkvProjection(OpFunction):
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, *options: Any) -> Tensor:
     cos, sin, positions, interleaved, asked = options
     check_positions(OP, positions, cos)
-    chosen = TABLE.select(asked, x, weight, bias, num_heads, cos)
+    chosen = TABLE.select(asked, x, weight, bias, num_heads, cos, interleaved)
     qkv: Tensor = chosen.forward(x, weight, bias, num_heads, cos, sin, positions, interleaved)
     return qkv
 
@@ -288,10 +288,20 @@ def _forward_triton(*arguments: Any) -> Tensor:
     return qkv
 
 
-def _forward_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, *_: Any) -> Tensor:
+def _forward_cuda(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_heads: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    _: bool,
+) -> Tensor:
     rows = as_rows(x)
     qkv = torch.empty(_shape(x, num_heads, 3, num_heads), dtype=x.dtype, device=x.device)
-    _native.core().qkv_projection_cuda(rows, weight, bias, qkv)
+    rotary = (None if each is None else each.contiguous() for each in (cos, sin, positions))
+    _native.core().qkv_projection_cuda(rows, weight, bias, qkv, *rotary, x.shape[-2] if x.dim() > 1 else 1)
     return qkv
 
 
@@ -301,13 +311,15 @@ def _refuse_cuda(
     bias: Tensor | None = None,
     num_heads: int | None = None,
     cos: Tensor | None = None,
+    interleaved: bool = False,
     **_: Any,
 ) -> str | None:
-    if cos is not None:
-        return "takes no rotary embedding"
+    if cos is not None and (interleaved or x.shape[-1] != _ROTATED * (num_heads or 0) or 2 * cos.shape[-1] != _ROTATED):
+        return f"takes rotary embedding only of heads of {_ROTATED} columns, of all of them, not interleaved"
     return refuse_hopper_product(x, weight, bias)
 
 
+_ROTATED = 64  # columns of a head: a part of the kernel's tile
 _NOT_MEASURED = "its time on a GPU next to torch's GEMM is not measured"
 
 TABLE = BackendTable(
