@@ -103,6 +103,7 @@ struct DroppedRows {
   const Fp8Cast& p;
   PhiloxKeys keys;
   RowPosition position;
+  uint32_t length;  // of the sequence
   uint32_t limit;
   uint32_t draw, half;
 
@@ -110,9 +111,14 @@ struct DroppedRows {
       : p(p),
         keys(static_cast<uint64_t>(*p.seed)),
         position(RowPositions{p.cu_seqlens, p.sequences, 1}(at.row < p.rows ? at.row : p.rows - 1)),
+        length(length_of(position.sequence)),
         limit((static_cast<uint32_t>(p.threshold) << 24) - 1),
         draw(static_cast<uint32_t>(at.column / 16)),
         half(at.column_group % 2) {}
+
+  __device__ __forceinline__ uint32_t length_of(uint32_t sequence) const {
+    return static_cast<uint32_t>(p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence]);
+  }
 
   // Sets the dropped elements of this row to 0, scales the others, and advances to the next row.
   __device__ __forceinline__ void apply(float (&value)[kVector]) {
@@ -123,10 +129,8 @@ struct DroppedRows {
       value[i] = (word << (24 - 8 * (i % 4))) > limit ? value[i] * p.kept_scale : 0.0f;
     }
     ++position.token;
-    while (position.sequence + 1 < p.sequences &&
-           p.cu_seqlens[position.sequence] + static_cast<int64_t>(position.token) >=
-               p.cu_seqlens[position.sequence + 1]) {
-      ++position.sequence;
+    while (position.token >= length && position.sequence + 1 < p.sequences) {
+      length = length_of(++position.sequence);
       position.token = 0;
     }
   }
