@@ -54,6 +54,16 @@ def part(rows: int, marks: int, seed: int) -> Part:
     return Part(x, x[:, 0] - x[:, 1], torch.arange(marks))
 
 
+def test_a_model_in_evaluation_mode_is_trained_in_training_mode() -> None:
+    """``from_pretrained`` returns such models; the module around them is in training mode."""
+    inner = module().eval()
+    outer = nn.Sequential(inner)
+    assert outer.training
+    optimizer = make_optimizer(outer, OptimizerSettings())
+    Trainer(outer, OBJECTIVE, optimizer, Schedule(optimizer, ScheduleSettings(3))).step([part(5, 2, seed=0)])
+    assert inner.training
+
+
 def test_an_optimizer_that_ignores_clipping_is_refused() -> None:
     model = module()
     for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model.parameters(), foreach=True)):

@@ -86,7 +86,7 @@ class Trainer:
         if not _reads_scale(optimizer):  # gradients would not be clipped, and bad steps not skipped
             expected = "one that reads grad_scale and found_inf (of make_optimizer, or of torch with fused=True)"
             raise ValueError(f"Trainer: optimizer: expected {expected}, got {type(optimizer).__name__}")
-        self.module = module
+        self.module = module.train()  # of a new module in training mode, a loaded model may be in evaluation mode
         self.objective = objective
         self.optimizer = optimizer
         self.schedule = schedule
