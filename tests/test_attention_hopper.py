@@ -93,6 +93,8 @@ def test_the_number_of_keys_matters_for_few_queries() -> None:
     [
         (empty(2**16, 1, 1, 64), 1, {}, "goes backward with up to 65535 sequences, got 65536"),
         (empty(4, 513, 2, 32), 2, {}, "goes backward with heads of 32 up to 512 queries, got 513"),
+        (empty(4, 512, 2, 192), 2, {}, "goes backward with head dims of up to 128, got 192"),
+        (empty(4, 512, 2, 256), 1, {}, "goes backward with head dims of up to 128, got 256"),
     ],
 )
 def test_calls_that_the_backward_does_not_support(q: Tensor, kv_heads: int, options: dict[str, Any], said: str) -> None:
@@ -150,7 +152,7 @@ def test_explain_names_the_backend_of_the_backward() -> None:
 # ---- the kernel ------------------------------------------------------------------------------------------------------
 
 HEADS = {64: 16, 128: 8}  # of each head dim
-FORWARD_HEADS = {**HEADS, 32: 12, 80: 4, 96: 4}  # of those that Hopper's forward takes
+FORWARD_HEADS = {**HEADS, 32: 12, 80: 4, 96: 4, 192: 4, 256: 2}  # of those that Hopper's forward takes
 DIFFERENT = [*(1 + 37 * i % 512 for i in range(40)), 0, 64]
 
 # Queries and keys of each sequence.
@@ -439,6 +441,8 @@ FEW_KEYS: dict[str, tuple[list[int], list[int], dict[str, Any]]] = {
     "more queries than keys, causal": ([1000, 0, 3] * 10, [200, 7, 0] * 10, {"causal": True}),
     "few queries, causal": ([5, 70] * 40, [256, 130] * 40, {"causal": True}),
     "few heads": ([256], [256], {}),
+    "many queries": ([2100, 130], [333, 500], {}),  # from 2,048 on, head dims 64 and 192 have other tiles
+    "many queries, causal": ([2100, 130], [700, 500], {"causal": True}),
 }
 
 
@@ -503,12 +507,13 @@ LEVELS = {
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("head_dim", HEADS)
+@pytest.mark.parametrize("head_dim", [*HEADS, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("levels", LEVELS)
 def test_scores_far_from_0(levels: str, causal: bool, head_dim: int) -> None:
     torch.manual_seed(3)
-    q, k, v = (torch.randn(9, 512, HEADS[head_dim], head_dim, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    heads = (FORWARD_HEADS[head_dim], head_dim)
+    q, k, v = (torch.randn(9, 512, *heads, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     q[..., 0] = head_dim**0.5
     k[..., 0] = LEVELS[levels].cuda()[:, None]
     k[:, LEVELS[levels] == 0.0] = 0.0  # scores of exactly 0

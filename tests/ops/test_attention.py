@@ -377,10 +377,18 @@ def test_what_the_cpu_backend_does_not_support() -> None:
     ("said", "change"),
     [
         ("takes bfloat16 and float16, got float32", {"q": torch.randn(2, 9, 2, 64)}),
-        ("takes head dims of 32, 64, 80, 96 and 128, got 72", {"q": torch.randn(2, 9, 2, 72).bfloat16()}),
+        ("takes head dims of 32, 64, 80, 96, 128, 192 and 256, got 72", {"q": torch.randn(2, 9, 2, 72).bfloat16()}),
         (
             "takes dropout with head dims of 64 and 128, got 80",
             {"q": torch.randn(2, 9, 2, 80).bfloat16(), "dropout_p": 0.1},
+        ),
+        (
+            "takes dropout with head dims of 64 and 128, got 256",
+            {"q": torch.randn(2, 9, 2, 256).bfloat16(), "dropout_p": 0.1},
+        ),
+        (
+            "takes windows with head dims of 64 and 128, got 192",
+            {"q": torch.randn(2, 9, 2, 192).bfloat16(), "window": (5, 5)},
         ),
         (
             "takes windows with head dims of 64 and 128, got 32",

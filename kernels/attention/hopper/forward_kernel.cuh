@@ -29,6 +29,38 @@ namespace cuda {
 
 // ---- producer -------------------------------------------------------------------------------------------------------
 
+// The producer thread's TMA loads of q, tile by tile.
+template <class S>
+struct QueryCopies {
+  ForwardMemory<S>& memory;
+  const CUtensorMap* q_map;
+  uint32_t number = 0, turn = 0;  // see Consumer
+
+  // Publishes a tile and loads its queries, unless it has no keys; `row` is the row of its first query.
+  __device__ __forceinline__ void copy(const QueryTile& tile, int row, int sequence) {
+    const int parts = tile.sequence < 0 || tile.blocks == 0 ? 0 : tile.parts<S>();
+    const uint32_t slot = number % S::kQuerySlots, parity = number / S::kQuerySlots % 2;
+#pragma unroll
+    for (int i = 0; i < S::kQueryBarriers; ++i) {
+      Mbarrier& full = memory.q_full[slot][i];
+      memory.q_empty[slot][i].wait(parity ^ 1);
+      if (i == 0) memory.tile_of(number) = tile;
+      const int first = S::kSplitQueries ? part_of<S>(i, turn) : 0;
+      const int end = S::kSplitQueries ? min(first + 1, parts) : parts;
+      if (first < end)
+        full.arrive_expect_tx((end - first) * S::kParts * 64 * kTileRowBytes);
+      else
+        full.arrive();
+#pragma unroll 1
+      for (int part = first; part < end; ++part)
+        tma_load_tile<S>(q_map, full, memory.q[slot] + (S::kSplitQueries ? i : part) * 64 * kTileRowBytes,
+                         S::kQueryPart, tile.head, row + 64 * part, sequence);
+    }
+    turn = tile.next_turn<S>(turn);
+    ++number;
+  }
+};
+
 // The producer thread's TMA loads of k and v, step by step.
 template <class S>
 struct KeyCopies {
@@ -36,8 +68,13 @@ struct KeyCopies {
   const CUtensorMap *k_map, *v_map;
   RingPosition<S::kStages> k_at, v_at;
 
-  // Loads a tile's keys and values; `row` is the row of the first key.
-  __device__ __forceinline__ void copy(const QueryTile& tile, int head, int row, int sequence) {
+  // Loads a tile's keys and values; `row` is the row of the first key. Calls copy_queries() first, or after the first
+  // keys if the queries have to wait for a warpgroup.
+  template <class Function>
+  __device__ __forceinline__ void copy(const QueryTile& tile, int head, int row, int sequence,
+                                       const Function& copy_queries) {
+    static_assert(!S::kSplitQueries || !S::kSharedStages, "the first keys precede the queries, their values do not");
+    if (!S::kSplitQueries) copy_queries();
     const auto load = [&](const CUtensorMap* map, Mbarrier& full, const char* to, int block) {
       tma_load_tile<S>(map, full, to, S::kKeyPart, head, row + block * S::kKeys, sequence);
     };
@@ -57,6 +94,7 @@ struct KeyCopies {
         load(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], block - 1);
         k_at.next();
       }
+      if (S::kSplitQueries && block == tile.blocks) copy_queries();
       if (block < tile.blocks) {
         memory.v_empty[v_at.slot].wait(v_at.parity ^ 1);
         memory.v_full[v_at.slot].arrive_expect_tx(S::kKeyBytes);
@@ -72,29 +110,21 @@ template <class S, Mask MASK>
 __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>& memory, const CUtensorMap* q_map,
                                         const CUtensorMap* k_map, const CUtensorMap* v_map) {
   const bool issues = threadIdx.x % 32 == 0;
-  RingPosition<S::kQuerySlots> at;
+  QueryCopies<S> queries{memory, q_map};
   KeyCopies<S> keys{memory, k_map, v_map};
   TileScheduler<S, MASK> walk(p);
-  for (uint32_t number = 0;; ++number) {
+  while (true) {
     const QueryTile tile = walk.take();
+    const int sequence = p.packed() ? 0 : tile.sequence;
+    const auto copy_queries = [&] { queries.copy(tile, walk.q_first, sequence); };
     if (issues) {
-      memory.q_empty[at.slot].wait(at.parity ^ 1);
-      memory.tile_of(number) = tile;
-      if (tile.sequence < 0 || tile.blocks == 0) {
-        memory.q_full[at.slot].arrive();
-      } else {
-        const int sequence = p.packed() ? 0 : tile.sequence;
-        memory.q_full[at.slot].arrive_expect_tx(tile.parts<S>() * S::kParts * 64 * kTileRowBytes);
-#pragma unroll 1
-        for (int part = 0; part < tile.parts<S>(); ++part)
-          tma_load_tile<S>(q_map, memory.q_full[at.slot], memory.q[at.slot] + part * 64 * kTileRowBytes, S::kQueryPart,
-                           tile.head, walk.q_first + 64 * part, sequence);
-        keys.copy(tile, tile.head / p.group, walk.k_first, sequence);
-      }
+      if (tile.sequence < 0 || tile.blocks == 0)
+        copy_queries();
+      else
+        keys.copy(tile, tile.head / p.group, walk.k_first, sequence, copy_queries);
     }
     __syncwarp();
     if (tile.sequence < 0) return;
-    at.next();
   }
 }
 
@@ -154,7 +184,8 @@ class Consumer {
         }
         results = finish(softmax);
         if constexpr (kWindow) skip_steps(after);
-        leave_tile();
+        release(q_empty());
+        count_tile();
         if (!find_near_tile()) break;
         skip_steps(absent);
         softmax = RunningSoftmax();
@@ -174,7 +205,7 @@ class Consumer {
   __device__ __forceinline__ void run_sequential() {
     turns.start();
     while (true) {
-      memory.q_full[q_at.slot].wait(q_at.parity);
+      q_full().wait(q_at.parity);
       if (memory.tile_of(number).sequence < 0) return;
       if (wait_for_tile()) {
         float s[S::kKeys / 2], o[S::kHeadDim / 2];
@@ -187,7 +218,7 @@ class Consumer {
           softmax.correct(o);
           make_operand(s, weights, kept);
         }
-        release(memory.q_empty[q_at.slot]);
+        if (!S::kSplitQueries) release(q_empty());
         end_tile(o, weights);
         const ResultRows<T> results = finish(softmax);
         count_tile();
@@ -199,12 +230,11 @@ class Consumer {
   }
 
  private:
-  // The index of the warpgroup's 64 queries within the tile; they may be past its end. Queries are assigned to
-  // warpgroups round-robin across tiles: the first queries of a tile go to the warpgroup after the one that had the
-  // last queries of the previous tile. After a tile that occupies all warpgroups the assignment also advances by one,
-  // because the warpgroups of a causal tile have unequal work.
-  __device__ __forceinline__ int part() const {
-    return static_cast<int>((static_cast<uint32_t>(group) + S::kGroups - turn) % S::kGroups);
+  // The index of the warpgroup's 64 queries within the tile; they may be past its end.
+  __device__ __forceinline__ int part() const { return part_of<S>(group, turn); }
+  __device__ __forceinline__ Mbarrier& q_full() const { return memory.q_full[q_at.slot][S::kSplitQueries ? group : 0]; }
+  __device__ __forceinline__ Mbarrier& q_empty() const {
+    return memory.q_empty[q_at.slot][S::kSplitQueries ? group : 0];
   }
 
   // arrive_warp() with elect.sync.
@@ -223,7 +253,7 @@ class Consumer {
   // Waits for the current tile. Returns false if there is none, or if this warpgroup's queries attend to none of its
   // keys.
   __device__ __forceinline__ bool wait_for_tile() {
-    memory.q_full[q_at.slot].wait(q_at.parity);
+    q_full().wait(q_at.parity);
     const QueryTile tile = memory.tile_of(number);
     first = tile.first + 64 * part();
     if constexpr (kWindow) {
@@ -233,7 +263,8 @@ class Consumer {
       if (block < 0) return false;
       absent = kCausal ? tile.blocks - 1 - block : 0;
     }
-    q_tile = static_cast<uint32_t>(k_major(shared_address(memory.q[q_at.slot]) + part() * 64 * kTileRowBytes));
+    const int place = S::kSplitQueries ? group : part();
+    q_tile = static_cast<uint32_t>(k_major(shared_address(memory.q[q_at.slot]) + place * 64 * kTileRowBytes));
     k_length = tile.k_length;
     diagonal = tile.causal_keys(first) + (kWindow ? p.window.right : 0);
     if (S::kDropout) dropout.begin(tile.sequence, tile.head, first + row_in_group());
@@ -252,13 +283,8 @@ class Consumer {
     return true;
   }
 
-  __device__ __forceinline__ void leave_tile() {
-    release(memory.q_empty[q_at.slot]);
-    count_tile();
-  }
   __device__ __forceinline__ void count_tile() {
-    const int parts = memory.tile_of(number).template parts<S>();
-    turn = (turn + static_cast<uint32_t>(parts == S::kGroups ? 1 : parts)) % S::kGroups;
+    turn = memory.tile_of(number).template next_turn<S>(turn);
     ++number;
     q_at.next();
   }
@@ -291,7 +317,8 @@ class Consumer {
     const QueryTile tile = memory.tile_of(number);
     skip_steps(tile.blocks);
     store_empty_rows<T, S>(p, tile, tile.first + 64 * part());
-    leave_tile();
+    release(q_empty());
+    count_tile();
   }
 
   // The last wgmma with v of a tile.
@@ -391,6 +418,7 @@ class Consumer {
   __device__ __forceinline__ void finish_scores(float (&s)[S::kKeys / 2]) {
     fence_operand(s);
     release_keys();
+    if (S::kSplitQueries && block == 0) release(q_empty());
     v_slot = at.slot;
     at.next();
     if constexpr (kWindow)

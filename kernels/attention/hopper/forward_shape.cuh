@@ -16,8 +16,6 @@ template <int HEAD_DIM, int GROUPS, int KEYS, int STAGES, bool DROPOUT>
 struct ForwardShape {
   static constexpr int kHeadDim = HEAD_DIM, kGroups = GROUPS, kKeys = KEYS, kStages = STAGES;
   static constexpr bool kDropout = DROPOUT;
-  // Whether the last step of a tile overlaps with the first step of the next tile, which requires more than two stages.
-  static constexpr bool kOverlapTiles = STAGES > 2;
   // Whether k and v of a step have common mbarriers. With few stages they are separate, so that k is released as soon
   // as its scores are computed.
   static constexpr bool kSharedStages = STAGES > 3;
@@ -31,6 +29,14 @@ struct ForwardShape {
   static constexpr uint32_t kQueryPart = kQueries * kTileRowBytes, kQueryBytes = kParts * kQueryPart;
   static constexpr uint32_t kKeyPart = KEYS * kTileRowBytes, kKeyBytes = kParts * kKeyPart;
   static constexpr int kMaxQuerySlots = (225 * 1024 - 2 * STAGES * kKeyBytes) / kQueryBytes;
+  // Whether each warpgroup's queries have their own mbarriers. Head dims 192 and 256 leave no room in shared memory for
+  // the next tile's queries. A warpgroup's queries are therefore replaced by its next ones as soon as its last scores
+  // are computed, without waiting for the other warpgroup's.
+  static constexpr bool kSplitQueries = kMaxQuerySlots == 1;
+  static constexpr int kQueryBarriers = kSplitQueries ? GROUPS : 1;
+  // Whether the last step of a tile overlaps with the first step of the next tile, which requires more than two stages
+  // and the next tile's queries.
+  static constexpr bool kOverlapTiles = STAGES > 2 && !kSplitQueries;
   static constexpr int kQuerySlots = kOverlapTiles && kMaxQuerySlots > 2 ? 3 : kMaxQuerySlots > 1 ? 2 : 1;
   // Registers per thread, set by setmaxnreg. Summed over the warpgroups they are at most 512 (480 for five warpgroups),
   // because all warpgroups start with the same number.

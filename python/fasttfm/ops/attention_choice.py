@@ -22,7 +22,7 @@ def sequences_of(q: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 _HEAD_DIMS = range(16, 257, 8)
-_CUDA_HEAD_DIMS = (32, 64, 80, 96, 128)
+_CUDA_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 # Above 512 queries, Hopper's backward for heads of 64 keeps the queries of a tile of keys on chip: fits_ring() in
 # kernels/attention/hopper/window.h.
@@ -76,7 +76,7 @@ def refuse_cuda(
     if q.dtype not in _CUDA_DTYPES:
         return f"takes bfloat16 and float16, got {dtype_name(q.dtype)}"
     if q.shape[-1] not in _CUDA_HEAD_DIMS:
-        return f"takes head dims of 32, 64, 80, 96 and 128, got {q.shape[-1]}"
+        return f"takes head dims of 32, 64, 80, 96, 128, 192 and 256, got {q.shape[-1]}"
     if dropout_p > 0 and q.shape[-1] not in (64, 128):
         return f"takes dropout with head dims of 64 and 128, got {q.shape[-1]}"
     left, right = window_bounds(causal, window)
@@ -124,6 +124,8 @@ def refuse_cuda_backward(
 ) -> str | None:
     """Why the Hopper backward does not support a call whose forward ``refuse_cuda`` accepts."""
     head_dim = q.shape[-1]
+    if head_dim > 128:
+        return f"goes backward with head dims of up to 128, got {head_dim}"
     longest, _longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
     if head_dim == 32 and longest > 512:
         return f"goes backward with heads of 32 up to 512 queries, got {longest}"

@@ -133,6 +133,10 @@ CASES = (
     ),
     _case("long_128", (140,), 1, 128, layout="transposed", causal=True, dropout_p=0.1, interpret=False),
     _case("long_128_packed", (3, 0, 260), 1, 128, layout="sliced", interpret=False),
+    _case("long_192", (250,), 2, 192, kv_heads=1, layout="transposed", causal=True, return_lse=True, interpret=False),
+    _case("long_192_packed", (3, 0, 260), 1, 192, layout="sliced", interpret=False),
+    _case("long_256", (250,), 2, 256, kv_heads=1, layout="transposed", return_lse=True, interpret=False),
+    _case("long_256_cross", (129, 200), 2, 256, lengths_k=(333, 20), layout="padded", causal=True, interpret=False),
 )
 
 
