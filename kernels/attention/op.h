@@ -79,12 +79,12 @@ int64_t attention_backward_workspace(int64_t max_seqlen, int64_t max_seqlen_k, i
 
 namespace cuda {
 // Hopper kernels (compute capability 9.0) for bf16 and fp16. Head dims are 64 and 128, with windows only without
-// dropout; without a window also 32; without window and dropout also 80 and 96, and in the forward 192 and 256. q, k
-// and v are aligned to 16 bytes; their strides are multiples of 8 elements and not 0. The forward's workspace is one
-// int32. The backward requires kv_heads == heads, the same alignment of dout, out and the gradients and, with head dim
-// 32, at most 512 queries. With head dim 64 and more than 512 queries, it requires that a window's left and right add
-// up to at most 321 keys. Its workspace, in floats, depends on the number of queries of all sequences (tokens) and on
-// the longest sequence of queries or keys.
+// dropout; without a window also 32; without window and dropout also 80, 96, 192 and 256. q, k and v are aligned to 16
+// bytes; their strides are multiples of 8 elements and not 0. The forward's workspace is one int32. The backward
+// requires kv_heads == heads, the same alignment of dout, out and the gradients and, with head dim 32, at most 512
+// queries. With head dim 64 and more than 512 queries, it requires that a window's left and right add up to at most 321
+// keys. Its workspace, in floats, depends on the number of queries of all sequences (tokens) and on the longest
+// sequence of queries or keys.
 Status attention_forward(const AttentionForward&);
 Status attention_backward(const AttentionBackward&);
 int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,

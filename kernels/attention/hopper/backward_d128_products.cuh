@@ -28,22 +28,6 @@ __device__ __forceinline__ void store_zeros_d128(T* to, int64_t stride, int rows
   store_zeros(to + kTileColumns, stride, rows, more);
 }
 
-// Makes a value opaque to the compiler, so that it recomputes expressions of the value instead of keeping them in
-// registers.
-__device__ __forceinline__ uint32_t opaque(uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
-// Keeps ptxas from sinking the code that computes these words: the branch depends on all of them, and it is taken only
-// if all of them are NaN.
-__device__ __forceinline__ void prevent_sink(const uint32_t (&word)[16]) {
-  uint32_t all = 0xffffffffu;
-#pragma unroll
-  for (int i = 0; i < 16; ++i) all &= word[i];
-  if (__any_sync(0xffffffffu, all == 0xffffffffu)) __nanosleep(20);
-}
-
 // NARROW: the head dim is between 64 and 128. TMA fills the missing columns with zeros, and they are not written.
 template <class T, bool DROPOUT, Mask MASK, bool NARROW>
 struct KeyWarpgroupD128 {

@@ -33,6 +33,7 @@
 #include "attention/hopper/backward_products.cuh"
 #include "attention/hopper/backward_sums.cuh"
 #include "attention/hopper/backward_tiles.cuh"
+#include "attention/hopper/backward_wide.h"
 #include "attention/hopper/call.h"
 #include "attention/op.h"
 #include "common/cuda/hopper.cuh"
@@ -165,6 +166,7 @@ using namespace hopper_backward;
 
 int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
                                      int64_t longest) {
+  if (is_wide_head_dim(head_dim)) return attention_backward_wide_workspace(sequences, heads, tokens);
   if (head_dim > kHeadDim) return attention_backward_d128_workspace(sequences, heads, tokens, longest);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // at least as many as for dense sequences
   const int64_t of_tile = 2 * kQueries + (longest > kOnChipQueries ? kSumFloats + 1 : 0);  // 1: Parameters::arrivals
@@ -180,11 +182,12 @@ Status attention_backward(const AttentionBackward& call) {
   Status status = check_hopper_call(call);
   if (status.code != StatusCode::ok) return status;
   if (call.head_dim != 32 && call.head_dim != kHeadDim && call.head_dim != 80 && call.head_dim != 96 &&
-      call.head_dim != kHeadDim128)
-    return bad_size("attention: the Hopper backward supports head dims 32, 64, 80, 96 and 128");
+      call.head_dim != kHeadDim128 && !is_wide_head_dim(call.head_dim))
+    return bad_size("attention: the Hopper backward supports head dims 32, 64, 80, 96, 128, 192 and 256");
   if (call.head_dim == 32 && has_window(call)) return bad_size("attention: head dim 32 has no windows");
   if (call.column_sums != nullptr && call.head_dim != kHeadDim)
     return bad_size("attention: column sums require head dim 64");
+  if (is_wide_head_dim(call.head_dim)) return attention_backward_wide(call);
   if (call.head_dim > kHeadDim) return attention_backward_d128(call);
   if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
   if (call.sequences == 0 || call.heads == 0) return {};

@@ -138,6 +138,23 @@ __device__ __forceinline__ void prevent_hoist(float value) {
   if (__any_sync(0xffffffffu, __float_as_uint(value) == 0x7fc0dead)) asm volatile("nanosleep.u32 0;");
 }
 
+// Makes a value opaque to the compiler, so that it recomputes expressions of the value instead of keeping them in
+// registers.
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// Keeps ptxas from sinking the code that computes these words: the branch depends on all of them, and it is taken only
+// if all of them are NaN.
+template <int COUNT>
+__device__ __forceinline__ void prevent_sink(const uint32_t (&word)[COUNT]) {
+  uint32_t all = 0xffffffffu;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) all &= word[i];
+  if (__any_sync(0xffffffffu, all == 0xffffffffu)) __nanosleep(20);
+}
+
 // ---- warpgroups 1 and 2 ----------------------------------------------------------------------------------------------
 
 // The code that the kernels for head dim 64 have in common: iterating over key tiles, storing their gradients, and

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
     if (p.column_parts != nullptr) clear_column_parts(p, sequence, head);
     if (p.order != nullptr && head == 0) rank_sequence(p, sequence);
     if constexpr (HEAD_DIM <= kHeadDim)
-      store_empty_rows<T, HEAD_DIM>(p, sequence, head, q);  // backward_kernel_d128 writes them itself
+      store_empty_rows<T, HEAD_DIM>(p, sequence, head, q);  // kernels for more than 64 columns write them themselves
   }
   if (p.cu_seqlens != nullptr && sequence == p.sequences - 1) store_rows_after_last<T, HEAD_DIM>(p, head);
   if (first >= q.length) return;
@@ -160,8 +160,8 @@ inline Status map_of(CUtensorMap* map, const AttentionCall& call, const void* da
                                {kTileColumns, 1, rows, 1}});
 }
 
-// Sets all parameters except the pointers into the workspace.
-inline Status set_parameters(const AttentionBackward& call, Parameters* p) {
+// Sets all parameters except the pointers into the workspace. key_rows: of a tile of k and v.
+inline Status set_parameters(const AttentionBackward& call, Parameters* p, int key_rows = kKeys) {
   const int64_t dout_strides[3] = {call.queries * call.heads * call.head_dim, call.heads * call.head_dim,
                                    call.head_dim};
   const int64_t q_strides[3] = {call.q_sequence_stride, call.q_token_stride, call.q_head_stride};
@@ -169,8 +169,8 @@ inline Status set_parameters(const AttentionBackward& call, Parameters* p) {
   const int64_t v_strides[3] = {call.v_sequence_stride, call.v_token_stride, call.v_head_stride};
   Status status = map_of(&p->q, call, call.q, q_strides, call.queries, kQueries);
   if (status.code == StatusCode::ok) status = map_of(&p->dout, call, call.dout, dout_strides, call.queries, kQueries);
-  if (status.code == StatusCode::ok) status = map_of(&p->k, call, call.k, k_strides, call.keys, kKeys);
-  if (status.code == StatusCode::ok) status = map_of(&p->v, call, call.v, v_strides, call.keys, kKeys);
+  if (status.code == StatusCode::ok) status = map_of(&p->k, call, call.k, k_strides, call.keys, key_rows);
+  if (status.code == StatusCode::ok) status = map_of(&p->v, call, call.v, v_strides, call.keys, key_rows);
   p->dq = {call.dq, call.dq_sequence_stride, call.dq_token_stride, call.dq_head_stride};
   p->dk = {call.dk, call.dk_sequence_stride, call.dk_token_stride, call.dk_head_stride};
   p->dv = {call.dv, call.dv_sequence_stride, call.dv_token_stride, call.dv_head_stride};

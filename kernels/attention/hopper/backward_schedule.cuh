@@ -50,6 +50,7 @@ struct Parameters {
   Window window;
   int chunk_keys, slots;  // head dim 64: see window.h
   int* arrivals;  // [heads, tiles], head dim 64: number of warps that have stored a partial dQ for another block
+  int tasks;      // head dims 192 and 256: see backward_wide_tasks.cuh, also for `slots`
 };
 
 // The tokens of a sequence, and the number of result rows to write for it, which includes padding.

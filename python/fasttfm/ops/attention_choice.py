@@ -124,8 +124,6 @@ def refuse_cuda_backward(
 ) -> str | None:
     """Why the Hopper backward does not support a call whose forward ``refuse_cuda`` accepts."""
     head_dim = q.shape[-1]
-    if head_dim > 128:
-        return f"goes backward with head dims of up to 128, got {head_dim}"
     longest, _longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
     if head_dim == 32 and longest > 512:
         return f"goes backward with heads of 32 up to 512 queries, got {longest}"
