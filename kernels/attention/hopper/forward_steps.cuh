@@ -99,7 +99,8 @@ __device__ __forceinline__ ResultRows<T> finalize_rows(const ForwardParams& p, c
     // The comparison is not > 0, so that a NaN in the sum propagates.
     const bool attends = first + row + 8 * half < tile.q_length && softmax.sum[half] != 0.0f;
     const float factor = p.dropout_scale * rcp_approx(softmax.sum[half]);
-    const float sum = (softmax.reference[half] + log2_approx(softmax.sum[half])) * 0.693147180559945f;
+    // Once per row: lg2.approx would be less accurate than the scores.
+    const float sum = (softmax.reference[half] + log2f(softmax.sum[half])) * 0.693147180559945f;
     rows.factor[half] = attends ? factor : 0.0f;
     if (threadIdx.x % 4 == 0 && row + 8 * half < rows.present && p.lse != nullptr)
       lse[8 * half] = attends ? sum : kMinusInfinity;
