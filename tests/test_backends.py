@@ -35,6 +35,7 @@ def ran() -> Iterator[list[str]]:
             backend,
             forward=recorded(f"{backend.name} forward", backend.forward),
             backward=recorded(f"{backend.name} backward", backend.backward),
+            infer=None if backend.infer is None else recorded(f"{backend.name} forward", backend.infer),
         )
         for backend in TABLE.backends
     )
