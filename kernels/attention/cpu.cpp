@@ -396,7 +396,8 @@ Status attention_forward(const AttentionForward& p) {
       const Sequence s = {sequence, 0, 0, 0, 0};
       for (int64_t head = 0; head < p.heads; ++head) {
         clear_rows(out_rows<T>(p.out, p, s, head), tokens, p.head_dim);
-        for (int64_t i = tokens.first; i < tokens.last; ++i) lse_row(p.lse, p, s, head)[i] = -kInfinity;
+        for (int64_t i = tokens.first; p.lse != nullptr && i < tokens.last; ++i)
+          lse_row(p.lse, p, s, head)[i] = -kInfinity;
       }
     });
     const int64_t per_head = chunks(Longest(p).queries, kQueryChunk), per_sequence = p.heads * per_head;
