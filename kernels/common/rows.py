@@ -47,17 +47,6 @@ def empty_numbers(x: Tensor, *sizes: int) -> Tensor:
     return x.new_empty(*sizes, dtype=torch.float32)
 
 
-def row_output(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What a row-wise forward of the native core takes: x as the core reads it, and an output like it."""
-    return (x, torch.empty_like(x)) if x.is_contiguous() else (as_rows(x), contiguous_like(x))
-
-
-def row_outputs(x: Tensor, statistics: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``row_output``, and [statistics, N] numbers for N rows."""
-    rows, y = row_output(x)
-    return rows, y, empty_numbers(x, statistics, x.numel() // x.shape[-1])
-
-
 def in_type(total: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in a type: itself, without a call of torch, if it is of that type."""
     return total if total.dtype is dtype else total.to(dtype)

@@ -97,8 +97,8 @@ def attention(
         alibi_slopes,
         seed,
     )
-    outputs = _call(q, k, v, options, backend, return_lse)
-    return outputs if return_lse else outputs[0]
+    out, lse = _call(q, k, v, options, backend, return_lse)
+    return out if lse is None or not return_lse else (out, lse)
 
 
 def attention_weights(
@@ -147,8 +147,10 @@ def attention_weights(
     return weights
 
 
-def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None, with_lse: bool) -> tuple[Tensor, Tensor]:
-    """out and lse of a checked call. If lse is not needed, out may come twice."""
+def _call(
+    q: Any, k: Any, v: Any, options: Options, backend: str | None, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """out and lse of a checked call; lse may be None if it is not needed."""
     if backend is not None:
         TABLE.check_name(backend)
     asked = requested(backend)
@@ -180,8 +182,11 @@ def _call(q: Any, k: Any, v: Any, options: Options, backend: str | None, with_ls
         )
     if torch.is_grad_enabled() and any_requires_grad(q, k, v):
         outputs = _PlainAttention.apply_plain(q, k, v, problem, selected)
+    elif with_lse or selected.backend.infer is None:
+        outputs = _run_forward(selected.backend, q, k, v, problem)
     else:
-        outputs = _run_forward(selected.backend, q, k, v, problem, with_lse)
+        _check_given_values(q, k, v, problem)
+        return selected.backend.infer(q, k, v, problem), None
     return outputs
 
 
@@ -277,16 +282,16 @@ def _forward(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tu
 
 
 def _run_forward(
-    chosen: Backend, q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem, with_lse: bool = True
+    chosen: Backend, q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem
 ) -> tuple[Tensor, Tensor]:
-    """out and lse; without lse, out twice where the backend can do without."""
-    if problem.cu_seqlens is not None or problem.lengths is not None or problem.lengths_k is not None:
-        _check_values(OP, *_separate(q, k, v)[:2], problem)
-    if not with_lse and chosen.infer is not None:
-        out = chosen.infer(q, k, v, problem)
-        return out, out
+    _check_given_values(q, k, v, problem)
     outputs: tuple[Tensor, Tensor] = chosen.forward(q, k, v, problem)
     return outputs
+
+
+def _check_given_values(q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem) -> None:
+    if problem.cu_seqlens is not None or problem.lengths is not None or problem.lengths_k is not None:
+        _check_values(OP, *_separate(q, k, v)[:2], problem)
 
 
 def _forward_fake(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,7 @@ from fasttfm.kernels.common.rows import (
     gradient_like,
     in_type,
     readable_rows,
-    row_output,
-    row_outputs,
+    row_count,
 )
 from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops.backends import (
@@ -55,18 +54,19 @@ def layer_norm(
 # ---- the native core: CPU and CUDA -----------------------------------------------------------------------------------
 
 
-def _infer_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    rows, y = row_output(x)
-    weight, bias = _parameters(x, weight, bias)
-    _native.core().layer_norm_forward(rows, weight, bias, y, None, eps)
-    return y
-
-
 def _forward_native(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    rows, y, statistics = row_outputs(x, 2)
+    statistics = empty_numbers(x, 2, row_count(x))
+    return _infer_native(x, weight, bias, eps, statistics), statistics
+
+
+def _infer_native(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: Tensor | None = None
+) -> Tensor:
+    """y, and with ``statistics`` also their values."""
+    y = contiguous_like(x)
     weight, bias = _parameters(x, weight, bias)
-    _native.core().layer_norm_forward(rows, weight, bias, y, statistics, eps)
-    return y, statistics
+    _native.core().layer_norm_forward(readable_rows(x), weight, bias, y, statistics, eps)
+    return y
 
 
 def _backward_native(

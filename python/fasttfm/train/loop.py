@@ -86,7 +86,7 @@ class Trainer:
         if not _reads_scale(optimizer):  # gradients would not be clipped, and bad steps not skipped
             expected = "one that reads grad_scale and found_inf (of make_optimizer, or of torch with fused=True)"
             raise ValueError(f"Trainer: optimizer: expected {expected}, got {type(optimizer).__name__}")
-        self.module = module.train()  # of a new module in training mode, a loaded model may be in evaluation mode
+        self.module = module.train()  # a loaded model is in evaluation mode, also inside of a new module
         self.objective = objective
         self.optimizer = optimizer
         self.schedule = schedule
