@@ -2,7 +2,8 @@
 
     python benchmarks/fp8_curves.py bert base --data texts/ --steps 1000 --out curves
     python benchmarks/fp8_curves.py gpt2 small --data texts/ --steps 300 --tokens 32768 --max-length 1024 --out curves
-    python benchmarks/fp8_curves.py bert base --objective mlm --warm-start-steps 8000 --data texts/ --out curves
+    python benchmarks/fp8_curves.py bert base --objective mlm --warm-start-steps 9000 --warm-start-layers 3 \
+        --data texts/ --out curves
 
 Every run is `fasttfm pretrain` of --tokens tokens per step; the runs of a seed have the same parameters, batches and
 dropout seeds. Writes <out>/<model>-<size>.csv with the training losses, averaged over 20 steps, and the validation loss
@@ -11,7 +12,9 @@ within the spread of the seeds.
 
 Masked language models predict only word frequencies for the first thousands of steps, whatever their precision. With
 --warm-start-steps all runs start from the parameters of one more run, in bf16 and without dropout, which takes many
-small steps. Its log is <out>/<model>-<size>-warm-start/log.csv; a second call with the same --out uses its result.
+small steps. With --warm-start-layers its model has that number of layers, which learn to read their context in fewer
+steps, and all runs start with repetitions of these layers. Its log is <out>/<model>-<size>-warm-start/log.csv; a second
+call with the same --out uses its result.
 """
 
 from __future__ import annotations
@@ -19,16 +22,21 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import json
+import re
 import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from fasttfm.models.families import FAMILIES
 from fasttfm.train.logs import read_rows
 from fasttfm.train.pretrain import Summary, pretrain
 from fasttfm.train.settings import OptimizerSettings, PretrainSettings, RunSettings, ScheduleSettings, StepSettings
 
 _MEAN = 20  # steps
+_DROPOUT = 0.1  # of runs after a warm start, which has none
 _WARM_UP = 500  # steps of the warm start whose learning rate increases
 
 
@@ -56,20 +64,41 @@ def warm_start(arguments: argparse.Namespace) -> Path | None:
         return None
     output = arguments.out / f"{arguments.model}-{arguments.size}-warm-start"
     if (output / f"checkpoint-{steps:06}").is_dir():
-        return output / f"checkpoint-{steps:06}"
+        return repeat_layers(arguments, output / f"checkpoint-{steps:06}")
     settings = dataclasses.replace(
         settings_of(arguments, "bfloat16", 0),
         schedule=ScheduleSettings(steps, min(steps // 10, _WARM_UP), "constant"),
         optimizer=OptimizerSettings(learning_rate=arguments.warm_start_learning_rate, betas=(0.9, 0.98)),
         tokens_per_step=arguments.warm_start_tokens,
         dropout=0.0,
+        changes={"num_hidden_layers": arguments.warm_start_layers} if arguments.warm_start_layers else {},
     )
     summary = run(arguments, settings, output, evaluate_every=max(1, steps // 16))
     found, wanted = summary.held_out["loss"], arguments.warm_start_loss
     print(f"warm start: {steps} steps, validation {found:.4f}", flush=True)
     if wanted is not None and found >= wanted:
         raise SystemExit(f"--warm-start-loss: expected a validation loss below {wanted}, got {found:.4f}")
-    return summary.checkpoint
+    return repeat_layers(arguments, summary.checkpoint)
+
+
+def repeat_layers(arguments: argparse.Namespace, checkpoint: Path) -> Path:
+    """A copy of a checkpoint of --warm-start-layers layers that repeats them up to the depth of the size (progressive
+    stacking); without that option, the checkpoint itself."""
+    layers = arguments.warm_start_layers
+    if layers is None:
+        return checkpoint
+    repeated = checkpoint.with_name("repeated")
+    shutil.copytree(checkpoint, repeated, dirs_exist_ok=True)
+    config = json.loads((checkpoint / "config.json").read_text())
+    depth = FAMILIES[arguments.model].config.named(arguments.size).num_hidden_layers
+    (repeated / "config.json").write_text(json.dumps(config | {"num_hidden_layers": depth}))
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if found := re.fullmatch(r"(.*\.layer\.)(\d+)(\..*)", name):
+            before, index, after = found.groups()
+            tensors |= {f"{before}{copy}{after}": tensor.clone() for copy in range(int(index) + layers, depth, layers)}
+    save_file(tensors, repeated / "model.safetensors", metadata={"format": "pt"})
+    return repeated
 
 
 def run(arguments: argparse.Namespace, settings: PretrainSettings, output: Path, evaluate_every: int) -> Summary:
@@ -133,6 +162,7 @@ def main() -> None:
     parser.add_argument("--warm-start-steps", type=int, default=0, help="of a run before the others")
     parser.add_argument("--warm-start-tokens", type=int, default=8192, help="of each of its steps")
     parser.add_argument("--warm-start-learning-rate", type=float, default=1e-4, help="constant after the warmup")
+    parser.add_argument("--warm-start-layers", type=int, help="of its model; those of the size by default")
     parser.add_argument("--warm-start-loss", type=float, help="stop if its validation loss is not below this")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--out", type=Path, required=True)
@@ -151,7 +181,7 @@ def main() -> None:
             for precision in ("bfloat16", "fp8"):
                 settings = settings_of(arguments, precision, seed)
                 if start is not None:
-                    settings = dataclasses.replace(settings, size="", init=str(start))
+                    settings = dataclasses.replace(settings, size="", init=str(start), dropout=_DROPOUT)
                 output = arguments.out / f"{name}-{precision}-{seed}"
                 held_out = run(arguments, settings, output, arguments.steps).held_out["loss"]
                 losses = [float(row["loss"]) for row in read_rows(output / "log.csv")]
