@@ -15,9 +15,10 @@ import torch
 
 from fasttfm import nn
 from fasttfm.kernels.common.activation import CODES
-from fasttfm.ops import attention, cu_seqlens_from_lengths, gelu_product, qkv_projection
+from fasttfm.ops import attention, cu_seqlens_from_lengths, few_rows, fp8, fp8_norm, gelu_product, qkv_projection
 from fasttfm.ops.backends import BackendRefused, dtype_name, tables
 from fasttfm.ops.gelu_product import DERIVATIVE, PRODUCT
+from fasttfm.ops.pack import layout_of_mask
 from fasttfm.testing.harness import draw_inputs, run, with_backend
 from fasttfm.testing.spec import OpCase, OpSpec
 from fasttfm.testing.specs import all_specs
@@ -188,3 +189,66 @@ def test_qkv_projection(rows: int, columns: int, dtype: torch.dtype) -> None:
         randn(*shape).to(dtype).cuda() for shape in ((rows, columns), (3 * columns, columns), (3 * columns,))
     )
     qkv_projection(x, weight, bias, 2, backend="cuda")
+
+
+# Rows that do not fill a tile, and several rounds of tiles on all SMs.
+FP8_SIZES = [(37, 144), (300, 768), (4250, 1024)]
+FP8_CALLS = [pytest.param(*sizes, id=f"fp8-{sizes[0]}-{sizes[1]}") for sizes in FP8_SIZES]
+
+
+def fp8_slots(device: torch.device) -> tuple[fp8.Slot, ...]:
+    """Three slots with known scales, as after the first step."""
+    scales = fp8.Scales([fp8.E4M3, fp8.E5M2, fp8.E4M3], 2, device)
+    scales.amax.fill_(4.0)
+    scales.update()
+    return tuple(scales.slots)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns"), FP8_CALLS)
+def test_fp8_passes(rows: int, columns: int) -> None:
+    x, bias = torch.randn(rows, columns).bfloat16().cuda(), torch.randn(columns).cuda()
+    slot, gradient_slot, weight_slot = fp8_slots(x.device)
+    cu_seqlens, seed = cu_seqlens_from_lengths((rows - 5, 0, 5), device=x.device), torch.tensor([7]).cuda()
+    x8 = fp8.cast(x, slot, backend="cuda")
+    fp8.cast(x, slot, with_columns=False, backend="cuda")
+    fp8.cast_dropped(x, gradient_slot, (cu_seqlens, seed, 0.1))
+    fp8.gelu(x, bias, "gelu", slot, "cuda")
+    fp8.gelu_backward(x, x, bias, "gelu", slot, gradient_slot, True, "cuda")
+    layer = fp8.Fp8Linear(torch.randn(208, columns).cuda(), (slot, weight_slot, gradient_slot))
+    fp8.refresh_all([layer], None)
+    for keep_h in (True, False):
+        layer.forward_gelu(x8, torch.bfloat16, torch.randn(208).cuda(), "gelu", slot, keep_h=keep_h)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns"), FP8_CALLS)
+def test_fp8_norms(rows: int, columns: int) -> None:
+    x, residual, dy, dz = (torch.randn(rows, columns).bfloat16().cuda() for _ in range(4))
+    weight, bias, linear_bias = (torch.randn(columns).cuda() for _ in range(3))
+    slot, gradient_slot, _ = fp8_slots(x.device)
+    cu_seqlens, seed = cu_seqlens_from_lengths((rows - 5, 0, 5), device=x.device), torch.tensor([7]).cuda()
+    norm = fp8_norm.NormArguments(weight, bias, linear_bias, cu_seqlens, seed, 0.1, 1e-5)
+    found = fp8_norm.add_norm_cast(x, residual, norm, slot, "cuda")
+    gradients = (dy, dz), found.z, found.statistics, norm, [True] * 3, gradient_slot, "cuda"
+    assert fp8_norm.add_norm_backward_cast(*gradients) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [pytest.param(shape, id=f"mask-{shape}") for shape in ((7, 31), (40, 512))])
+def test_mask(shape: tuple[int, int]) -> None:
+    assert layout_of_mask(torch.ones(shape, dtype=torch.bool).cuda()) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [pytest.param(rows, id=f"few_rows-{rows}") for rows in (1, 33, 130, 600)])
+def test_few_rows(rows: int) -> None:
+    """GEMMs with the tile that the plan has for these rows, the LayerNorm after them, and a layer without gradients."""
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    x, weight, residual = (randn(*shape).bfloat16().cuda() for shape in ((rows, 200), (328, 200), (rows, 328)))
+    few_rows.product(x, weight, randn(328).cuda(), activation="gelu")
+    norm = torch.nn.LayerNorm(328, device="cuda")
+    few_rows.add_norm(few_rows.product_parts(x, weight), residual, randn(328).cuda(), norm, torch.bfloat16)
+    module = nn.PackedTransformer([nn.PackedLayer(64, 2, 136, device="cuda", dtype=torch.bfloat16)]).eval()
+    with torch.inference_mode():
+        module(randn(rows, 64).bfloat16().cuda(), cu_seqlens_from_lengths((rows,), device="cuda"), rows)
