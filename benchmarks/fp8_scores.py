@@ -62,7 +62,7 @@ def report(rows: list[dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
-    parser.add_argument("--tasks", nargs="+", required=True, help="those of `fasttfm finetune` that have a shipped sample")
+    parser.add_argument("--tasks", nargs="+", required=True, help="of `fasttfm finetune`, with a shipped sample")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--jobs", type=int, default=8, help="runs at the same time")
