@@ -79,9 +79,9 @@ Order order_of(const AttentionForward& call, int blocks) {
   if (mask_of(call) == Mask::full) return {false, 4};
   constexpr int64_t kCached = 16 << 20;  // limit in bytes for k and v of the heads that are processed together
   const int64_t bytes = std::max<int64_t>(4 * call.head_dim * call.keys, 1);
-  const int batched = static_cast<int>(std::max<int64_t>(kCached / bytes, 1));
+  const int64_t batched = std::max<int64_t>(kCached / bytes, 1) * (call.heads / call.kv_heads);
   // Causal tiles have unequal work, but the totals of all heads are equal.
-  return {rounds <= 3 || 20 * heads < 19 * rounds * blocks, batched};
+  return {rounds <= 3 || 20 * heads < 19 * rounds * blocks, static_cast<int>(std::min(batched, heads))};
 }
 
 template <class T, class S>

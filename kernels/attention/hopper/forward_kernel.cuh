@@ -36,7 +36,8 @@ struct QueryCopies {
   const CUtensorMap* q_map;
   uint32_t number = 0, turn = 0;  // see Consumer
 
-  // Publishes a tile and loads its queries, unless it has no keys; `row` is the row of its first query.
+  // Publishes a tile and loads its queries, unless it has no keys; `row` is the row of its first query. Waits until the
+  // queries in their slot have been released, kQuerySlots tiles before.
   __device__ __forceinline__ void copy(const QueryTile& tile, int row, int sequence) {
     const int parts = tile.sequence < 0 || tile.blocks == 0 ? 0 : tile.parts<S>();
     const uint32_t slot = number % S::kQuerySlots, parity = number / S::kQuerySlots % 2;
@@ -61,47 +62,37 @@ struct QueryCopies {
   }
 };
 
-// The producer thread's TMA loads of k and v, step by step.
+// The producer thread's TMA loads of a tile's keys and values, step by step.
 template <class S>
 struct KeyCopies {
   ForwardMemory<S>& memory;
   const CUtensorMap *k_map, *v_map;
   RingPosition<S::kStages> k_at, v_at;
+  int head, row, sequence, blocks;  // of the tile; row: of its first key
 
-  // Loads a tile's keys and values; `row` is the row of the first key. Calls copy_queries() first, or after the first
-  // keys if the queries have to wait for a warpgroup.
-  template <class Function>
-  __device__ __forceinline__ void copy(const QueryTile& tile, int head, int row, int sequence,
-                                       const Function& copy_queries) {
+  // Loads k of step `block - 1` and v of step `block`, so k of a step is loaded before v of the preceding step. If they
+  // have common mbarriers, loads both of step `block - 1`.
+  __device__ __forceinline__ void copy(int block) {
     static_assert(!S::kSplitQueries || !S::kSharedStages, "the first keys precede the queries, their values do not");
-    if (!S::kSplitQueries) copy_queries();
-    const auto load = [&](const CUtensorMap* map, Mbarrier& full, const char* to, int block) {
-      tma_load_tile<S>(map, full, to, S::kKeyPart, head, row + block * S::kKeys, sequence);
-    };
-    for (int block = tile.blocks - 1; S::kSharedStages && block >= 0; --block) {
+    if (block > 0) {
       Mbarrier& full = memory.k_full[k_at.slot];
-      memory.v_empty[k_at.slot].wait(k_at.parity ^ 1);
-      full.arrive_expect_tx(2 * S::kKeyBytes);
-      load(k_map, full, memory.k[k_at.slot], block);
-      load(v_map, full, memory.v[k_at.slot], block);
+      (S::kSharedStages ? memory.v_empty : memory.k_empty)[k_at.slot].wait(k_at.parity ^ 1);
+      full.arrive_expect_tx(S::kSharedStages ? 2 * S::kKeyBytes : S::kKeyBytes);
+      load(k_map, full, memory.k[k_at.slot], block - 1);
+      if (S::kSharedStages) load(v_map, full, memory.v[k_at.slot], block - 1);
       k_at.next();
     }
-    // k of a step is loaded before v of the preceding step.
-    for (int block = tile.blocks; !S::kSharedStages && block >= 0; --block) {
-      if (block > 0) {
-        memory.k_empty[k_at.slot].wait(k_at.parity ^ 1);
-        memory.k_full[k_at.slot].arrive_expect_tx(S::kKeyBytes);
-        load(k_map, memory.k_full[k_at.slot], memory.k[k_at.slot], block - 1);
-        k_at.next();
-      }
-      if (S::kSplitQueries && block == tile.blocks) copy_queries();
-      if (block < tile.blocks) {
-        memory.v_empty[v_at.slot].wait(v_at.parity ^ 1);
-        memory.v_full[v_at.slot].arrive_expect_tx(S::kKeyBytes);
-        load(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], block);
-        v_at.next();
-      }
+    if (block < blocks && !S::kSharedStages) {
+      memory.v_empty[v_at.slot].wait(v_at.parity ^ 1);
+      memory.v_full[v_at.slot].arrive_expect_tx(S::kKeyBytes);
+      load(v_map, memory.v_full[v_at.slot], memory.v[v_at.slot], block);
+      v_at.next();
     }
+  }
+
+ private:
+  __device__ __forceinline__ void load(const CUtensorMap* map, Mbarrier& full, const char* to, int block) {
+    tma_load_tile<S>(map, full, to, S::kKeyPart, head, row + block * S::kKeys, sequence);
   }
 };
 
@@ -113,15 +104,26 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
   QueryCopies<S> queries{memory, q_map};
   KeyCopies<S> keys{memory, k_map, v_map};
   TileScheduler<S, MASK> walk(p);
+  int left = 0;  // steps of the previous tile that are loaded after this tile's queries
   while (true) {
     const QueryTile tile = walk.take();
     const int sequence = p.packed() ? 0 : tile.sequence;
-    const auto copy_queries = [&] { queries.copy(tile, walk.q_first, sequence); };
     if (issues) {
-      if (tile.sequence < 0 || tile.blocks == 0)
-        copy_queries();
-      else
-        keys.copy(tile, tile.head / p.group, walk.k_first, sequence, copy_queries);
+      if (!S::kSplitQueries || tile.sequence < 0) queries.copy(tile, walk.q_first, sequence);
+      while (left > 0) keys.copy(--left);
+      if (tile.sequence >= 0) {
+        keys.head = tile.head / p.group;
+        keys.row = walk.k_first;
+        keys.sequence = sequence;
+        keys.blocks = tile.blocks;
+        left = S::kEarlyQueries && tile.blocks > S::kLateSteps ? S::kLateSteps : 0;
+        for (int block = tile.blocks; block >= left; --block) {
+          if (block == min(S::kFetchSteps, tile.blocks)) walk.fetch_next();
+          keys.copy(block);
+          // They have to wait for a warpgroup.
+          if (S::kSplitQueries && block == tile.blocks) queries.copy(tile, walk.q_first, sequence);
+        }
+      }
     }
     __syncwarp();
     if (tile.sequence < 0) return;

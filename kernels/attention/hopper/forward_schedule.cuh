@@ -69,23 +69,20 @@ template <class S, Mask MASK>
 class TileScheduler {
  public:
   explicit __device__ __forceinline__ TileScheduler(const ForwardParams& params)
-      : p(params), number(static_cast<int>(blockIdx.x)) {
+      : p(params), number(static_cast<int>(blockIdx.x - gridDim.x)), fetched(number) {
     if (p.packed()) load_group();
-    if (p.batched == 0) number *= p.tiles;
-    fetch_next_tile();
+  }
+
+  // Called once between two calls of take(), early enough to hide the latency of the atomic. Calling it much earlier
+  // would assign tiles to blocks that are still busy, when other blocks have no more tiles.
+  __device__ __forceinline__ void fetch_next() {
+    if (p.next != nullptr && lane() == 0) fetched = atomicAdd(p.next, 1);
   }
 
   // Returns the block's next tile; after the last one its sequence is -1.
   __device__ __forceinline__ QueryTile take() {
-    const int current = number;
-    if (p.next != nullptr)
-      number = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, fetched, 0);
-    else if (p.batched > 0)
-      number += static_cast<int>(gridDim.x);
-    else
-      number += (number + 1) % p.tiles != 0 ? 1 : static_cast<int>(gridDim.x - 1) * p.tiles + 1;
-    fetch_next_tile();
-    QueryTile tile = p.packed() ? packed_tile(current) : dense_tile(current);
+    number = static_cast<int>(gridDim.x) + (p.next != nullptr ? __shfl_sync(0xffffffffu, fetched, 0) : number);
+    QueryTile tile = p.packed() ? packed_tile(number) : dense_tile(number);
     if (tile.sequence < 0) return tile;
     if constexpr (MASK == Mask::window) {
       const Tiles steps = tile.window_steps<S>(p.window, tile.first, S::kQueries);
@@ -103,20 +100,15 @@ class TileScheduler {
   static constexpr bool kCausal = MASK == Mask::causal;
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
 
-  // Prefetches the index of the tile after the next one, to hide the latency of the atomic.
-  __device__ __forceinline__ void fetch_next_tile() {
-    if (p.next != nullptr && lane() == 0) fetched = atomicAdd(p.next, 1);
-  }
-
   __device__ __forceinline__ QueryTile dense_tile(int index) {
     QueryTile tile;
     // Order: batches of heads; within a batch, the first tile of all heads, then the second, and so on. Causal tiles
     // with the most keys come first.
-    const int pairs = p.sequences * p.heads, batched = max(p.batched, 1);
-    const int batch = index / (batched * p.tiles), rest = index - batch * batched * p.tiles;
-    const int size = max(min(batched, pairs - batch * batched), 1);
+    const int pairs = p.sequences * p.heads;
+    const int batch = index / (p.batched * p.tiles), rest = index - batch * p.batched * p.tiles;
+    const int size = max(min(p.batched, pairs - batch * p.batched), 1);
     const int step = kCausal ? p.tiles - 1 - rest / size : rest / size;
-    const int pair = batch * batched + rest % size;
+    const int pair = batch * p.batched + rest % size;
     if (index >= pairs * p.tiles) {
       tile.sequence = -1;
       return tile;
@@ -196,8 +188,8 @@ class TileScheduler {
   }
 
   const ForwardParams& p;
-  int number;
-  int fetched = 0;                               // in lane 0
+  int number;                                    // index of the tile
+  int fetched;                                   // in lane 0: index of the next tile, minus the grid size
   int round = 0, group = 0, start = 0, end = 0;  // packed: see load_group()
   Span span = {0, 0};
 };

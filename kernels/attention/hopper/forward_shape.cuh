@@ -37,6 +37,12 @@ struct ForwardShape {
   // Whether the last step of a tile overlaps with the first step of the next tile, which requires more than two stages
   // and the next tile's queries.
   static constexpr bool kOverlapTiles = STAGES > 2 && !kSplitQueries;
+  // Whether a tile's queries are loaded before the last kLateSteps steps of the previous tile, if it has more steps
+  // than that, instead of after them. With more than two stages, those steps are loaded early enough.
+  static constexpr bool kEarlyQueries = !kSplitQueries && STAGES == 2;
+  static constexpr int kLateSteps = 3;
+  // The next tile is fetched when this many steps are left to be loaded.
+  static constexpr int kFetchSteps = 4;
   static constexpr int kQuerySlots = kOverlapTiles && kMaxQuerySlots > 2 ? 3 : kMaxQuerySlots > 1 ? 2 : 1;
   // Registers per thread, set by setmaxnreg. Summed over the warpgroups they are at most 512 (480 for five warpgroups),
   // because all warpgroups start with the same number.
@@ -56,7 +62,7 @@ struct ForwardParams {
   int sequences, heads, group;  // group: query heads per key head
   int queries, keys, max_seqlen, max_seqlen_k;
   int tiles;    // query tiles per dense sequence
-  int batched;  // number of heads whose tiles are processed together; 0: a block processes all tiles of a head
+  int batched;  // number of heads whose tiles are processed together
   float scale;  // multiplies the scores; in units of log2
   float dropout_scale;
   int threshold;
