@@ -98,6 +98,7 @@ PYBIND11_MODULE(_C, python) {
 
   bind_torch(python);
   bind_triton(python);
+  bind_sequences(python);
   Module module{python};
   for (Binder bind : binders()) bind(module);
 }

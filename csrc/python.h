@@ -1,4 +1,4 @@
-// Shared by the files that know Python: module.cpp, calls.cpp and triton_launch.cpp.
+// Shared by the files that know Python: module.cpp, calls.cpp, sequences.cpp and triton_launch.cpp.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -41,5 +41,8 @@ bool is_plain_tensor(PyObject* object);
 
 // Adds triton_kernel().
 void bind_triton(pybind11::module_& python);
+
+// Adds sort_ids() and write_bucket().
+void bind_sequences(pybind11::module_& python);
 
 }  // namespace fasttfm

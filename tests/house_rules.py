@@ -138,7 +138,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"optim", *_WORK},
     "data": _WORK,
     "generate": _WORK,
-    "inference": {"inference", "data", "models", "nn", "ops"},
+    "inference": {"inference", "data", "models", "nn", "ops", "_native"},
     "tasks": {"tasks", "inference", *_WORK},
     "peers": set(),
     "testing": {"testing", "peers", "nn", "ops", "kernels", "_native"},

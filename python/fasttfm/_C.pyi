@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 version: str
@@ -33,6 +34,19 @@ def use_plain_threads() -> None: ...
 def use_torch(torch: ModuleType) -> None: ...
 def signature(kinds: str, *tensors: Tensor | None) -> bytes | None: ...
 def triton_kernel(kernel: object, knobs: object) -> Callable[[Any], Callable[..., Any]]: ...  # a grid's launcher
+
+# What these two do is defined by functions of the same names in inference/batches.py.
+def sort_ids(given: object, max_length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None: ...
+def write_bucket(
+    buffer: np.ndarray,
+    ids: np.ndarray,
+    segments: np.ndarray | None,
+    cu_seqlens: np.ndarray,
+    tokens: int,
+    sequences: int,
+    max_seqlen: int,
+    padding: int,
+) -> None: ...
 def tensor_table(tensors: list[Tensor | None], target: int, period: int) -> int: ...  # a type's code, -1 or -2
 
 # ---- written by tools/make_stub.py -----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -44,10 +45,15 @@ def _no_signature(*_: object) -> None:
 signature: Callable[..., bytes | None] = _no_signature
 # Prepares the launches of a Triton kernel; None without the core.
 triton_kernel: Callable[..., Callable[..., Callable[..., object]]] | None = None
+# Functions of the same names in inference/batches.py; None without the core.
+sort_ids: Callable[..., tuple[Any, Any, Any] | None] | None = None
+write_bucket: Callable[..., None] | None = None
 if _core is not None:
     _core.use_torch(torch)
     signature = _core.signature
     triton_kernel = _core.triton_kernel
+    sort_ids = _core.sort_ids
+    write_bucket = _core.write_bucket
 
 
 class _NeverRaised(RuntimeError):

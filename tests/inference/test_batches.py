@@ -9,7 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from fasttfm.inference.batches import Bucket, bucket_for, buffer_size, pack, plan, split_buffer, write_bucket
+from fasttfm import _native
+from fasttfm.inference.batches import (
+    Bucket,
+    Packed,
+    bucket_for,
+    buffer_size,
+    checked_ids,
+    cut,
+    pack,
+    plan,
+    sort_ids,
+    split_buffer,
+    write_bucket,
+)
 from fasttfm.inference.graphs import GraphCache
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.settings import EmbedSettings
@@ -36,8 +49,166 @@ def test_groups_of_a_plan_have_about_the_same_size() -> None:
         assert max(tokens) - min(tokens) <= len(tokens) * max(lengths)
 
 
+def greedy(lengths: list[int], max_tokens: int, max_batch: int) -> list[tuple[int, int]]:
+    """The groups of sorted sequences, one sequence after the other."""
+    most = min(max_tokens, sum(lengths) // -(-sum(lengths) // max_tokens) + lengths[0])
+    starts, tokens = [0], 0
+    for index, length in enumerate(lengths):
+        size, longest = index - starts[-1], lengths[starts[-1]]
+        if size and (size >= max_batch or tokens + length > most or (size + 1) * longest > 2 * max_tokens):
+            starts.append(index)
+            tokens = 0
+        tokens += length
+    return list(zip(starts, [*starts[1:], len(lengths)], strict=True))
+
+
+def test_groups_are_as_large_as_the_budgets_allow() -> None:
+    generator = np.random.default_rng(3)
+    for _ in range(300):
+        drawn = generator.integers(1, generator.integers(2, 100), generator.integers(1, 60))
+        lengths = sorted(drawn.tolist(), reverse=True)
+        max_tokens, max_batch = generator.integers(1, 600).item(), generator.integers(1, 40).item()
+        boundaries = np.cumsum([0, *lengths]).astype(np.int32)
+        groups = cut(boundaries, max_tokens, max_batch)
+        if len(groups) > 1:
+            assert groups == greedy(lengths, max_tokens, max_batch)
+        else:
+            assert groups == [(0, len(lengths))]
+
+
 def test_a_plan_of_no_sequences() -> None:
     assert plan([], 10, 10) == plan([0, 0], 10, 10) == []
+
+
+# ---- the native core against Python ----------------------------------------------------------------------------------
+
+needs_core = pytest.mark.skipif(_native.missing() is not None, reason="needs the native core")
+TYPES = ("list", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "strided", "reversed", "unaligned")
+
+
+def as_type(ids: np.ndarray, kind: str) -> Any:
+    """The same ids as a list or as an array of some type and layout."""
+    if kind == "list":
+        return ids.tolist()
+    if kind == "strided":
+        return np.repeat(ids, 3)[::3]
+    if kind == "reversed":
+        return ids[::-1].copy()[::-1]
+    if kind == "unaligned":
+        return np.frombuffer(b"x" + ids.tobytes(), np.int64, offset=1) if len(ids) else ids
+    return ids.astype(kind)
+
+
+@needs_core
+def test_the_core_sorts_ids_as_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists and arrays of every type, with sequences of the same length and without tokens."""
+    generator = np.random.default_rng(4)
+    for count in (0, 1, 2, 7, 100):
+        drawn = [generator.integers(0, 128, generator.integers(0, 20)) for _ in range(count)]
+        given = [as_type(ids, generator.choice(TYPES)) for ids in drawn]
+        found = sort_ids(given)
+        assert checked_ids(tuple(given), 19, 128) is not None
+        with monkeypatch.context() as without:
+            without.setattr(_native, "sort_ids", None)
+            expected = sort_ids(given)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert np.array_equal(ours, theirs)
+        for first, last in cut(found.cu_seqlens, 64, 5):
+            own = pack([drawn[index] for index in found.order[first:last]])
+            part = found.part(first, last)
+            assert part.max_seqlen == own.max_seqlen
+            assert np.array_equal(part.ids, own.ids)
+            assert np.array_equal(part.cu_seqlens, own.cu_seqlens)
+
+
+@needs_core
+@pytest.mark.parametrize(
+    "given",
+    [
+        np.array([1, 5]),
+        np.array([-1, 2]),
+        np.array([3, -1], np.int8),
+        np.array([2**64 - 1], np.uint64),
+        np.array([1, 2, 3, 4]),
+        np.array([1.0]),
+        np.array([]),
+        np.array([True]),
+        np.array([[1]]),
+        np.array(1),
+        np.array([1], np.dtype(np.int64).newbyteorder()),
+        np.ma.masked_array([1, 2], [False, True]),
+        [1, 5],
+        [-1],
+        [2**70],
+        [1, 2, 3, 4],
+        [1, 2.0],
+        [True, 1],
+        [np.int64(1)],
+        [[1]],
+        (1, 2),
+        "text",
+        None,
+        torch.tensor([1]),
+    ],
+    ids=str,
+)
+def test_the_core_leaves_other_inputs_to_python(given: Any) -> None:
+    """Ids from 0 to 4, up to three of them."""
+    for others in ([], [[1, 2]], [np.array([4, 0, 3])]):
+        assert checked_ids(others, 3, 5) is not None
+        assert checked_ids([*others, given], 3, 5) is None
+        assert checked_ids([given, *others], 3, 5) is None
+    assert checked_ids(iter([[1]]), 3, 5) is None  # type: ignore[arg-type]
+
+
+@needs_core
+@pytest.mark.parametrize("segments", [False, True])
+def test_the_core_writes_buckets_as_python_does(segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(5)
+    for kind in ("i4", "i8", "u2", "strided"):
+        for _ in range(20):
+            chosen = [generator.integers(0, 300, generator.integers(1, 100)) for _ in range(generator.integers(1, 20))]
+            batch = pack(chosen, chosen[::-1] if segments else None)
+            batch = batch._replace(ids=as_type(batch.ids, kind))
+            bucket = bucket_for(batch.tokens, batch.sequences, batch.max_seqlen, max_length=128)
+            ours, theirs = (np.full(buffer_size(bucket, segments) + 8, -7, np.int32) for _ in range(2))
+            write_bucket(ours, batch, bucket, padding=3)
+            with monkeypatch.context() as without:
+                without.setattr(_native, "write_bucket", None)
+                write_bucket(theirs, batch, bucket, padding=3)
+            size = buffer_size(bucket, segments)
+            assert np.array_equal(ours[-8:], np.full(8, -7))
+            for mine, expected in zip(
+                split_buffer(ours[:size], bucket, segments), split_buffer(theirs[:size], bucket, segments), strict=True
+            ):
+                assert (mine is None and expected is None) or np.array_equal(mine, expected)
+
+
+@needs_core
+def test_the_core_writes_nothing_outside_of_a_buffer() -> None:
+    batch, buffer = pack([[1, 2], [3]]), np.zeros(64, np.int32)
+    write_bucket(buffer, batch, Bucket(16, 4, 64), 0)
+    wrong: list[tuple[np.ndarray, Packed, Bucket]] = [
+        (buffer[:36], batch, Bucket(16, 4, 64)),
+        (buffer, batch, Bucket(2, 4, 64)),
+        (buffer, batch, Bucket(16, 1, 64)),
+        (buffer, batch, Bucket(-16, 4, 64)),
+        (buffer, batch._replace(segments=np.zeros(17, np.int64)), Bucket(8, 4, 64)),
+        (buffer, batch._replace(ids=np.zeros(3)), Bucket(16, 4, 64)),
+        (buffer, batch._replace(cu_seqlens=np.zeros(0, np.int32)), Bucket(16, 4, 64)),
+    ]
+    for each in wrong:
+        with pytest.raises(ValueError, match="write_bucket: expected"):
+            write_bucket(*each, 0)
+    readonly = np.zeros(64, np.int32)
+    readonly.flags.writeable = False
+    for other in (readonly, np.zeros(64, np.int64), np.zeros(128, np.int32)[::2]):
+        with pytest.raises((TypeError, ValueError)):
+            write_bucket(other, batch, Bucket(16, 4, 64), 0)
+
+
+# ---- buckets ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_fits_its_bucket() -> None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from fasttfm import _native
+
 Item = TypeVar("Item")
 Prepared = TypeVar("Prepared")
 
@@ -19,6 +21,7 @@ _STEPS_PER_DOUBLING = 8  # token counts of buckets between one power of two and 
 _FINE_FROM = 4096  # above it there are _FINE_STEPS: there padding costs more time than another graph
 _FINE_STEPS = 32
 _MIN_SEQLEN = 64  # the smallest max_seqlen of a bucket
+_MAX_INT64 = 2**63 - 1
 _MAX_PADDED = 2  # padded to its longest sequence, a batch has at most this many times max_tokens
 
 
@@ -29,24 +32,41 @@ def plan(lengths: Sequence[int], max_tokens: int, max_batch: int) -> list[list[i
     Groups have about the same number of tokens: a GPU computes a small last one less efficiently. Sequences without
     tokens are in no group.
     """
-    order = sorted(filter(lengths.__getitem__, range(len(lengths))), key=lengths.__getitem__, reverse=True)
-    if not order:
+    order = _longest_first(lengths)
+    ends = _boundaries([lengths[index] for index in order])
+    return [order[first:last] for first, last in cut(ends, max_tokens, max_batch)]
+
+
+def cut(boundaries: np.ndarray, max_tokens: int, max_batch: int) -> list[tuple[int, int]]:
+    """The groups of ``plan`` for sequences that are sorted, as the first of each and the one after its last;
+    ``boundaries`` are int32 [sequences + 1]."""
+    count, total = len(boundaries) - 1, boundaries.item(-1)
+    if not count:
         return []
-    total, longest = sum(lengths), lengths[order[0]]
-    if total <= max_tokens and len(order) <= max_batch and len(order) * longest <= _MAX_PADDED * max_tokens:
-        return [order]
+    longest = boundaries.item(1)
+    if total <= max_tokens and count <= max_batch and count * longest <= _MAX_PADDED * max_tokens:
+        return [(0, count)]
     # As many groups as max_tokens requires are enough, because each has more tokens than its share of all.
     most = min(max_tokens, total // -(-total // max_tokens) + longest)
-    groups: list[list[int]] = []
-    tokens = 0
-    for index in order:
-        length, size = lengths[index], len(groups[-1]) if groups else max_batch
-        if size >= max_batch or tokens + length > most or (size + 1) * longest > _MAX_PADDED * max_tokens:
-            groups.append([])
-            tokens, longest = 0, length
-        groups[-1].append(index)
-        tokens += length
+    groups = []
+    first = 0
+    while first < count:
+        begin = boundaries.item(first)
+        longest = boundaries.item(first + 1) - begin
+        last = int(boundaries.searchsorted(begin + most, "right")) - 1
+        last = max(first + 1, min(last, first + max_batch, first + _MAX_PADDED * max_tokens // longest))
+        groups.append((first, last))
+        first = last
     return groups
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    """The indices of sequences that have tokens; of those with the same length, in their order."""
+    return sorted(filter(lengths.__getitem__, range(len(lengths))), key=lengths.__getitem__, reverse=True)
+
+
+def _boundaries(lengths: Sequence[int]) -> np.ndarray:
+    return np.fromiter(itertools.accumulate(lengths, initial=0), np.int32, len(lengths) + 1)
 
 
 class Packed(NamedTuple):
@@ -69,19 +89,56 @@ class Packed(NamedTuple):
 def pack(ids: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None = None) -> Packed:
     """Concatenates the sequences to one batch."""
     lengths = list(map(len, ids))
-    total = sum(lengths)
     return Packed(
-        _concatenate(ids, total),
-        None if segments is None else _concatenate(segments, total),
-        np.fromiter(itertools.accumulate(lengths, initial=0), np.int32, len(lengths) + 1),
+        concatenate(ids),
+        None if segments is None else concatenate(segments),
+        _boundaries(lengths),
         max(lengths, default=0),
     )
 
 
-def _concatenate(lists: Sequence[Sequence[int]], total: int) -> np.ndarray:
-    if isinstance(lists[0], np.ndarray):
-        return lists[0] if len(lists) == 1 else np.concatenate(lists)
-    return np.fromiter(itertools.chain.from_iterable(lists), np.int32, total)
+def concatenate(lists: Sequence[Sequence[int]]) -> np.ndarray:
+    """int64 [T]"""
+    if any(isinstance(each, np.ndarray) for each in lists):
+        return np.concatenate(lists, dtype=np.int64, casting="unsafe")  # arrays without elements may be of any type
+    return np.fromiter(itertools.chain.from_iterable(lists), np.int64, sum(map(len, lists)))
+
+
+class SortedIds(NamedTuple):
+    """Sequences one after the other, longest first. Those without tokens are left out."""
+
+    ids: np.ndarray  # int64 [T]
+    cu_seqlens: np.ndarray  # int32 [sequences + 1]
+    order: np.ndarray  # int64 [sequences]: the index of each among those that were given
+
+    def part(self, first: int, last: int, segments: np.ndarray | None = None) -> Packed:
+        """The batch of the sequences from ``first`` up to ``last``, without it; ``segments`` are its own."""
+        ends = self.cu_seqlens
+        if last - first == len(self.order):
+            return Packed(self.ids, segments, ends, ends.item(1))
+        begin, end = ends.item(first), ends.item(last)
+        own = ends[first : last + 1] - np.int32(begin)
+        return Packed(self.ids[begin:end], segments, own, ends.item(first + 1) - begin)
+
+
+def sort_ids(sequences: Sequence[Sequence[int]]) -> SortedIds:
+    """Sorts and concatenates sequences, which are lists or arrays of ids."""
+    found = checked_ids(sequences)
+    if found is not None:
+        return found
+    order = _longest_first(list(map(len, sequences)))
+    own = [sequences[index] for index in order]
+    ids = concatenate(own) if own else np.empty(0, np.int64)
+    return SortedIds(ids, _boundaries(list(map(len, own))), np.array(order, np.int64))
+
+
+def checked_ids(
+    sequences: Sequence[Any], max_length: int = _MAX_INT64, vocabulary: int = _MAX_INT64
+) -> SortedIds | None:
+    """The same by the native core, if all sequences are lists of ``int`` or one-dimensional arrays of integers, have
+    at most ``max_length`` ids, and these are less than ``vocabulary``; otherwise, and without the core, None."""
+    found = None if _native.sort_ids is None else _native.sort_ids(sequences, max_length, vocabulary)
+    return None if found is None else SortedIds(*found)
 
 
 def prefetch(items: Iterable[Item], prepare: Callable[[Item], Prepared]) -> Iterator[Prepared]:
@@ -141,6 +198,9 @@ def write_bucket(buffer: np.ndarray, batch: Packed, bucket: Bucket, padding: int
     Padding tokens form sequences of their own at the end, so that the sequences of the batch do not change. Empty
     sequences follow them.
     """
+    if _native.write_bucket is not None:
+        _native.write_bucket(buffer, batch.ids, batch.segments, batch.cu_seqlens, *bucket, padding)
+        return
     ids, segments, boundaries = split_buffer(buffer, bucket, batch.segments is not None)
     tokens, known = len(batch.ids), len(batch.cu_seqlens)
     ids[:tokens] = batch.ids

@@ -24,6 +24,7 @@ from fasttfm.inference.batches import (
     write_bucket,
 )
 from fasttfm.inference.network import Inputs, Network, Output
+from fasttfm.inference.results import Wait
 from fasttfm.ops.graph_launch import HostMemory, LaunchableGraph
 
 Value = TypeVar("Value")
@@ -125,16 +126,18 @@ class _Launched:
         self._staging: _Staging | None = staging  # deleted before `large`, for which it waits
         self._shape, self._large, self._free = shape, large, free
 
-    def __call__(self) -> np.ndarray:
+    def __call__(self, read: Callable[[np.ndarray], Any] | None = None) -> Any:
         staging, self._staging = self._staging, None
         assert staging is not None
         staging.done.synchronize()
         if self._large is not None:
             rows = self._large.numpy()
+            found = rows if read is None else read(rows)
         else:
-            rows = staging.result_array[: math.prod(self._shape)].reshape(self._shape).copy()
+            rows = staging.result_array[: math.prod(self._shape)].reshape(self._shape)
+            found = rows.copy() if read is None else read(rows)
         self._free.append(staging)
-        return rows
+        return found
 
 
 class Graphs:
@@ -171,7 +174,7 @@ class Graphs:
     def counts(self) -> GraphCounts:
         return self._cache.counts
 
-    def launch(self, output: Output, batch: Packed) -> Callable[[], np.ndarray] | None:
+    def launch(self, output: Output, batch: Packed) -> Wait | None:
         """Starts the computation of a batch. Returns a function, to be called once, that waits for it and returns the
         rows of the output; None if the batch has to run without a graph."""
         per_sequence = self._network.is_per_sequence(output)

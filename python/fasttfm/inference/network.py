@@ -30,6 +30,8 @@ class Output(Enum):
     STATES = "states"  # fp32 [tokens, width of the layers]
     LOGITS = "logits"  # of the model's head: fp32 [labels] of each sequence, or [tokens, labels]
 
+    __hash__ = object.__hash__  # Enum's is a function in Python, and every launch looks up a graph
+
 
 # The heads with a row of logits for each sequence, and those with one for each token.
 _SEQUENCE_HEADS = (Head.SEQUENCE_CLASSIFICATION,)

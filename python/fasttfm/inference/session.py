@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import struct
 import threading
 import time
 import warnings
@@ -19,13 +18,14 @@ import torch
 from torch import Tensor
 
 from fasttfm.data.tokenizer import Tokenizer
-from fasttfm.inference.batches import Packed, pack, plan, prefetch
+from fasttfm.inference.batches import Packed, SortedIds, checked_ids, concatenate, cut, pack, prefetch, sort_ids
 from fasttfm.inference.calibration import CALIBRATION, Calibration, calibrate, run_in_fp8
 from fasttfm.inference.dispatch import Dispatcher, register_fork_reset
 from fasttfm.inference.formats import Tokens, segments_of, text_format
 from fasttfm.inference.graphs import GraphCounts, Graphs
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.opening import checkpoint_of, longest_input, open_with_stated_head, stack_of, tokenizer_of
+from fasttfm.inference.results import SequenceRows, TokenRows, Wait
 from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings
 from fasttfm.models.pretrained import PretrainedModel
@@ -302,16 +302,15 @@ class Session:
 
     def _start(self, inputs: Sequence[Any], output: Output) -> Callable[[], Any]:
         """Tokenizes inputs and starts their computation, as ``_launch`` does."""
-        arrays = self._arrays_of_ids(inputs)
-        if arrays is not None:  # needs no object for each sequence: that would take longer than the rest
-            return self._launch_ids(arrays, output)
+        ids = checked_ids(inputs, self._max_positions, self._vocabulary)
+        if ids is not None:  # needs no object for each sequence: that would take longer than the rest
+            return self._launch_ids(ids, len(inputs), output)
         return self._launch(self._tokenize(inputs), output)
 
     def _tokenize(self, inputs: Sequence[Any]) -> list[Tokens]:
         """The sequences of inputs. Inputs that are lists of ids get no special tokens."""
-        arrays = self._arrays_of_ids(inputs)
-        if arrays is not None:  # the same as below, with fewer calls for each
-            return [Tokens(each, []) for each in arrays]
+        if checked_ids(inputs, self._max_positions, self._vocabulary) is not None:
+            return [Tokens(each, []) for each in inputs]
         found: list[Tokens | None] = [None] * len(inputs)
         texts: list[str] = []
         counts: list[tuple[int, int]] = []  # the index of each input that is text, and how many texts it has
@@ -336,26 +335,6 @@ class Session:
                 found[index] = self._form.one(next(ids)) if count == 1 else self._form.two(next(ids), next(ids))
         return found  # type: ignore[return-value]
 
-    def _arrays_of_ids(self, inputs: Sequence[Any]) -> Sequence[Any] | None:
-        """The inputs, if all are arrays or lists of ids: lists as arrays, with checked values."""
-        if inputs and type(inputs[0]) is list:
-            try:
-                inputs = [_packed_ids(each) if type(each) is list else each for each in inputs]
-            except (IndexError, struct.error):  # a list without ids, or with something else
-                return None
-        if not self._are_arrays_of_ids(inputs):
-            return None
-        self._check_values(inputs)
-        return inputs
-
-    def _are_arrays_of_ids(self, inputs: Sequence[Any]) -> bool:
-        for each in inputs:
-            if type(each) is not np.ndarray or each.ndim != 1 or each.dtype.kind not in "iu":
-                return False
-            if len(each) > self._max_positions:
-                return False
-        return len(inputs) > 0
-
     def _from_ids(self, given: Any) -> Tokens:
         """A sequence of given ids. ``_check_values`` validates the values of all sequences together."""
         try:
@@ -369,16 +348,10 @@ class Session:
         return Tokens(ids, [])  # type: ignore[arg-type]
 
     def _check_values(self, ids: Sequence[np.ndarray]) -> None:
-        every = ids[0] if len(ids) == 1 else np.concatenate(ids)
-        if not every.size:
-            return
-        # As unsigned numbers of 32 or 64 bits, negative ids are larger than any vocabulary: one pass finds both limits.
-        one_pass = every.dtype.kind == "i" and every.itemsize >= 4
-        if not one_pass or every.view(every.dtype.str.replace("i", "u")).max() >= self._vocabulary:
-            low, high = int(every.min()), int(every.max())
-            if low < 0 or high >= self._vocabulary:
-                got = f"{low} to {high}"
-                raise ValueError(f"Session: inputs: expected ids from 0 to {self._vocabulary - 1}, got {got}")
+        every = np.concatenate(ids)
+        if every.size and (every.min() < 0 or every.max() >= self._vocabulary):
+            got = f"{int(every.min())} to {int(every.max())}"
+            raise ValueError(f"Session: inputs: expected ids from 0 to {self._vocabulary - 1}, got {got}")
 
     def _with_prompt(self, text: str) -> str:
         text = self.settings.prompt + text
@@ -414,59 +387,44 @@ class Session:
     def _launch(self, sequences: Sequence[Tokens], output: Output) -> Callable[[], Any]:
         """Starts the computation of sequences. Returns a function that waits for it and returns each one's result: an
         array with one row per sequence, or a list of arrays with one row per token."""
-        return self._launch_ids([each.ids for each in sequences], output, sequences)
+        return self._launch_ids(sort_ids([each.ids for each in sequences]), len(sequences), output, sequences)
 
     def _launch_ids(
-        self, ids: Sequence[Sequence[int]], output: Output, sequences: Sequence[Tokens] = ()
+        self, ids: SortedIds, count: int, output: Output, sequences: Sequence[Tokens] = ()
     ) -> Callable[[], Any]:
-        """The same for sequences given by their ids; ``sequences`` has their segments and cuts, if any."""
+        """The same for the sorted ids of ``count`` sequences; ``sequences`` has their segments and cuts, if any."""
         begun = time.perf_counter()
-        per_sequence = self.network.is_per_sequence(output)
-        lengths = list(map(len, ids))
-        groups = deque(plan(lengths, self.max_tokens, self.max_batch))
-        launched: deque[tuple[list[int], Packed, Callable[[], np.ndarray]]] = deque()
+        groups = deque(cut(ids.cu_seqlens, self.max_tokens, self.max_batch))
+        launched: deque[tuple[int, int, Wait]] = deque()
 
         def launch_next() -> None:
-            group = groups.popleft()
-            segments = None
+            first, last = groups.popleft()
+            kinds = None
             if sequences and self.network.has_segments:
-                segments = segments_of([sequences[index] for index in group])
-            batch = pack([ids[index] for index in group], segments)
-            launched.append((group, batch, self.run(batch, output)))
+                kinds = segments_of([sequences[index] for index in ids.order[first:last].tolist()])
+            batch = ids.part(first, last, None if kinds is None else concatenate(kinds))
+            launched.append((first, last, self.run(batch, output)))
 
         for _ in range(min(_IN_FLIGHT, len(groups))):
             launch_next()
 
         def finish() -> Any:
-            self._count(lengths, [each.cut for each in sequences])  # while the device computes
-            found: Any = None if per_sequence else [None] * len(ids)
+            self._count(ids, count, [each.cut for each in sequences])  # while the device computes
+            kind = SequenceRows if self.network.is_per_sequence(output) else TokenRows
+            results = kind(ids, count, lambda: self._empty_shape(output))
             while launched:
-                group, batch, wait = launched.popleft()
+                batch = launched.popleft()
                 if groups:
                     launch_next()
-                rows = wait()
-                if per_sequence and len(ids) == 1:
-                    found = rows.copy()  # pinned memory is not for keeping
-                    continue
-                if per_sequence:
-                    found = np.zeros((len(ids), *rows.shape[1:]), np.float32) if found is None else found
-                    found[group] = rows
-                    continue
-                ends = batch.cu_seqlens.tolist()
-                for number, index in enumerate(group):
-                    found[index] = rows[ends[number] : ends[number + 1]]
-            if found is None:  # no sequence has a token
-                found = np.zeros((len(ids), *self._empty_shape(output)), np.float32)
-            if not per_sequence and 0 in lengths:
-                nothing = np.zeros(self._empty_shape(output), np.float32)
-                found = [nothing if each is None else each for each in found]
+                results.add(*batch)
+            found = results.found()
             with self._lock:
                 self.counts.seconds += time.perf_counter() - begun
             return found
 
         return finish
 
-    def run(self, batch: Packed, output: Output) -> Callable[[], np.ndarray]:
+    def run(self, batch: Packed, output: Output) -> Wait:
         """Starts the computation of a packed batch. Returns a function that waits for it and returns the host's
         rows."""
         with self._lock:
@@ -476,9 +434,9 @@ class Session:
             if self.device.type == "cuda":
                 return self._run_cuda(batch, output)
             rows = self.network.run(output, Inputs.of(batch, self.device)).cpu().numpy()
-        return lambda: rows
+        return lambda read=None: rows if read is None else read(rows)
 
-    def _run_cuda(self, batch: Packed, output: Output) -> Callable[[], np.ndarray]:
+    def _run_cuda(self, batch: Packed, output: Output) -> Wait:
         launched = None if self._graphs is None else self._graphs.launch(output, batch)
         if launched is not None:
             return launched
@@ -489,18 +447,18 @@ class Session:
             done = torch.cuda.Event()
             done.record(self._stream)
 
-        def wait() -> np.ndarray:
+        def wait(read: Callable[[np.ndarray], Any] | None = None) -> Any:
             done.synchronize()
-            return host.numpy()
+            return host.numpy() if read is None else read(host.numpy())
 
         return wait
 
-    def _count(self, lengths: list[int], cut: list[int]) -> None:
+    def _count(self, ids: SortedIds, count: int, cut: list[int]) -> None:
         with self._lock:
             counts = self.counts
-            counts.texts += len(lengths)
-            counts.tokens += sum(lengths)
-            counts.empty += lengths.count(0)
+            counts.texts += count
+            counts.tokens += len(ids.ids)
+            counts.empty += count - len(ids.order)
             counts.truncated += len(cut) - cut.count(0)
             counts.left_out += sum(cut)
 
@@ -533,20 +491,13 @@ def _device(given: str | torch.device | None, model: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
-def _packed_ids(ids: list[int]) -> np.ndarray:
-    """An array of a list's integers, in half of the time that NumPy takes, which looks for a common type."""
-    if type(ids[0]) is not int:
-        raise struct.error
-    return np.frombuffer(struct.pack(f"{len(ids)}q", *ids), np.int64)
-
-
 def _is_single(inputs: Any) -> bool:
     """Whether the input is one text, one pair of texts or one list of ids."""
-    if isinstance(inputs, str) or (isinstance(inputs, (Tensor, np.ndarray)) and inputs.ndim == 1):
-        return True
+    if isinstance(inputs, list):
+        return bool(inputs) and isinstance(inputs[0], (int, np.integer))
     if isinstance(inputs, tuple):
         return len(inputs) == 2 and all(isinstance(text, str) for text in inputs)
-    return isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], (int, np.integer))
+    return isinstance(inputs, str) or (isinstance(inputs, (Tensor, np.ndarray)) and inputs.ndim == 1)
 
 
 def _is_one_window(inputs: Any) -> bool:
