@@ -114,6 +114,7 @@ def test_the_core_sorts_ids_as_python_does(monkeypatch: pytest.MonkeyPatch) -> N
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype
             assert np.array_equal(ours, theirs)
+        assert all(map(np.array_equal, found.given(count), drawn))
         for first, last in cut(found.cu_seqlens, 64, 5):
             own = pack([drawn[index] for index in found.order[first:last]])
             part = found.part(first, last)

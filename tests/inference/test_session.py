@@ -106,6 +106,17 @@ def test_requests_of_threads(bert: Any, sentences: Ids) -> None:
         session.submit(sentences[0])
 
 
+def test_inputs_may_change_once_they_are_submitted(bert: Any, sentences: Ids) -> None:
+    with Session(bert) as session:
+        expected = session.encode(sentences[0])
+        for kind in (list, np.array, torch.tensor):
+            given = kind(sentences[0])
+            with session._lock:  # nothing is computed yet
+                future = session.submit(given)
+                given[:] = kind([10**6] * len(given))
+            assert np.array_equal(future.result(60), expected)
+
+
 def test_a_session_does_not_change_the_model(sentences: Ids) -> None:
     model = small_bert().train()
     parameter = next(model.parameters())

@@ -120,6 +120,14 @@ class SortedIds(NamedTuple):
         own = ends[first : last + 1] - np.int32(begin)
         return Packed(self.ids[begin:end], segments, own, ends.item(first + 1) - begin)
 
+    def given(self, count: int) -> list[np.ndarray]:
+        """The ids of each of the ``count`` sequences that were given, in their order."""
+        found = [self.ids[:0]] * count
+        ends = self.cu_seqlens.tolist()
+        for number, index in enumerate(self.order.tolist()):
+            found[index] = self.ids[ends[number] : ends[number + 1]]
+        return found
+
 
 def sort_ids(sequences: Sequence[Sequence[int]]) -> SortedIds:
     """Sorts and concatenates sequences, which are lists or arrays of ids."""

@@ -309,8 +309,9 @@ class Session:
 
     def _tokenize(self, inputs: Sequence[Any]) -> list[Tokens]:
         """The sequences of inputs. Inputs that are lists of ids get no special tokens."""
-        if checked_ids(inputs, self._max_positions, self._vocabulary) is not None:
-            return [Tokens(each, []) for each in inputs]
+        checked = checked_ids(inputs, self._max_positions, self._vocabulary)
+        if checked is not None:  # copies: the caller may change the inputs before they are computed
+            return [Tokens(each, []) for each in checked.given(len(inputs))]  # type: ignore[arg-type]
         found: list[Tokens | None] = [None] * len(inputs)
         texts: list[str] = []
         counts: list[tuple[int, int]] = []  # the index of each input that is text, and how many texts it has
@@ -338,7 +339,7 @@ class Session:
     def _from_ids(self, given: Any) -> Tokens:
         """A sequence of given ids. ``_check_values`` validates the values of all sequences together."""
         try:
-            ids = given.cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+            ids = np.array(given.cpu().numpy() if isinstance(given, Tensor) else given)  # a copy, as in _tokenize
         except ValueError:  # lists within lists
             ids = np.empty((0, 0))
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
