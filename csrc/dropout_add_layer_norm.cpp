@@ -111,9 +111,9 @@ FASTTFM_FUNCTION(Status, dropout_add_layer_norm_forward, FORWARD(FASTTFM_PARAMET
   return FASTTFM_LAUNCH(dropout_add_layer_norm_forward, params_of(context, FORWARD(FASTTFM_NAME)));
 }
 
-// The rows are shared by one block per SM.
+// Three sums over rows of each block: of one per SM, or of up to two in the backward that writes dx in FP8.
 FASTTFM_FUNCTION(int64_t, dropout_add_layer_norm_backward_workspace, const Tensor& z) {
-  return context.is_cuda() ? 3 * cuda::multiprocessors(context.device) * z.columns()
+  return context.is_cuda() ? 6 * cuda::multiprocessors(context.device) * z.columns()
                            : cpu::dropout_add_layer_norm_workspace(z.rows(), z.columns());
 }
 
@@ -131,12 +131,15 @@ FASTTFM_FUNCTION(int64_t, dropout_add_layer_norm_backward_memory_cuda, int64_t c
 #endif
 
 #ifdef FASTTFM_WITH_HOPPER
-// The forward that also writes y in e4m3, as rows and, if `as_columns` is given, as columns.
+// The forward that also writes y in e4m3, as rows and, if `as_columns` is given, as columns. If `y` is not needed, it
+// is `as_rows`.
 FASTTFM_FUNCTION(Status, dropout_add_layer_norm_fp8_cuda, FORWARD(FASTTFM_PARAMETER), const Tensor& y_scale,
                  const OptionalTensor& y_amax, const Tensor& as_rows, const OptionalTensor& as_columns) {
   if (!has_layout(x, residual)) return kBadLayout;
-  return cuda::dropout_add_layer_norm_fp8({params_of(context, FORWARD(FASTTFM_NAME)), y_scale.as<float>(),
-                                           y_amax.as<float>(), as_rows.data, as_columns.data});
+  DropoutAddLayerNormForward forward = params_of(context, FORWARD(FASTTFM_NAME));
+  if (forward.y == as_rows.data) forward.y = nullptr;
+  return cuda::dropout_add_layer_norm_fp8(
+      {forward, y_scale.as<float>(), y_amax.as<float>(), as_rows.data, as_columns.data});
 }
 
 // The backward that writes dx in FP8; `dx` of the arguments is not used. `e5m2`: as in fp8.cpp.

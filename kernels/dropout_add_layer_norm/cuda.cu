@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) backward_kernel(DropoutAddLayerN
     RowDraws<S> draws;
     gradients.finish(
         row, round % kRowStages, scratch[round % kRowStages], [&] { dropout.draw(row, draws); },
-        [&](int v, bool inside, int64_t to, float (&out)[kVector], const Packed<R>&) {
+        [&](int v, bool inside, int64_t to, float (&out)[kVector]) {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) {
             out[i] = draws.kept(v, i, dropout.limit) ? out[i] * dropout.scale : 0.0f;

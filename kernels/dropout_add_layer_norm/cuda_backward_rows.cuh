@@ -1,4 +1,4 @@
-// The rows of dropout_add_layer_norm's backward, which its kernels process one after another; the formulas are in
+// The rows of dropout_add_layer_norm's backward, which its kernel processes one after another; the formulas are in
 // reference.py.
 //
 // dy and z are copied to ring buffers in shared memory, from which both passes over a row read them, so that registers
@@ -12,6 +12,21 @@
 
 namespace fasttfm {
 namespace cuda {
+
+// dresidual is rstd * (g - mean(g) - (xhat - correction) * mean(g * xhat)) = g * rstd + xhat * slope + offset, where
+// `correction` is the mean of xhat, zero except for rounding.
+struct RowTerms {
+  float slope, offset, correction;
+
+  // `sums`: of xhat, of g and of g * xhat.
+  __device__ __forceinline__ RowTerms(const float (&sums)[3], float rstd, float inverse_c) {
+    correction = sums[0] * inverse_c;
+    const float mean_g = sums[1] * inverse_c;
+    const float mean_g_xhat = sums[2] * inverse_c - correction * mean_g;
+    slope = -rstd * mean_g_xhat;
+    offset = -rstd * mean_g - correction * slope;
+  }
+};
 
 template <class T, class R, class S>
 struct BackwardMemory {
@@ -68,8 +83,8 @@ struct BackwardRows {
   }
 
   // Computes the gradients of a row, whose copies were started before those of one other row. Calls meanwhile() while
-  // they are in flight, and use(v, inside, to, out, rounded) for each vector: whether it is inside of the row, its
-  // offset in tensors, and dresidual before and after rounding.
+  // they are in flight, and use(v, inside, to, out) for each vector: whether it is inside of the row, its offset in
+  // tensors, and dresidual before rounding.
   template <class Meanwhile, class Use>
   __device__ __forceinline__ void finish(int row, int slot, float (&scratch)[3 * S::kBlock / 32], Meanwhile meanwhile,
                                          Use use) {
@@ -104,12 +119,7 @@ struct BackwardRows {
       }
     }
     group_sum<S::kGroup, S::kBlock>(sums, scratch + 3 * (threadIdx.x / S::kGroup) * S::kGroup / 32);
-    const float correction = sums[0] * inverse_c;
-    const float mean_g = sums[1] * inverse_c;
-    const float mean_g_xhat = sums[2] * inverse_c - correction * mean_g;
-    // rstd * (g - mean_g - (xhat - correction) * mean_g_xhat) = g * rstd + xhat * slope + offset
-    const float slope = -rstd * mean_g_xhat;
-    const float offset = -rstd * mean_g - correction * slope;
+    const RowTerms terms(sums, rstd, inverse_c);
 
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
@@ -120,8 +130,8 @@ struct BackwardRows {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const float xhat = fmaf(value[i], rstd, shift);
-        out[i] = fmaf(gradient[i] * weight[i], rstd, fmaf(xhat, slope, offset));
-        dweight[v][i] = fmaf(gradient[i], xhat - correction, dweight[v][i]);
+        out[i] = fmaf(gradient[i] * weight[i], rstd, fmaf(xhat, terms.slope, terms.offset));
+        dweight[v][i] = fmaf(gradient[i], xhat - terms.correction, dweight[v][i]);
         dbias[v][i] += gradient[i];
       }
       if (p.dz != nullptr) {
@@ -132,9 +142,8 @@ struct BackwardRows {
       }
       const bool inside = in_row<S>(v, columns);
       const int64_t to = row_start + column_of<S>(v);
-      const Packed<R> rounded = narrow<R>(out);
-      store_packed_if(inside, static_cast<R*>(p.dresidual) + to, rounded);
-      use(v, inside, to, out, rounded);
+      store_packed_if(inside, static_cast<R*>(p.dresidual) + to, narrow<R>(out));
+      use(v, inside, to, out);
     }
   }
 

@@ -27,7 +27,7 @@ __device__ __forceinline__ void normalize_row(const DropoutAddLayerNormFp8& p, i
   const int64_t rows[1] = {row};
   float z[1][S::kVectors][kVector];
   add_row<bf16_t, R, P, S>(p, row, z[0]);
-  normalize_rows<bf16_t, P, S, true>(p, rows, z, [&](int, int v, const Packed<bf16_t>& y) {
+  const auto cast = [&](int, int v, const Packed<bf16_t>& y) {
     float value[kVector];
     widen(y, value);
     const uint2 q = round_vector<false>(value, scale);
@@ -36,7 +36,8 @@ __device__ __forceinline__ void normalize_row(const DropoutAddLayerNormFp8& p, i
       most = largest(value, most);
       *reinterpret_cast<uint2*>(static_cast<uint8_t*>(p.as_rows) + row * columns + column_of<S>(v)) = q;
     }
-  });
+  };
+  normalize_rows<bf16_t, P, S, true>(p, rows, z, cast, p.y != nullptr);
 }
 
 template <class R, class P, class S>
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(S::kBlock, sizeof(R) == 2 ? 4 : 3) tiles_kerne
   record_warp(p.y_amax, most);
   __syncthreads();
   const int64_t padded = padded_rows(p.rows);
-  store_columns(tile, p.as_columns, static_cast<int>(p.columns), tile_row, padded, padded);
+  store_columns(tile, p.as_columns, static_cast<int>(p.columns), tile_row, padded);
 }
 
 template <class R, class P>

@@ -39,13 +39,13 @@ __host__ __device__ __forceinline__ int64_t padded_rows(int64_t rows) {
   return (rows + kColumnRows - 1) / kColumnRows * kColumnRows;
 }
 
-// Writes the columns of a tile, up to row `end`, a multiple of 16, to [C, P], after a barrier.
+// Writes the columns of a tile to [C, P], after a barrier.
 template <class S>
 __device__ __forceinline__ void store_columns(TileRows<S>& tile, void* as_columns, int columns, int64_t tile_row,
-                                              int64_t end, int64_t padded) {
+                                              int64_t padded) {
   for (int index = threadIdx.x; index < columns / 2; index += S::kBlock) {
     const int group = index / 2, half = index % 2;
-    if (tile_row + kColumnRows * half >= end) continue;
+    if (tile_row + kColumnRows * half >= padded) continue;
     uint4 column[4];
     tile.columns(group, half, column);
     uint8_t* to = static_cast<uint8_t*>(as_columns) + 4 * group * padded + tile_row + kColumnRows * half;

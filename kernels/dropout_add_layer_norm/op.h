@@ -38,7 +38,8 @@ struct DropoutAddLayerNormForward {
   void* stream;           // CUDA
 };
 
-// The forward that also writes y in e4m3 (kernels/fp8/reference.py). P is N rounded up to a multiple of 16.
+// The forward that also writes y in e4m3 (kernels/fp8/reference.py); y of the other forward may be null. P is N rounded
+// up to a multiple of 16.
 struct DropoutAddLayerNormFp8 : DropoutAddLayerNormForward {
   const float* y_scale;  // [1]
   float* y_amax;         // [1]: updated to at least the largest magnitude of y; null if not needed
@@ -78,7 +79,8 @@ struct DropoutAddLayerNormBackward {
   void* stream;  // CUDA
 };
 
-// The backward that writes dx in FP8, as the cast of dresidual after dropout. dx of the other backward is not used.
+// The backward that writes dx in FP8, as the cast of dresidual after dropout. dx of the other backward is not used;
+// blocks is the number of SMs, and workspace has 6 * blocks * columns floats.
 struct DropoutAddLayerNormBackwardFp8 : DropoutAddLayerNormBackward {
   const float* dx_scale;  // [1], a power of two
   float* dx_amax;         // [1]: updated to at least the largest magnitude of dx

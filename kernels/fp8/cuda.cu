@@ -43,20 +43,11 @@ struct alignas(16) Columns {
 
   // Writes the thread's columns of 4 of its 8 rows, the first or second `half`.
   __device__ __forceinline__ void put(const uint2 (&row)[4], int column_group, int row_group, int half) {
-    uint32_t low[4], high[4];
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      low[r] = row[r].x;
-      high[r] = row[r].y;
-    }
-    transpose_bytes(low);
-    transpose_bytes(high);
+    uint32_t column[2][4];
+    transpose_rows(row, column);
     uint8_t* to = byte + column_group * kVector * kTile + (row_group ^ column_group) * 8 + 4 * half;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      *reinterpret_cast<uint32_t*>(to + i * kTile) = low[i];
-      *reinterpret_cast<uint32_t*>(to + (4 + i) * kTile) = high[i];
-    }
+    for (int i = 0; i < kVector; ++i) *reinterpret_cast<uint32_t*>(to + i * kTile) = column[i / 4][i % 4];
   }
 
   // Writes the tile's columns to [C, P], after put() of all threads and a barrier.

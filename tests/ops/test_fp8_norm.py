@@ -38,7 +38,7 @@ def inputs(shape: tuple[int, int], device: str, dtype: torch.dtype, p: float) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_columns", [True, False], ids=["columns", "rows"])
 @pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("kind", ["fp32 parameters", "bf16 parameters", "fp32 residual", "no z"])
+@pytest.mark.parametrize("kind", ["fp32 parameters", "bf16 parameters", "fp32 residual", "no z", "no y"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_has_the_bits_of_a_cast(shape: tuple[int, int], kind: str, p: float, with_columns: bool) -> None:
     x, residual, norm = inputs(shape, "cuda", torch.bfloat16, p)
@@ -47,13 +47,15 @@ def test_the_kernel_has_the_bits_of_a_cast(shape: tuple[int, int], kind: str, p:
         norm = NormArguments(*own, *norm[3:])  # type: ignore[arg-type]
     if kind == "fp32 residual":
         residual = residual.float()
-    want_z = kind != "no z"
+    want_y, want_z = kind != "no y", kind != "no z"
     slot, other = slot_of("cuda"), slot_of("cuda")
     assert refuse(x, residual, slot, None) is None
-    y, z, statistics, y8 = add_norm_cast(x, residual, norm, slot, None, want_z=want_z, with_columns=with_columns)
+    wanted = {"want_y": want_y, "want_z": want_z, "with_columns": with_columns}
+    y, z, statistics, y8 = add_norm_cast(x, residual, norm, slot, None, **wanted)
     expected = forward_op(x, residual, *norm, want_z, "cuda")
-    for found, known in zip((y, z, statistics), expected, strict=True):
-        assert torch.equal(found, known)
+    assert torch.equal(y, expected[0]) if want_y else y.numel() == 0
+    assert torch.equal(z, expected[1])
+    assert torch.equal(statistics, expected[2])
     cast = fp8.cast(expected[0], other, with_columns=with_columns)
     assert torch.equal(y8.rows.view(torch.uint8), cast.rows.view(torch.uint8))
     assert torch.equal(y8.columns.view(torch.uint8), cast.columns.view(torch.uint8))
@@ -81,6 +83,8 @@ def test_without_the_kernel(with_columns: bool) -> None:
         assert torch.equal(found, known)
     assert torch.equal(y8.rows.float(), fp8.cast(y, slot).rows.float())
     assert y8.columns.shape == ((48, 48) if with_columns else (0,))
+    unread = add_norm_cast(x, residual, norm, slot, None, want_y=False, with_columns=with_columns)
+    assert torch.equal(unread.y8.rows.float(), y8.rows.float())
 
 
 @pytest.mark.gpu

@@ -63,12 +63,6 @@ static_assert(sizeof(Memory<true, Mask::window>) <= 227 * 1024 && sizeof(Memory<
 
 // ---- warpgroup 0: tiles ----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void bulk_load(Mbarrier& full, uint32_t shared, const void* global, uint32_t bytes) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-               "l"(global), "r"(bytes), "r"(full.address())
-               : "memory");
-}
-
 // Zeros rows `from` to `rows` of a tile. Called by a whole warp.
 __device__ __forceinline__ void clear_rows(char* tile, int from, int rows) {
   for (int i = 8 * from + threadIdx.x % 32; i < 8 * rows; i += 32)

@@ -9,6 +9,21 @@
 namespace fasttfm {
 namespace cuda {
 
+// Gives two neighbouring threads their halves of two draws, of which the even thread has the first and the odd one the
+// second: the bytes of the even thread's 8 columns are in the low half of a draw, the other's in the high half. Called
+// by all threads of a warp together.
+__device__ __forceinline__ void exchange_halves(const Draw& drawn, bool odd, uint32_t (&first)[2],
+                                                uint32_t (&second)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t low = drawn.word[half], high = drawn.word[2 + half];
+    const uint32_t mine = odd ? high : low;
+    const uint32_t received = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+    first[half] = odd ? received : mine;
+    second[half] = odd ? mine : received;
+  }
+}
+
 // The random bytes of a thread's vectors of one row: byte i of word[v] belongs to element i of vector v.
 //
 // A draw covers 16 columns: a vector of an even thread and the vector of its odd neighbour. For two vectors, the even
@@ -26,14 +41,7 @@ struct RowDraws {
     for (int v = 0; v + 1 < S::kVectors; v += 2) {
       const uint32_t vector = static_cast<uint32_t>(v) + (odd ? 1 : 0);
       const Draw drawn = philox(seed, (vector * S::kGroup + thread) / 2, position.token, position.sequence, 0);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t low = drawn.word[half], high = drawn.word[2 + half];
-        const uint32_t mine = odd ? high : low;
-        const uint32_t received = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
-        word[v][half] = odd ? received : mine;
-        word[v + 1][half] = odd ? mine : received;
-      }
+      exchange_halves(drawn, odd, word[v], word[v + 1]);
     }
     if constexpr (S::kVectors % 2 == 1) {
       constexpr int v = S::kVectors - 1;

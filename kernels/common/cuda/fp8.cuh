@@ -62,5 +62,16 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
   word[3] = __byte_perm(high01, high23, 0x7632);
 }
 
+// Transposes 4 rows of 8 bytes: the bytes of column i are in column[i / 4][i % 4].
+__device__ __forceinline__ void transpose_rows(const uint2 (&row)[4], uint32_t (&column)[2][4]) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    column[0][r] = row[r].x;
+    column[1][r] = row[r].y;
+  }
+  transpose_bytes(column[0]);
+  transpose_bytes(column[1]);
+}
+
 }  // namespace cuda
 }  // namespace fasttfm

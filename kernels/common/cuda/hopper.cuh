@@ -203,6 +203,14 @@ __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Issues a TMA copy of `bytes` adjacent bytes, a multiple of 16, into shared memory, which completes on `full`. Called
+// by one thread.
+__device__ __forceinline__ void bulk_load(Mbarrier& full, uint32_t shared, const void* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(full.address())
+               : "memory");
+}
+
 // Issues a TMA load of the map's box at coordinates (c0, c1, c2, c3) into shared memory, which completes on `full`.
 // Called by one thread.
 __device__ __forceinline__ void tma_load(const CUtensorMap* map, Mbarrier& full, uint32_t shared, int c0, int c1,

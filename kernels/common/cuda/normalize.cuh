@@ -31,10 +31,11 @@ struct NoOutput {
 // zero except for the rounding of the mean, is also computed and subtracted; this is needed for rows whose mean is far
 // larger than their standard deviation.
 //
-// Calls also(r, v, y) with the v-th vector of the r-th row, as it is stored.
+// Calls also(r, v, y) with the v-th vector of the r-th row, as it is stored, or would be without `want_y`.
 template <class T, class P, class S, bool CORRECTED, int ROWS, class Params, class Also = NoOutput>
 __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&row)[ROWS],
-                                               float (&x)[ROWS][S::kVectors][kVector], Also also = {}) {
+                                               float (&x)[ROWS][S::kVectors][kVector], Also also = {},
+                                               bool want_y = true) {
   __shared__ float scratch[2][2 * ROWS * S::kBlock / 32];
   const int columns = static_cast<int>(p.columns);
   const float inverse_c = 1.0f / static_cast<float>(columns);
@@ -88,7 +89,7 @@ __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&
 #pragma unroll
       for (int i = 0; i < kVector; ++i) out[i] = fmaf(fmaf(x[r][v][i], rstd[r], shift[r]), weight[i], bias[i]);
       const Packed<T> rounded = narrow<T>(out);
-      store_packed_if(inside, static_cast<T*>(p.y) + row[r] * columns + column_of<S>(v), rounded);
+      store_packed_if(want_y && inside, static_cast<T*>(p.y) + row[r] * columns + column_of<S>(v), rounded);
       also(r, v, rounded);
     }
   }

@@ -140,7 +140,8 @@ def _forward(
     dropout = dropout_arguments(cu_seqlens, seeds[1], options.p_a)
     norm = NormArguments(own.norm_a_weight, own.norm_a_bias, own.out_bias, *dropout, options.eps_a)
     stream = x if residual is None else residual
-    y1, z1, statistics1, y8 = add_norm_cast(branch, stream, norm, layer.up.input, backend)
+    want_y = residual is None  # in a pre-LN model, only the next GEMM reads y1
+    y1, z1, statistics1, y8 = add_norm_cast(branch, stream, norm, layer.up.input, backend, want_y=want_y)
 
     h, a8 = layer.up.forward_gelu(y8, dtype, own.up_bias, options.activation, layer.down.input, keep_h=True)
     assert h is not None

@@ -124,7 +124,8 @@ def fp8_layer(
     want_z = residual is not None
     add_norm_rows = functools.partial(add_norm_cast, want_z=want_z, with_columns=False, forward=add_norm)
     stream = x if residual is None else residual
-    y1, z1, _, y8 = add_norm_rows(branch, stream, _norm_a(own, options), layer.up.input, backend)
+    norm, want_y = _norm_a(own, options), residual is None  # in a pre-LN model, only the next GEMM reads y1
+    y1, z1, _, y8 = add_norm_rows(branch, stream, norm, layer.up.input, backend, want_y=want_y)
     _, a8 = layer.up.forward_gelu(y8, dtype, own.up_bias, options.activation, layer.down.input, keep_h=False)
     branch = layer.down.forward(a8, dtype)
     stream, norm = y1 if residual is None else z1, _norm_b(own, options)

@@ -73,24 +73,26 @@ def add_norm_cast(
     slot: Slot,
     backend: str | None,
     *,
+    want_y: bool = True,
     want_z: bool = True,
     with_columns: bool = True,
     forward: Any = forward_op,
 ) -> Normalized:
-    """dropout_add_layer_norm of x [N, C], and its y in FP8: in both layouts, or only as rows. ``forward`` is the
-    registered op, or its implementation, for what the kernel does not support."""
+    """dropout_add_layer_norm of x [N, C], and its y in FP8: in both layouts, or only as rows. Without ``want_y``, the
+    kernel does not write y, which is empty then. ``forward`` is the registered op, or its implementation, for what the
+    kernel does not support."""
     if refuse(x, residual, slot, backend) is not None:
         y, z, statistics = forward(x, residual, *norm, want_z, backend)
         return Normalized(y, z, statistics, fp8.cast(y, slot, with_columns=with_columns))
-    return _run_cuda(x, residual, norm, slot, want_z=want_z, with_columns=with_columns)
+    return _run_cuda(x, residual, norm, slot, want_y=want_y, want_z=want_z, with_columns=with_columns)
 
 
 def _run_cuda(
-    x: Tensor, residual: Tensor, norm: NormArguments, slot: Slot, *, want_z: bool, with_columns: bool
+    x: Tensor, residual: Tensor, norm: NormArguments, slot: Slot, *, want_y: bool, want_z: bool, with_columns: bool
 ) -> Normalized:
     x, residual = readable_rows(x), readable_rows(residual)
     count, width = x.shape
-    y = torch.empty(count, width, dtype=x.dtype, device=x.device)
+    y = torch.empty(count, width, dtype=x.dtype, device=x.device) if want_y else empty_output(x)
     z = torch.empty(count, width, dtype=residual.dtype, device=x.device) if want_z else empty_output(residual)
     statistics = torch.empty(2, count, dtype=torch.float32, device=x.device)
     rows, columns = fp8.empty_layouts(x, slot.dtype, with_columns=with_columns)
@@ -98,7 +100,7 @@ def _run_cuda(
     threshold = philox.threshold(norm.p)
     _native.core().dropout_add_layer_norm_fp8_cuda(
         *(x, residual, *parameters, norm.cu_seqlens, norm.seed, threshold, philox.scale(threshold), norm.eps),
-        *(y, z if want_z else None, statistics),
+        *(y if want_y else rows, z if want_z else None, statistics),
         *(slot.scale, slot.amax, rows, columns if with_columns else None),
     )
     return Normalized(y, z, statistics, Quantized(rows, columns, slot.inverse))
