@@ -175,7 +175,7 @@ def test_triton_is_used_only_by_name_and_explain_says_why() -> None:
     x, weight = torch.randn(5, C), torch.randn(3 * C, C)
     free = explain("qkv_projection", x, weight, None, H)
     assert (free.chosen, free.reasons["triton"]) == ("torch", None)
-    assert "triton     supports this call, used only by name: its time on a GPU" in str(free)
+    assert "triton     supports this call, used only by name: torch's GEMM is faster" in str(free)
     with use_backend("triton"):
         asked = explain("qkv_projection", x, weight, None, H)
         assert (asked.chosen, asked.backward) == ("triton", "triton")
@@ -199,9 +199,17 @@ def test_what_the_hopper_kernel_does_not_support() -> None:
     assert cuda.refuse(wide_x, wide_weight, None, 2, whole) == "takes tensors on a GPU of compute capability 9.0"
     assert cuda.refuse(x.float(), weight.float(), None, H) == "takes bfloat16 and float16, got float32"
     assert cuda.refuse(x, weight, None, H) == "takes tensors on a GPU of compute capability 9.0"
-    with pytest.raises(BackendRefused, match=r"backend 'cuda' does not support this call:\n  torch: supports"):
+    with pytest.raises(BackendRefused, match=r"backend 'cuda' does not support this call:\n  cuda: "):
         qkv_projection(x, weight, None, H, backend="cuda")
     assert explain("qkv_projection", x, weight, None, H, cos=cos, sin=cos).chosen == "torch"
+
+
+def test_few_rows_are_left_to_torch() -> None:
+    (cuda,) = (backend for backend in tables_of_backends()["qkv_projection"].backends if backend.name == "cuda")
+    weight = torch.empty(3 * C, C)
+    slower = "torch's GEMM is as fast for fewer than 8192 rows, got 8191"
+    assert cuda.yield_forward(torch.empty(8191, C), weight) == slower
+    assert cuda.yield_forward(torch.empty(2, 4096, C), weight) is None
 
 
 HOPPER = pytest.mark.skipif(

@@ -40,8 +40,9 @@ class Backend:
 
     ``absent()`` returns why this machine or build lacks it; ``refuse(...)``, called with the forward's tensors and
     options, why it does not support that call; ``refuse_backward(...)``, with the same, why it supports only the
-    forward, so that the next backend computes the backward; ``yield_backward(...)`` why the next one is preferable for
-    the backward, unless this backend was requested by name. All return None if there is no reason.
+    forward, so that the next backend computes the backward; ``yield_forward(...)`` and ``yield_backward(...)`` why the
+    next one is preferable for the call or for its backward, unless this backend was requested by name. All return None
+    if there is no reason.
     ``infer``, where given, is the forward of calls without gradients: it returns only the first output, and does not
     compute what only the backward reads. ``sums_columns(...)`` returns whether the backward also gives its gradients'
     sums over rows, as ``column_sums``.
@@ -54,6 +55,7 @@ class Backend:
     forward: Callable[..., Any]
     backward: Callable[..., Any] = field(default=_no_backward)
     refuse_backward: Callable[..., str | None] = field(default=_nothing)
+    yield_forward: Callable[..., str | None] = field(default=_nothing)
     yield_backward: Callable[..., str | None] = field(default=_nothing)
     sums_columns: Callable[..., bool] = field(default=_never)
     infer: Callable[..., Any] | None = None
@@ -87,7 +89,9 @@ class BackendTable:
         for backend in self.backends:
             if backend.name == unfit or (requested is not None and requested != backend.name):
                 continue
-            if backend.absent() is None and backend.refuse(*args, **options) is None:
+            if backend.absent() is not None or backend.refuse(*args, **options) is not None:
+                continue
+            if requested is not None or backend.yield_forward(*args, **options) is None:
                 return backend
         self._raise_refused(requested, *args, **options)
         raise AssertionError("unreachable")
@@ -225,11 +229,19 @@ def explain(op: str, *args: Any, backend: str | None = None, **options: Any) -> 
     table.check_name(backend)
     wanted = requested(backend)
     reasons = table.reasons(*args, **options)
-    able = [name for name, reason in reasons.items() if reason is None and wanted in (None, name)]
-    by_name = {backend.name: backend.by_name for backend in table.backends if backend.by_name is not None}
+    by_name = {each.name: each.by_name for each in table.backends if each.by_name is not None}
+    able = []
+    for each in table.backends:
+        if reasons[each.name] is not None or wanted not in (None, each.name):
+            continue
+        slower = each.yield_forward(*args, **options) if wanted is None else None
+        if slower is not None:
+            by_name[each.name] = slower
+        else:
+            able.append(each)
     if not able:
         return Explanation(op, None, reasons, None, by_name=by_name)
-    chosen = table.backends[table.names.index(able[0])]
+    chosen = able[0]
     backward = table.select_backward(wanted, *args, **options).name
     left = None if backward == chosen.name else chosen.backward_reason(wanted, *args, **options)
     return Explanation(op, chosen.name, reasons, backward, left, by_name)

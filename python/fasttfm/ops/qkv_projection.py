@@ -319,21 +319,34 @@ def _refuse_cuda(
     return refuse_hopper_product(x, weight, bias)
 
 
+def _yield_to_gemm(x: Tensor, *_: Any, **__: Any) -> str | None:
+    rows = x.numel() // x.shape[-1]
+    return None if rows >= _LEAST_ROWS else f"torch's GEMM is as fast for fewer than {_LEAST_ROWS} rows, got {rows}"
+
+
 _ROTATED = 64  # columns of a head: a part of the kernel's tile
-_NOT_MEASURED = "its time on a GPU next to torch's GEMM is not measured"
+_LEAST_ROWS = 8192  # for which the kernel is faster than torch's GEMM: docs/kernels.md
+_SLOWER = "torch's GEMM is faster"
 
 TABLE = BackendTable(
     OP,
     (
+        Backend(
+            "cuda",
+            _native.missing_hopper,
+            _refuse_cuda,
+            _forward_cuda,
+            _backward_torch,
+            yield_forward=_yield_to_gemm,
+        ),
         Backend("torch", always, lambda *_, **__: None, _then_rotary(_forward_torch, None), _backward_torch),
-        Backend("cuda", _native.missing_hopper, _refuse_cuda, _forward_cuda, _backward_torch, by_name=_NOT_MEASURED),
         Backend(
             "triton",
             triton_absent,
             lambda x, *_, **__: refuse_triton(x),
             _forward_triton,
             _backward_torch,
-            by_name=_NOT_MEASURED,
+            by_name=_SLOWER,
         ),
         torch_reference(_then_rotary(reference.qkv_projection, "reference"), reference.qkv_projection_backward),
     ),
