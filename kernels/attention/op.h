@@ -50,8 +50,9 @@ struct AttentionCall {
 // Every element of the results is written: rows that belong to no sequence, or attend to no keys, get 0 and lse =
 // -infinity.
 struct AttentionForward : AttentionCall {
-  void* out;   // shape of q, contiguous
-  float* lse;  // dense [B, heads, queries], packed [heads, queries]; null if it is not needed
+  void* out;              // shape of q, contiguous
+  float* lse;             // dense [B, heads, queries], packed [heads, queries]; null if it is not needed
+  int32_t* tile_counter;  // CUDA: [1], set to 0 by an earlier kernel; null if the launcher has to do that, in workspace
 };
 
 struct AttentionBackward : AttentionCall {

@@ -11,6 +11,7 @@
 #include "common/cuda/rows.cuh"
 #include "dropout_add_layer_norm/cuda_add_row.cuh"
 #include "dropout_add_layer_norm/cuda_backward_rows.cuh"
+#include "dropout_add_layer_norm/cuda_forward.cuh"
 #include "dropout_add_layer_norm/op.h"
 
 namespace fasttfm {
@@ -78,15 +79,6 @@ struct BackwardPlan {
   }
 };
 
-template <class T, class R, class P>
-Status launch_forward(const DropoutAddLayerNormForward& p) {
-  return for_row_shape<0>(p.columns, [&](auto shape) {
-    using S = decltype(shape);
-    const auto blocks = static_cast<unsigned>((p.rows + S::kGroups - 1) / S::kGroups);
-    return launch(forward_kernel<T, R, P, S>, blocks, S::kBlock, 0, p.stream, p);
-  });
-}
-
 template <class T, class R, bool LINEAR_BIAS>
 Status launch_backward(const WithBlockMemory<DropoutAddLayerNormBackward>& p) {
   return for_row_shape_within<BackwardPlan<T, R, LINEAR_BIAS>>(p.columns, p.block_memory, [&](auto shape) {
@@ -101,9 +93,6 @@ Status launch_backward(const WithBlockMemory<DropoutAddLayerNormBackward>& p) {
                      {p.dlinear_bias, p.linear_bias_dtype});
   });
 }
-
-constexpr int64_t kMaxRows = int64_t{1} << 30;  // row indices in the backward have 32 bits
-Status too_many_rows() { return bad_size("dropout_add_layer_norm: the CUDA kernels take at most 2^30 rows"); }
 
 }  // namespace
 
@@ -121,21 +110,10 @@ int64_t dropout_add_layer_norm_backward_memory(int64_t columns, int64_t dtype, i
 }
 
 Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward& p) {
-  if (!rows_aligned(p.x, p.x_stride) || !rows_aligned(p.residual, p.residual_stride) || !rows_aligned(p.weight, 0) ||
-      !rows_aligned(p.bias, 0) || !rows_aligned(p.linear_bias, 0))
-    return misaligned_rows();
-  if (p.rows > kMaxRows) return too_many_rows();
-  if (p.rows == 0) return {};
-  const DeviceGuard guard(p.device);
-  if (guard.status().code != StatusCode::ok) return guard.status();
-  return with_stream_types(p.dtype, p.residual_dtype, [&](auto element, auto stream) {
-    using T = decltype(element);
-    using R = decltype(stream);
-    if (p.parameter_dtype == DType::f32) return launch_forward<T, R, float>(p);
-    if constexpr (sizeof(R) == sizeof(T)) {
-      if (p.parameter_dtype == p.dtype) return launch_forward<T, R, T>(p);
-    }
-    return bad_size("dropout_add_layer_norm: parameters must be fp32, or of the dtype that x and residual share");
+  return with_forward(p, [&](auto element, auto stream, auto parameter, auto shape, unsigned blocks) {
+    using S = decltype(shape);
+    return launch(forward_kernel<decltype(element), decltype(stream), decltype(parameter), S>, blocks, S::kBlock, 0,
+                  p.stream, p);
   });
 }
 

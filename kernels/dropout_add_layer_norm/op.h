@@ -36,6 +36,8 @@ struct DropoutAddLayerNormForward {
   int threads;            // CPU
   int device;             // CUDA
   void* stream;           // CUDA
+  int dependent;          // add_layer_norm_forward: not 0 to start before the previous kernel in the stream ends, in
+                          // which case parameters may be read before that
 };
 
 // The forward that also writes y in e4m3 (kernels/fp8/reference.py); y of the other forward may be null. P is N rounded
@@ -99,6 +101,8 @@ namespace cuda {
 // Columns are a multiple of 8, up to 8192; x, residual, dy, dz, z and parameters start at multiples of 16 bytes.
 Status dropout_add_layer_norm_forward(const DropoutAddLayerNormForward&);
 Status dropout_add_layer_norm_backward(const WithBlockMemory<DropoutAddLayerNormBackward>&);
+// The forward without dropout (seed is null), with the same bits; requires compute capability 9.0.
+Status add_layer_norm_forward(const DropoutAddLayerNormForward&);
 // These require compute capability 9.0, bf16 x, and columns that are a multiple of 16, up to 1024.
 Status dropout_add_layer_norm_fp8(const DropoutAddLayerNormFp8&);
 Status dropout_add_layer_norm_backward_fp8(const DropoutAddLayerNormBackwardFp8&);

@@ -61,14 +61,13 @@ __global__ void __launch_bounds__(LANES == 1 ? kMostThreads : kMostShared)
   const int thread = static_cast<int>(threadIdx.x), share = thread % LANES;
   const int columns = static_cast<int>(p.columns), column = thread / LANES * kVector;
   const bool inside = column < columns, first = inside && share == 0;
-  const int64_t at = blockIdx.x * p.columns + column;
   float weight[kVector] = {}, bias[kVector] = {}, z[kVector] = {}, residual[kVector] = {};
   if (inside) {
     load_parameter(p.weight, p.parameter_dtype, column, 1.0f, weight);
     load_parameter(p.bias, p.parameter_dtype, column, 0.0f, bias);
   }
   if (first) load_parameter(p.linear_bias, p.parameter_dtype, column, 0.0f, z);
-  griddepcontrol_wait();
+  const int64_t at = griddepcontrol_wait_for(blockIdx.x * p.columns + column);
   if (inside) {
     const Packed<R> packed = load_packed(static_cast<const R*>(p.residual) + at);
     add_parts<LANES>(p.parts + at, p.rows * p.columns, share, p.part_count, z);

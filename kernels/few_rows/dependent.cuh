@@ -1,36 +1,14 @@
-// Programmatic dependent launch, and wrappers of PTX instructions for the kernels for few rows. Names follow PTX.
+// Wrappers of PTX instructions for the kernels for few rows. Names follow PTX.
 #pragma once
 
 #include <cstdint>
 
 #include "common/cuda/convert.cuh"
+#include "common/cuda/dependent.cuh"
 #include "common/cuda/hopper.cuh"
-#include "common/cuda/launch.cuh"
 
 namespace fasttfm {
 namespace cuda {
-
-// Lets the stream's next kernel, if it is a dependent launch, start when all blocks of this kernel have executed this.
-__device__ __forceinline__ void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-// Waits until the previous kernel has ended and its writes are visible; returns immediately if this is not a dependent
-// launch. Every block of every kernel calls it before it reads or writes activations, so all earlier kernels have
-// ended, too.
-__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// Launches a kernel; if `dependent`, it may start before the previous kernel in the stream has ended.
-template <class... Parameters, class... Arguments>
-Status launch_after(bool dependent, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t memory, void* stream,
-                    const Arguments&... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = launch_config(grid, block, memory, stream);
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  return launch_as(config, kernel, arguments...);
-}
 
 // cp.async of 16 bytes, or of zeros if not `wanted`. The address must be valid, even if it is not read.
 __device__ __forceinline__ void cp_async_zfill(bool wanted, uint32_t shared, const void* global) {

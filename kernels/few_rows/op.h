@@ -15,9 +15,9 @@
 
 namespace fasttfm {
 
-// `dependent`, in every struct: not 0 if the previous kernel in the stream is one of these three kernels. In that case
-// weights, biases and cu_seqlens may be read before the previous kernel has ended. The first kernel of a chain is
-// launched with 0, so that it waits for the kernels that write them.
+// `dependent`, in every struct: not 0 to start before the previous kernel in the stream ends. In that case weights,
+// biases and cu_seqlens may be read before that. The first kernel of a chain is launched with 0, so that it waits for
+// the kernels that write them.
 struct FewRowsProduct {
   const void* x;       // [M, K], dtype, contiguous
   const void* weight;  // [N, K], dtype, contiguous

@@ -18,16 +18,12 @@ namespace {
 
 using Shape = ProductShape<192, 4, 2, 7>;
 
-struct Fp8GeluParams {
+struct Fp8GeluParams : ProductSizes {
   const void* bias;  // or null
   const float *x_inverse, *weight_inverse, *scale;
   float* amax;  // or null
   char* h;      // or null
   char* a;
-  int rows, columns;
-  int steps;
-  int column_tiles, turns;
-  int whole, split;
   DType bias_dtype;
 };
 

@@ -12,20 +12,22 @@ namespace cuda {
 namespace {
 
 using Shape = ProductShape<192, 4, 2, 7>;
+// For a forward that writes only the activation.
+using LoneShape = ProductShape<192, 4, 1, 7>;
 
 int64_t row_tiles(int64_t rows) { return (rows + Shape::kRows - 1) / Shape::kRows; }
 
-template <template <Activation, Kept> class E, Kept KEPT>
+template <class S, template <Activation, Kept> class E, Kept KEPT>
 Status run_activated(const ProductOperands& operands, const GeluProductParams& p, Activation activation) {
   return with_activation(activation,
-                         [&](auto tag) { return run_product<Shape, E<decltype(tag)::value, KEPT>>(operands, p); });
+                         [&](auto tag) { return run_product<S, E<decltype(tag)::value, KEPT>>(operands, p); });
 }
 
 }  // namespace
 
 Status gelu_product_forward(const GeluProductForward& call) {
   const ProductOperands operands = {call.x,     call.weight, call.x_stride, call.inputs,
-                                    call.dtype, call.device, call.stream};
+                                    call.dtype, call.device, call.stream,   call.dependent != 0};
   const Status status = check_product(operands, call.rows, call.columns,
                                       {call.x, call.weight, call.bias, call.h, call.derivative, call.a});
   if (status.code != StatusCode::ok || call.rows == 0) return status;
@@ -38,8 +40,10 @@ Status gelu_product_forward(const GeluProductForward& call) {
   p.activation = static_cast<char*>(call.a);
   p.rows = static_cast<int>(call.rows);
   p.columns = static_cast<int>(call.columns);
-  return call.derivative == nullptr ? run_activated<GeluForward, Kept::product>(operands, p, call.activation)
-                                    : run_activated<GeluForward, Kept::derivative>(operands, p, call.activation);
+  if (call.derivative != nullptr)
+    return run_activated<Shape, GeluForward, Kept::derivative>(operands, p, call.activation);
+  return call.h != nullptr ? run_activated<Shape, GeluForward, Kept::product>(operands, p, call.activation)
+                           : run_activated<LoneShape, GeluForward, Kept::product>(operands, p, call.activation);
 }
 
 Status gelu_product_backward(const GeluProductBackward& call) {
@@ -61,7 +65,7 @@ Status gelu_product_backward(const GeluProductBackward& call) {
     p.rows = static_cast<int>(call.rows);
     p.columns = static_cast<int>(call.columns);
     if (call.derivative == nullptr)
-      status = run_activated<GeluBackward, Kept::product>(operands, p, call.activation);
+      status = run_activated<Shape, GeluBackward, Kept::product>(operands, p, call.activation);
     else  // the kernel does not depend on the activation
       status = run_product<Shape, GeluBackward<Activation::gelu, Kept::derivative>>(operands, p);
   }

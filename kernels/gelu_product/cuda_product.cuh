@@ -17,16 +17,12 @@ namespace cuda {
 // What the forward stores for the backward: h, or the activation's derivative at h + bias.
 enum class Kept { product, derivative };
 
-struct GeluProductParams {
+struct GeluProductParams : ProductSizes {
   const void* bias;  // or null
   const char* kept;  // backward
   char* product;     // forward: h or the derivative (Kept), or null; backward: dh
   char* activation;  // a, or null in the backward
   float* sums;       // backward: [row tiles, columns], or null
-  int rows, columns;
-  int steps;
-  int column_tiles, turns;
-  int whole, split;
   DType bias_dtype;
 };
 

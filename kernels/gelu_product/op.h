@@ -38,6 +38,7 @@ struct GeluProductForward {
   DType bias_dtype;
   int device;
   void* stream;
+  int dependent;  // not 0 to start before the previous kernel in the stream, which writes neither weight nor bias, ends
 };
 
 struct GeluProductBackward {

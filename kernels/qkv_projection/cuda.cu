@@ -15,13 +15,9 @@ using Shape = ProductShape<192, 4, 2, 7>;
 constexpr int kHeadColumns = 64, kPairs = kHeadColumns / 2;
 static_assert(kHeadColumns == kTileColumns, "a part of a tile is a head");
 
-struct QkvParams {
+struct QkvParams : ProductSizes {
   const void* bias;  // or null
   char* qkv;
-  int rows, columns;
-  int steps;
-  int column_tiles, turns;
-  int whole, split;
   DType bias_dtype;
   const float *cos, *sin;
   const int64_t* positions;
@@ -71,7 +67,7 @@ struct QkvEpilogue {
 
 Status qkv_projection(const QkvProjection& call) {
   const ProductOperands operands = {call.x,     call.weight, call.x_stride, call.inputs,
-                                    call.dtype, call.device, call.stream};
+                                    call.dtype, call.device, call.stream,   call.dependent != 0};
   const Status status = check_product(operands, call.rows, call.columns, {call.x, call.weight, call.bias, call.qkv});
   if (status.code != StatusCode::ok || call.rows == 0) return status;
   const DeviceGuard guard(call.device);

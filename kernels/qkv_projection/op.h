@@ -30,6 +30,7 @@ struct QkvProjection {
   DType bias_dtype;
   int device;
   void* stream;
+  int dependent;  // not 0 to start before the previous kernel in the stream, which writes x at most, ends
 };
 
 namespace cuda {

@@ -25,6 +25,8 @@ struct Cpu {
     Range(const char*, int64_t) {}
   };
 
+  static void project_qkv(Steps* steps, const Gemm& product) { (*steps)(gemm, product); }
+  static Status reset_tile_counters(const TransformerCall&, int32_t*) { return {}; }
   // Never requested on the CPU.
   static void short_attention(Steps*, const TransformerForward&, const ForwardTensors&) {}
 

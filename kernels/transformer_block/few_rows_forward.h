@@ -74,14 +74,12 @@ class FewRowsForward {
   }
   float* parts() const { return static_cast<float*>(scratch(baseline::transformer::kForwardWorkspace)); }
 
-  // The first kernel is not dependent: it waits for all earlier work in the stream.
   template <class Launcher, class Params>
   void step(Launcher launcher, Params params) {
     params.dtype = call_.dtype;
-    params.dependent = started_;
+    params.dependent = steps_.dependent();
     baseline::transformer::set_device(call_, &params);
     steps_(launcher, params);
-    started_ = 1;
   }
 
   FewRowsProduct product(const void* x, const void* weight, int64_t columns, int64_t inner,
@@ -161,7 +159,6 @@ class FewRowsForward {
   const baseline::transformer::ScratchPlan<baseline::transformer::kForwardRegions> scratch_;
   few_rows::Plan qkv_, out_, up_, down_;
   baseline::transformer::Steps steps_;
-  int started_ = 0;
 };
 
 }  // namespace cuda

@@ -1,4 +1,6 @@
-// The steps of a layer on Hopper, in 16 bits. GEMMs use cuBLASLt; those with an activation use gelu_product.
+// The steps of a layer on Hopper, in 16 bits. GEMMs use cuBLASLt, except for those with an activation (gelu_product)
+// and the projection to qkv of many tokens (qkv_projection). Kernels with a field `dependent` start while the previous
+// one still runs.
 #pragma once
 
 #if __has_include(<nvtx3/nvToolsExt.h>)
@@ -10,7 +12,9 @@
 #include <cstdio>
 
 #include "common/count.h"
+#include "common/cuda/launch.cuh"
 #include "gelu_product/op.h"
+#include "qkv_projection/op.h"
 #include "transformer_block/few_rows_forward.h"
 #include "transformer_block/layer_backward.h"
 #include "transformer_block/layer_forward.h"
@@ -28,14 +32,42 @@ struct Hopper {
   static constexpr auto gemm = cuda::gemm;
   static constexpr auto attention_forward = cuda::attention_forward;
   static constexpr auto attention_backward = cuda::attention_backward;
-  static constexpr auto add_norm_forward = cuda::dropout_add_layer_norm_forward;
+  static Status add_norm_forward(const DropoutAddLayerNormForward& call) {
+    return call.seed == nullptr ? add_layer_norm_forward(call) : dropout_add_layer_norm_forward(call);
+  }
   static constexpr auto add_norm_backward = cuda::dropout_add_layer_norm_backward;
   static constexpr auto layer_norm_forward = cuda::layer_norm_forward;
   static constexpr auto column_sum = cuda::column_sum;
 
+  static constexpr int64_t kLeastProjected = 2048;  // rows for which qkv_projection is faster than cuBLASLt
+
+  static void project_qkv(Steps* steps, const Gemm& product) {
+    if (product.rows < kLeastProjected) return (*steps)(gemm, product);
+    QkvProjection own{};
+    own.x = product.a;
+    own.weight = product.b;
+    own.bias = product.bias;
+    own.qkv = product.d;
+    own.rows = product.rows;
+    own.inputs = own.x_stride = product.inner;
+    own.columns = product.columns;
+    own.dtype = own.bias_dtype = product.dtype;
+    own.device = product.device;
+    own.stream = product.stream;
+    own.dependent = steps->dependent();
+    (*steps)(qkv_projection, own);
+  }
+
+  // Sets the counters of all layers' attention to 0.
+  static Status reset_tile_counters(const TransformerCall& call, int32_t* counters) {
+    const auto bytes = static_cast<size_t>(call.layers) * sizeof(int32_t);
+    return status_of(cudaMemsetAsync(counters, 0, bytes, static_cast<cudaStream_t>(call.stream)));
+  }
+
   static void short_attention(Steps* steps, const TransformerForward& call, const ForwardTensors& tensors) {
     auto attention = few_rows_attention_of(call, tensors.qkv, tensors.out);
     attention.dtype = call.dtype;
+    attention.dependent = steps->dependent();
     baseline::transformer::set_device(call, &attention);
     (*steps)(few_rows_attention, attention);
   }
@@ -71,6 +103,7 @@ struct Hopper {
     up.activation = call.activation;
     up.dtype = call.dtype;
     up.bias_dtype = call.parameter_dtype;
+    up.dependent = steps->dependent();
     baseline::transformer::set_device(call, &up);
     (*steps)(gelu_product_forward, up);
   }

@@ -21,12 +21,17 @@ class Steps {
   template <class Launcher, class Params>
   void operator()(Launcher launcher, const Params& params) {
     if (!failed()) status_ = launcher(params);
+    started_ = 1;
   }
+  // CUDA: whether the next kernel may be launched as a dependent of the previous one. The first one of a call is not,
+  // so it waits for kernels that write parameters.
+  int dependent() const { return started_; }
   const Status& status() const { return status_; }
   bool failed() const { return status_.code != StatusCode::ok; }
 
  private:
   Status status_;
+  int started_ = 0;
 };
 
 inline void* at(void* memory, int64_t offset) { return static_cast<char*>(memory) + offset; }

@@ -79,7 +79,7 @@ class Forward {
     Gemm qkv = product_of(call_, tensors.x, parameter(layer, kQkvWeight), true, tensors.qkv, 3 * width, width,
                           tensors.workspace);
     qkv.bias = parameter(layer, kQkvBias);
-    steps_(Device::gemm, qkv);
+    Device::project_qkv(&steps_, qkv);
     attend(layer, tensors);
     steps_(Device::gemm, product_of(call_, tensors.out, parameter(layer, kOutWeight), true, tensors.branch_a, width,
                                     width, tensors.workspace));
@@ -91,9 +91,12 @@ class Forward {
       Device::short_attention(&steps_, call_, tensors);
       return;
     }
+    auto* counters = static_cast<int32_t*>(scratch(kTileCounters));
+    if (layer == 0) steps_([&](int32_t* first) { return Device::reset_tile_counters(call_, first); }, counters);
     auto attention = attention_of<AttentionForward>(call_, layer, tensors.qkv, tensors.workspace);
     attention.out = tensors.out;
     attention.lse = tensors.lse;
+    attention.tile_counter = counters + layer;
     steps_(Device::attention_forward, attention);
   }
 
@@ -134,6 +137,7 @@ class Forward {
     norm.rstd = statistics + call_.tokens;
     norm.x_stride = norm.residual_stride = call_.width;
     norm.parameter_dtype = call_.parameter_dtype;
+    norm.dependent = steps_.dependent();
     return norm;
   }
 

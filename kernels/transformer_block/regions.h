@@ -148,6 +148,7 @@ enum ForwardRegion {
   kStatisticsB,
   kY,
   kZ,
+  kTileCounters,
   kForwardWorkspace,
   kForwardRegions
 };
@@ -180,6 +181,7 @@ inline ScratchPlan<kForwardRegions> forward_plan(const TransformerShape& shape, 
   if (!shape.training || !shape.keep_activation) use(kA, counts.inner, kProjectUp, kProjectDown);
   use(kBranchA, counts.columns, kProjectOut, kAddNormA);
   use(kBranchB, counts.columns, kProjectDown, kAddNormB);
+  use(kTileCounters, Count(shape.layers) * 4, kProjectQkv, kAddNormB);
   use(kForwardWorkspace, workspace_bytes, kProjectQkv, kAddNormB);
   plan.bytes = place_regions(plan.regions, kForwardRegions);
   return plan;

@@ -207,9 +207,9 @@ def test_what_the_hopper_kernel_does_not_support() -> None:
 def test_few_rows_are_left_to_torch() -> None:
     (cuda,) = (backend for backend in tables_of_backends()["qkv_projection"].backends if backend.name == "cuda")
     weight = torch.empty(3 * C, C)
-    slower = "torch's GEMM is as fast for fewer than 8192 rows, got 8191"
-    assert cuda.yield_forward(torch.empty(8191, C), weight) == slower
-    assert cuda.yield_forward(torch.empty(2, 4096, C), weight) is None
+    slower = "torch's GEMM is as fast for fewer than 4608 rows, got 4607"
+    assert cuda.yield_forward(torch.empty(4607, C), weight) == slower
+    assert cuda.yield_forward(torch.empty(2, 2304, C), weight) is None
 
 
 HOPPER = pytest.mark.skipif(

@@ -149,8 +149,10 @@ Status attention_forward(const AttentionForward& call) {
   status = count_multiprocessors(call.device, &blocks);
   if (status.code != StatusCode::ok) return status;
   const Order order = order_of(call, blocks);
-  const TileSchedule schedule = {order.counted ? reinterpret_cast<int*>(call.workspace) : nullptr, order.batched};
-  if (order.counted)
+  const bool has_counter = call.tile_counter != nullptr;
+  int* counter = has_counter ? call.tile_counter : reinterpret_cast<int*>(call.workspace);
+  const TileSchedule schedule = {order.counted ? counter : nullptr, order.batched};
+  if (order.counted && !has_counter)
     status = status_of(cudaMemsetAsync(schedule.next, 0, sizeof(int), static_cast<cudaStream_t>(call.stream)));
   if (status.code != StatusCode::ok) return status;
   return call.dtype == DType::bf16 ? forward_of<bf16_t>(call, blocks, schedule)

@@ -8,12 +8,7 @@
 // and multicasts it to all.
 //
 // An epilogue E has
-//   E::Params   its parameters, and the following, of which launch_product() sets the last five:
-//                 int rows, columns;        of the result
-//                 int steps;                of 64 elements of K
-//                 int column_tiles, turns;  turns: number of clusters' tiles; the blocks of a cluster have the same
-//                                           columns in consecutive rows
-//                 int whole, split;         turns before the last round, and the number of clusters per tile in it
+//   E::Params   its parameters, derived from ProductSizes
 //   E::kB       the layout of operand b; a is K-major
 //   E::finish<T, S>(params, memory, warp)   called by each epilogue warp, for all tiles of the block; T is the type of
 //                                           the rounded sums
@@ -26,8 +21,10 @@
 #include <initializer_list>
 #include <type_traits>
 
+#include "common/cuda/dependent.cuh"
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/hopper_fp8.cuh"
+#include "common/cuda/product_turns.h"
 #include "common/cuda/reduce.cuh"
 #include "common/cuda/rows.cuh"
 #include "common/dtype.h"
@@ -45,7 +42,6 @@ struct ProductShape {
   static constexpr int kRows = 128, kColumns = COLUMNS, kStages = STAGES, kCluster = CLUSTER;
   static constexpr int kParts = COLUMNS / kTileColumns;  // 64-column parts of a tile of the result
   static constexpr int kPartBytes = kRows * kTileRowBytes;
-  static constexpr int kStepBytes = (kRows + COLUMNS) * kTileRowBytes;
   static constexpr int kConsumerWarps = 8, kEpilogueWarps = EPILOGUES;
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + EPILOGUES);
   static constexpr int kRowGroups = kRows / 4;  // an epilogue warp processes four rows of a part at a time
@@ -75,49 +71,29 @@ struct alignas(1024) ProductMemory {
   }
 };
 
-// Assigns tiles to a block. In each round neighbouring clusters have neighbouring columns of the same rows. The
-// assignment shifts by one cluster from round to round; otherwise one cluster might get all of the narrower tiles at
-// the ends of rows. In the last round, which has few tiles, the columns of a tile are distributed over several
-// clusters.
+// The tiles of a block, one after another.
 template <class S>
 struct ProductTileScheduler {
-  int first, own;   // index of the round's first tile, and this cluster's offset from it
+  int turn;         // the cluster's
   int row, column;  // of the tile's first element
 
-  template <class P>
-  __device__ __forceinline__ explicit ProductTileScheduler(const P& p)
-      : first(0), own(static_cast<int>(blockIdx.x) / S::kCluster) {
+  __device__ __forceinline__ explicit ProductTileScheduler(const ProductSizes& p)
+      : turn(static_cast<int>(blockIdx.x) / S::kCluster) {
     place(p);
   }
-  template <class P>
-  __device__ __forceinline__ bool valid(const P& p) const {
-    return first + own < p.turns;
-  }
-  template <class P>
-  __device__ __forceinline__ void next(const P& p) {
-    const int clusters = static_cast<int>(gridDim.x) / S::kCluster;
-    first += clusters;
-    own = own + 1 == clusters ? 0 : own + 1;
+  __device__ __forceinline__ bool valid(const ProductSizes& p) const { return turn < p.turns; }
+  __device__ __forceinline__ void next(const ProductSizes& p) {
+    turn = turn_after(turn, static_cast<int>(gridDim.x) / S::kCluster);
     place(p);
   }
-  // The number of 64-column parts that the block computes, which may be 0 in the last round.
-  template <class P>
-  __device__ __forceinline__ int parts(const P& p) const {
-    const int width = first < p.whole ? S::kParts : S::kParts / p.split;
-    return min(width, (p.columns - column + kTileColumns - 1) / kTileColumns);
-  }
+  // The number of 64-column parts that the block computes.
+  __device__ __forceinline__ int parts(const ProductSizes& p) const { return turn_parts<S>(p, turn, column); }
 
  private:
-  template <class P>
-  __device__ __forceinline__ void place(const P& p) {
-    const int rank = static_cast<int>(blockIdx.x) % S::kCluster;
-    int turn = first + own, share = 0;
-    if (first >= p.whole) {
-      turn = p.whole + own / p.split;
-      share = own % p.split * (S::kColumns / p.split);
-    }
-    row = (turn / p.column_tiles * S::kCluster + rank) * S::kRows;
-    column = turn % p.column_tiles * S::kColumns + share;
+  __device__ __forceinline__ void place(const ProductSizes& p) {
+    const Turn at = turn_at<S>(p, turn);
+    row = at.row + static_cast<int>(blockIdx.x) % S::kCluster * S::kRows;
+    column = at.column;
   }
 };
 
@@ -136,32 +112,54 @@ __device__ __forceinline__ void tma_load_to_cluster(const CUtensorMap* map, Mbar
     tma_load_multicast((1 << S::kCluster) - 1, map, full, to, c0, c1, 0, 0);
 }
 
-// Called by one thread. The block loads a part of b's tile: some of its rows if b is K-major, otherwise some elements
-// of K.
-template <class S, Major B, class P>
-__device__ __forceinline__ void produce(const P& p, ProductMemory<S>& memory, const CUtensorMap* a_map,
-                                        const CUtensorMap* b_map) {
-  const int rank = static_cast<int>(blockIdx.x) % S::kCluster;
-  RingPosition<S::kStages> at;
-  for (ProductTileScheduler<S> tile(p); tile.valid(p); tile.next(p)) {
-    for (int step = 0; step < p.steps; ++step) {
-      memory.empty[at.slot].wait(at.parity ^ 1);
-      Mbarrier& full = memory.full[at.slot];
-      full.arrive_expect_tx(S::kStepBytes);
-      tma_load(a_map, full, shared_address(memory.a[at.slot]), step * kTileColumns, tile.row, 0, 0);
-      const uint32_t b = shared_address(memory.b[at.slot]);
-      if constexpr (B == Major::k) {
-        const int first = rank * (S::kColumns / S::kCluster);
-        tma_load_to_cluster<S>(b_map, full, b + first * kTileRowBytes, step * kTileColumns, tile.column + first);
-      } else {
-        const int first = rank * (kTileColumns / S::kCluster);
+// The loads of a tile, issued by one thread. Of each part of b the block loads some rows if b is K-major, otherwise
+// some elements of K.
+template <class S, Major B>
+struct ProductCopies {
+  ProductMemory<S>& memory;
+  const CUtensorMap *a_map, *b_map;
+
+  __device__ __forceinline__ void load_a(uint32_t slot, int step, int row) const {
+    tma_load(a_map, memory.full[slot], shared_address(memory.a[slot]), step * kTileColumns, row, 0, 0);
+  }
+  // Also announces the bytes of a.
+  __device__ __forceinline__ void load_b(uint32_t slot, int step, int column, int parts) const {
+    constexpr int kShare = kTileColumns / S::kCluster;
+    const int first = static_cast<int>(blockIdx.x) % S::kCluster * kShare;
+    const uint32_t to = shared_address(memory.b[slot]);
+    memory.full[slot].arrive_expect_tx((S::kRows + parts * kTileColumns) * kTileRowBytes);
 #pragma unroll
-        for (int part = 0; part < S::kParts; ++part)
-          tma_load_to_cluster<S>(b_map, full, b + (part * kTileColumns + first) * kTileRowBytes,
-                                 tile.column + part * kTileColumns, step * kTileColumns + first);
-      }
+    for (int part = 0; part < S::kParts; ++part) {
+      if (part >= parts) continue;
+      const int from = part * kTileColumns;
+      tma_load_to_cluster<S>(b_map, memory.full[slot], to + (from + first) * kTileRowBytes,
+                             B == Major::k ? step * kTileColumns : column + from,
+                             B == Major::k ? column + from + first : step * kTileColumns + first);
+    }
+  }
+};
+
+// Called by one thread. Operand b of the first steps is loaded before the previous kernel has ended.
+template <class S, Major B>
+__device__ __forceinline__ void produce(const ProductSizes& p, const ProductCopies<S, B>& copies) {
+  RingPosition<S::kStages> at;
+  ProductTileScheduler<S> tile(p);
+  int step = min(S::kStages, p.steps);
+  for (int i = 0; i < step; ++i) copies.load_b(i, i, tile.column, tile.parts(p));
+  griddepcontrol_wait();
+  for (int i = 0; i < step; ++i) {
+    copies.load_a(i, i, tile.row);
+    at.next();
+  }
+  for (; tile.valid(p); tile.next(p)) {
+    const int parts = tile.parts(p);
+    for (; step < p.steps; ++step) {
+      copies.memory.empty[at.slot].wait(at.parity ^ 1);
+      copies.load_b(at.slot, step, tile.column, parts);
+      copies.load_a(at.slot, step, tile.row);
       at.next();
     }
+    step = 0;
   }
 }
 
@@ -410,6 +408,7 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
   auto& memory =
       *reinterpret_cast<ProductMemory<S>*>(dynamic_memory + (1024 - shared_address(dynamic_memory) % 1024) % 1024);
   const int warp = warp_uniform(static_cast<int>(threadIdx.x) / 32);
+  griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) memory.init();
   __syncthreads();
   if constexpr (S::kCluster > 1) cluster_sync();
@@ -421,7 +420,7 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
     } else if (elect_one()) {
       prefetch_tensormap(&a_map);
       prefetch_tensormap(&b_map);
-      produce<S, E::kB>(p, memory, &a_map, &b_map);
+      produce(p, ProductCopies<S, E::kB>{memory, &a_map, &b_map});
     }
     __syncwarp();
   }
@@ -437,6 +436,9 @@ struct ProductOperands {
   DType dtype;
   int device;
   void* stream;
+  // Whether the kernel may start before the previous one in the stream has ended. That one must not write b or the
+  // epilogue's inputs.
+  bool dependent = false;
 };
 
 template <class T, class S, class E>
@@ -444,34 +446,22 @@ Status launch_product(const ProductOperands& operands, typename E::Params p, int
   constexpr size_t kMemory = sizeof(ProductMemory<S>) + ProductMemory<S>::kSlack;
   static_assert(kMemory <= 227 * 1024, "more shared memory than an SM has");
   const int64_t inner = operands.inner, columns = p.columns;
+  constexpr bool kMn = E::kB == Major::mn;
   const TensorView a_view = {
       operands.a, operands.dtype, {inner, p.rows, 1, 1}, {operands.a_stride, 0, 0}, {kTileColumns, S::kRows, 1, 1}};
-  const TensorView b_view = E::kB == Major::mn ? TensorView{operands.b,
-                                                            operands.dtype,
-                                                            {columns, inner, 1, 1},
-                                                            {columns, 0, 0},
-                                                            {kTileColumns, kTileColumns / S::kCluster, 1, 1}}
-                                               : TensorView{operands.b,
-                                                            operands.dtype,
-                                                            {inner, columns, 1, 1},
-                                                            {inner, 0, 0},
-                                                            {kTileColumns, S::kColumns / S::kCluster, 1, 1}};
+  const TensorView b_view = {operands.b,
+                             operands.dtype,
+                             {kMn ? columns : inner, kMn ? inner : columns, 1, 1},
+                             {kMn ? columns : inner, 0, 0},
+                             {kTileColumns, kTileColumns / S::kCluster, 1, 1}};
   CUtensorMap a_map, b_map;
   Status status = make_tensor_map(&a_map, a_view);
   if (status.code == StatusCode::ok) status = make_tensor_map(&b_map, b_view);
   if (status.code != StatusCode::ok) return status;
-  constexpr int kTurnRows = S::kRows * S::kCluster;
-  p.steps = static_cast<int>((inner + kTileColumns - 1) / kTileColumns);
-  p.column_tiles = (p.columns + S::kColumns - 1) / S::kColumns;
-  const int count = (p.rows + kTurnRows - 1) / kTurnRows * p.column_tiles;
   const int clusters = multiprocessors / S::kCluster;
-  p.whole = count / clusters * clusters;
-  p.split = 1;
-  for (int split = 2; split <= S::kParts; ++split)
-    if (S::kParts % split == 0 && (count - p.whole) * split <= clusters) p.split = split;
-  p.turns = p.whole + (count - p.whole) * p.split;
-  return launch(product_kernel<T, S, E>, dim3(std::min(clusters, p.turns) * S::kCluster), dim3(S::kThreads), kMemory,
-                operands.stream, a_map, b_map, p);
+  plan_turns<S>(&p, inner, clusters);
+  return launch_after(operands.dependent, product_kernel<T, S, E>, dim3(std::min(clusters, p.turns) * S::kCluster),
+                      dim3(S::kThreads), kMemory, operands.stream, a_map, b_map, p);
 }
 
 // Checks the requirements of the kernels. `tensors`: the other tensors that are accessed, which must be aligned to 16

@@ -23,6 +23,17 @@ struct NoOutput {
   __device__ __forceinline__ void operator()(const Arguments&...) const {}
 };
 
+template <class P, class S>
+struct LoadParameters {
+  template <class Params>
+  __device__ __forceinline__ void operator()(const Params& p, int v, float (&weight)[kVector],
+                                             float (&bias)[kVector]) const {
+    const bool inside = in_row<S>(v, static_cast<int>(p.columns));
+    load_parameter(inside, static_cast<const P*>(p.weight), column_of<S>(v), 1.0f, weight);
+    load_parameter(inside, static_cast<const P*>(p.bias), column_of<S>(v), 0.0f, bias);
+  }
+};
+
 // Computes y = (x - mean) * rstd * weight + bias for a group's ROWS rows `x`, which are zero past their end. `p` has
 // the fields of a forward: weight, bias (of type P, or null), y (of type T), mean, rstd, columns, eps. `row`: the
 // indices of the rows.
@@ -31,11 +42,13 @@ struct NoOutput {
 // zero except for the rounding of the mean, is also computed and subtracted; this is needed for rows whose mean is far
 // larger than their standard deviation.
 //
-// Calls also(r, v, y) with the v-th vector of the r-th row, as it is stored, or would be without `want_y`.
-template <class T, class P, class S, bool CORRECTED, int ROWS, class Params, class Also = NoOutput>
+// Calls also(r, v, y) with the v-th vector of the r-th row, as it is stored, or would be without `want_y`, and
+// load(p, v, weight, bias) for the parameters of the v-th vectors.
+template <class T, class P, class S, bool CORRECTED, int ROWS, class Params, class Also = NoOutput,
+          class Load = LoadParameters<P, S>>
 __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&row)[ROWS],
                                                float (&x)[ROWS][S::kVectors][kVector], Also also = {},
-                                               bool want_y = true) {
+                                               bool want_y = true, Load load = {}) {
   __shared__ float scratch[2][2 * ROWS * S::kBlock / 32];
   const int columns = static_cast<int>(p.columns);
   const float inverse_c = 1.0f / static_cast<float>(columns);
@@ -81,8 +94,7 @@ __device__ __forceinline__ void normalize_rows(const Params& p, const int64_t (&
   for (int v = 0; v < S::kVectors; ++v) {
     const bool inside = in_row<S>(v, columns);
     float weight[kVector], bias[kVector];
-    load_parameter(inside, static_cast<const P*>(p.weight), column_of<S>(v), 1.0f, weight);
-    load_parameter(inside, static_cast<const P*>(p.bias), column_of<S>(v), 0.0f, bias);
+    load(p, v, weight, bias);
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       float out[kVector];

@@ -1,4 +1,5 @@
-"""The tiles of Hopper's attention with windows, checked on the host by window_tiles.cpp."""
+"""Index arithmetic of the Hopper kernels, checked on the host by programs in C++: the tiles of attention with windows,
+and which tiles of a GEMM each cluster computes."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ COMPILER = shutil.which("c++")
 
 
 @pytest.mark.skipif(COMPILER is None, reason="requires a C++ compiler")
-def test_tiles_meet_where_queries_and_keys_do(tmp_path: Path) -> None:
-    source, program = HERE / "window_tiles.cpp", tmp_path / "window_tiles"
+@pytest.mark.parametrize("name", ["window_tiles", "product_turns"])
+def test_a_program_finds_no_error(name: str, tmp_path: Path) -> None:
+    source, program = HERE / f"{name}.cpp", tmp_path / name
     kernels = HERE.parents[1] / "kernels"
     subprocess.run([str(COMPILER), "-O1", "-std=c++17", f"-I{kernels}", source, "-o", program], check=True)
     result = subprocess.run([program], capture_output=True, text=True, check=False)

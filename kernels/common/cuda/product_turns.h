@@ -1,0 +1,83 @@
+// How the tiles of a Hopper GEMM (hopper_product.cuh) are assigned to clusters. Also compiles for the host, where a
+// test covers it. S is a ProductShape.
+#pragma once
+
+#include <cstdint>
+
+#include "common/philox.h"  // FASTTFM_HOST_DEVICE
+
+namespace fasttfm {
+namespace cuda {
+
+// The sizes of the result, and its turns. A turn is the tile of a cluster: the same columns of consecutive rows, kRows
+// for each of its blocks. plan_turns() sets all fields after the first two.
+struct ProductSizes {
+  int rows, columns;
+  int steps;         // of 64 elements of K
+  int column_tiles;  // tiles of kColumns columns
+  int turns;         // of all rounds; a round has as many turns as there are clusters
+  int whole;         // turns before the last round
+  // The last round. Its turns are narrower, so that all clusters have about the same work.
+  int width;              // of its turns, in parts of 64 columns
+  int head, head_column;  // number of its turns in the rows that the previous round has begun, and their first column
+  int tiles, tiles_row;   // number of its turns in each of the rows after them, and the first of these rows
+};
+
+// Chooses the turns for `inner` elements of K and `clusters` clusters. The turns of the last round are as narrow as
+// possible.
+template <class S>
+void plan_turns(ProductSizes* p, int64_t inner, int clusters) {
+  constexpr int kPart = S::kColumns / S::kParts;
+  const auto ceiling = [](int count, int step) { return (count + step - 1) / step; };
+  const int groups = ceiling(p->rows, S::kRows * S::kCluster), parts = ceiling(p->columns, kPart);
+  p->steps = static_cast<int>((inner + kPart - 1) / kPart);
+  p->column_tiles = ceiling(parts, S::kParts);
+  p->whole = groups * p->column_tiles / clusters * clusters;
+  const int begun = p->whole % p->column_tiles, after = groups - ceiling(p->whole, p->column_tiles);
+  p->head_column = begun * S::kColumns;
+  p->tiles_row = (groups - after) * S::kCluster * S::kRows;
+  for (p->width = 1;; ++p->width) {
+    p->head = begun == 0 ? 0 : ceiling(parts - begun * S::kParts, p->width);
+    p->tiles = ceiling(parts, p->width);
+    p->turns = p->whole + p->head + after * p->tiles;
+    if (p->width == S::kParts || p->turns - p->whole <= clusters) return;
+  }
+}
+
+// A turn's first row and column.
+struct Turn {
+  int row, column;
+};
+// Without branches, which would make the kernels spill registers.
+template <class S>
+FASTTFM_HOST_DEVICE Turn turn_at(const ProductSizes& p, int turn) {
+  constexpr int kPart = S::kColumns / S::kParts, kTurnRows = S::kCluster * S::kRows;
+  const int last = turn - p.whole;  // index in the last round
+  const bool is_last = last >= 0;
+  const int width = is_last ? p.width : S::kParts;
+  const bool is_head = is_last && last < p.head;
+  const auto index = static_cast<unsigned>(is_head ? last : is_last ? last - p.head : turn);
+  const auto tiles = static_cast<unsigned>(is_last ? p.tiles : p.column_tiles);
+  const unsigned group = is_head ? 0u : index / tiles;
+  const int first_row = is_head ? p.tiles_row - kTurnRows : is_last ? p.tiles_row : 0;
+  const int first_column = is_head ? p.head_column : 0;
+  return {static_cast<int>(group) * kTurnRows + first_row,
+          static_cast<int>(index - group * tiles) * width * kPart + first_column};
+}
+// The number of 64-column parts of a turn.
+template <class S>
+FASTTFM_HOST_DEVICE int turn_parts(const ProductSizes& p, int turn, int column) {
+  constexpr int kPart = S::kColumns / S::kParts;
+  const int width = turn < p.whole ? S::kParts : p.width, left = (p.columns - column + kPart - 1) / kPart;
+  return width < left ? width : left;
+}
+
+// A cluster's next turn. In each round neighbouring clusters have neighbouring columns of the same rows. The assignment
+// shifts by one cluster from round to round; otherwise one cluster might get all of the narrower tiles at the ends of
+// rows.
+FASTTFM_HOST_DEVICE int turn_after(int turn, int clusters) {
+  return turn + (static_cast<unsigned>(turn + 1) % static_cast<unsigned>(clusters) == 0 ? 1 : clusters + 1);
+}
+
+}  // namespace cuda
+}  // namespace fasttfm
