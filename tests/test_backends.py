@@ -12,7 +12,7 @@ import torch
 
 import fasttfm
 from fasttfm.ops import backends, layer_norm
-from fasttfm.ops.backends import Backend, BackendTable, explain, use_backend
+from fasttfm.ops.backends import Backend, BackendTable, explain, tables, use_backend
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 TABLE = backends.tables()["layer_norm"]
@@ -254,6 +254,28 @@ def test_a_backend_may_leave_the_backward_to_the_next(monkeypatch: pytest.Monkey
     assert table.select_backward(None, slow).name == explain("scale", slow).backward == "cuda"
     with pytest.raises(ValueError, match="scale: no backend after 'cuda' supports the backward of this call"):
         table.select_backward(None, X[:2])
+
+
+def test_a_backend_may_yield_calls_to_the_next_unless_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_tables", {})
+    slower = Backend(
+        "cuda", lambda: None, lambda *_: None, abs, abs, yield_forward=lambda x: "is slower" if len(x) > 2 else None
+    )
+    table = BackendTable("scale", (slower, Backend("reference", lambda: None, lambda *_: None, abs, abs)))
+    assert [table.select(None, X[:2]).name, table.select(None, X).name, table.select("cuda", X).name] == [
+        "cuda",
+        "reference",
+        "cuda",
+    ]
+    assert (explain("scale", X).chosen, explain("scale", X, backend="cuda").chosen) == ("reference", "cuda")
+    assert "is slower" in str(explain("scale", X))
+
+
+def test_attention_of_short_sequences_yields_only_its_backward() -> None:
+    cuda = next(each for each in tables()["attention"].backends if each.name == "cuda")
+    q = torch.empty(8, 128, 16, 64, dtype=torch.bfloat16)
+    assert cuda.yield_forward(q, q, q) is None
+    assert "is slower backward" in str(cuda.yield_backward(q, q, q))
 
 
 def test_explain_computes_nothing(ran: list[str]) -> None:

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Backend:
     refuse: Callable[..., str | None]
     forward: Callable[..., Any]
     backward: Callable[..., Any] = field(default=_no_backward)
+    _: KW_ONLY
     refuse_backward: Callable[..., str | None] = field(default=_nothing)
     yield_forward: Callable[..., str | None] = field(default=_nothing)
     yield_backward: Callable[..., str | None] = field(default=_nothing)
