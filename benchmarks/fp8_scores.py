@@ -44,7 +44,7 @@ def score(run: Run, arguments: argparse.Namespace, folder: Path) -> dict[str, ob
         raise RuntimeError(f"{' '.join(command)}: exit code {finished.returncode}: {finished.stderr[-2000:]}")
     found = json.loads((output / "metrics.json").read_text())
     name, value = next(iter(found["dev"].items()))
-    majority = found.get("majority", {}).get(name, "")
+    majority = round(found["majority"][name], 4) if "majority" in found else ""
     return dict(zip(FIELDS, (*run, name, round(value, 4), majority, found["examples"]["dev"]), strict=True))
 
 
