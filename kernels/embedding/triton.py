@@ -412,7 +412,7 @@ def _rows_tile(columns: int) -> dict[str, int]:
 
 def _table_tile(columns: int) -> dict[str, int]:
     block_c = min(1024, max(16, next_power_of_2(columns)))
-    return {"BLOCK_N": 4, "BLOCK_C": block_c, "num_warps": max(1, block_c // 128)}
+    return {"BLOCK_N": 4, "BLOCK_C": block_c, "num_warps": min(4, max(1, block_c // 128))}
 
 
 def _modes(tables: Triple, indices: Triple) -> dict[str, str]:
