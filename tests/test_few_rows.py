@@ -123,8 +123,8 @@ def test_add_norm(count: int, columns: int, stream: torch.dtype | None, dtype: t
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 3)], ids=str)
 @pytest.mark.parametrize("split", [0, 1], ids=["queries", "keys"])
 def test_attention(split: int, window: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
-    """An empty sequence, one of a single token, others whose lengths are no multiples of 64, and two tokens after the
-    last sequence."""
+    """Sequences of more than 128 tokens; shorter ones have their own kernel (tests/test_native_attention.py). An empty
+    sequence, one of a single token, others whose lengths are no multiples of 64, and two tokens after the last."""
     torch.manual_seed(0)
     places, heads = [0, 64, 64, 65, 198, 500], 3
     tokens = places[-1] + 2
@@ -199,14 +199,15 @@ def test_layers(dtype: torch.dtype, width: int, heads: int, pre_norm: bool, monk
         hold("z", z.to(dtype), naive_z, exact_z)
 
 
-def test_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("heads", [2, 4], ids=["heads of 64", "heads of 32"])
+def test_short_sequences(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tokens in short sequences: attention's kernel for few rows with the GEMMs for many rows."""
     monkeypatch.setattr(transformer_native, "MOST_FEW_ROWS", 0)
     torch.manual_seed(0)
     places = torch.tensor([0, 30, 30, 100], dtype=torch.int32, device="cuda")
     x = draw(100, 128, dtype=torch.bfloat16)
     layers = [layer_of(128, 256, torch.bfloat16) for _ in range(2)]
-    options = BlockOptions(2, 70, -1, -1, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-6, False, False, None)
+    options = BlockOptions(heads, 70, -1, -1, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-6, False, False, None)
     y, _ = transformer_stack.transformer_stack(x, None, places, None, options, layers)
     assert same_bits(y, transformer_stack.transformer_stack(x, None, places, None, options, layers)[0])
     results = []

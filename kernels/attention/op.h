@@ -53,6 +53,8 @@ struct AttentionForward : AttentionCall {
   void* out;              // shape of q, contiguous
   float* lse;             // dense [B, heads, queries], packed [heads, queries]; null if it is not needed
   int32_t* tile_counter;  // CUDA: [1], set to 0 by an earlier kernel; null if the launcher has to do that, in workspace
+  int dependent;          // CUDA, with tile_counter: not 0 to start before the stream's previous kernel ends, which
+                          // writes q, k and v at most
 };
 
 struct AttentionBackward : AttentionCall {

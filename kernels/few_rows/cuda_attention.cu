@@ -1,17 +1,21 @@
-// Attention forward of short packed sequences on Hopper, without dropout and without lse, for inference on few tokens.
+// Attention forward of packed sequences on Hopper, without dropout and without lse, for inference on few tokens: heads
+// of 128, and sequences of more than 128 tokens. Others are those of cuda_short_attention.cu.
 //
 // A block computes 64 queries of one head in steps of 64 keys, with 16 queries per warp. With SPLIT it computes 16
 // queries in steps of 128 keys, with a quarter of the keys per warp, and combines the warps' softmax results at the
 // end. This results in four times as many blocks, for calls whose queries would otherwise leave most SMs idle. The
 // softmax is online. cp.async loads the keys and values of the next step during the current one. The blocks with
 // blockIdx.z = sequences write zeros for the tokens after the last sequence.
+#include <algorithm>
 #include <cstdint>
 
 #include "common/activation.h"
 #include "common/cuda/approximations.cuh"
 #include "common/cuda/hopper.cuh"
+#include "few_rows/attention.cuh"
 #include "few_rows/dependent.cuh"
 #include "few_rows/op.h"
+#include "few_rows/short_attention.h"
 #include "few_rows/tiles.h"
 
 namespace fasttfm {
@@ -186,16 +190,6 @@ __device__ __forceinline__ bool merge_warps(float* exchange, float scale, Softma
   return true;
 }
 
-// Writes zeros for the tokens from `first` on, for one head.
-template <class T, int D>
-__device__ __forceinline__ void clear_rows(const FewRowsAttention& p, int first) {
-  const int64_t stride = p.heads * D;
-  T* out = static_cast<T*>(p.out) + blockIdx.y * D;
-  for (int64_t index = first * (D / 2) + static_cast<int64_t>(threadIdx.x); index < p.tokens * (D / 2);
-       index += kThreads)
-    *reinterpret_cast<uint32_t*>(out + index / (D / 2) * stride + 2 * (index % (D / 2))) = 0;
-}
-
 // Grid (blocks of queries, heads, sequences + 1).
 template <class T, int D, bool SPLIT>
 __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_constant__ FewRowsAttention p) {
@@ -206,7 +200,7 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
   const int first_query = static_cast<int>(blockIdx.x) * S::kQueries;
   if (blockIdx.z == p.sequences) {
     griddepcontrol_wait();
-    if (blockIdx.x == 0) clear_rows<T, D>(p, begin);
+    if (blockIdx.x == 0) clear_tokens<T, D>(p, begin);
     return;
   }
   const int length = p.cu_seqlens[blockIdx.z + 1] - begin;
@@ -323,8 +317,12 @@ Status few_rows_attention(const FewRowsAttention& call) {
   if (status.code != StatusCode::ok) return status;
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
-  if (call.dtype == DType::bf16) return launch_attention<bf16_t>(call);
-  return call.dtype == DType::f16 ? launch_attention<f16_t>(call) : unknown_dtype();
+  FewRowsAttention own = call;  // whose windows fit into 32 bits
+  own.window_left = std::min(call.window_left, call.max_seqlen);
+  own.window_right = std::min(call.window_right, call.max_seqlen);
+  if (is_short_attention(call.head_dim, call.max_seqlen)) return launch_short_attention(own);
+  if (call.dtype == DType::bf16) return launch_attention<bf16_t>(own);
+  return call.dtype == DType::f16 ? launch_attention<f16_t>(own) : unknown_dtype();
 }
 
 }  // namespace cuda

@@ -70,7 +70,8 @@ struct FewRowsAttention {
   int64_t window_left;   // as in attention/op.h
   int64_t window_right;  //
   float scale;           // multiplies the scores
-  int split_keys;        // not 0 for blocks of 16 queries whose keys are divided among the warps
+  int split_keys;        // not 0 for blocks of 16 queries whose keys are divided among the warps; not used by the
+                         // kernel for short sequences (short_attention.h)
   DType dtype;           // bf16 or f16
   int dependent;
   int device;

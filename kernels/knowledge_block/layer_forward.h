@@ -22,6 +22,7 @@ class Forward : transformer::Forward<Device> {
 
   Status run() {
     const typename Device::Range range("forward with entities", 0);
+    this->reset_tile_counters();
     prepare();
     transformer::ForwardTensors tensors = this->tensors_of(0);
     tensors.x = tensors.residual = own_.x;

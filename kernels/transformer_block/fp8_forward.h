@@ -17,6 +17,7 @@ class Fp8Forward : baseline::transformer::Forward<Hopper> {
 
   Status run() {
     const void *x = own_.x, *residual = own_.residual;
+    reset_tile_counters();
     cast(x, 0, kQkvLinear);
     for (int64_t layer = 0; layer < own_.layers && !steps_.failed(); ++layer) {
       const Hopper::Range range("forward", layer);

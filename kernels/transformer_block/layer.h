@@ -23,6 +23,10 @@ class Steps {
     if (!failed()) status_ = launcher(params);
     started_ = 1;
   }
+  // The status of work before the first kernel.
+  void prepare(const Status& status) {
+    if (!failed()) status_ = status;
+  }
   // CUDA: whether the next kernel may be launched as a dependent of the previous one. The first one of a call is not,
   // so it waits for kernels that write parameters.
   int dependent() const { return started_; }

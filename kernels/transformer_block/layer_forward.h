@@ -25,6 +25,7 @@ class Forward {
 
   Status run() {
     const void *x = call_.x, *residual = call_.residual;
+    reset_tile_counters();
     for (int64_t layer = 0; layer < call_.layers && !steps_.failed(); ++layer) {
       const typename Device::Range range("forward", layer);
       ForwardTensors tensors = tensors_of(layer);
@@ -44,6 +45,13 @@ class Forward {
   const void* parameter(int64_t layer, TransformerParameter which) const {
     return address_in(call_.parameters, layer, which);
   }
+
+  // Sets the tile counters of all layers' attention to 0, before the first kernel: each attention follows directly
+  // after the kernel on which it depends.
+  void reset_tile_counters() {
+    if (!call_.short_attention) steps_.prepare(Device::reset_tile_counters(call_, tile_counters()));
+  }
+  int32_t* tile_counters() const { return static_cast<int32_t*>(scratch(kTileCounters)); }
 
   ForwardTensors tensors_of(int64_t layer) const {
     const bool last = layer + 1 == call_.layers, training = call_.training != 0, pre = call_.pre_norm != 0;
@@ -91,12 +99,11 @@ class Forward {
       Device::short_attention(&steps_, call_, tensors);
       return;
     }
-    auto* counters = static_cast<int32_t*>(scratch(kTileCounters));
-    if (layer == 0) steps_([&](int32_t* first) { return Device::reset_tile_counters(call_, first); }, counters);
     auto attention = attention_of<AttentionForward>(call_, layer, tensors.qkv, tensors.workspace);
     attention.out = tensors.out;
     attention.lse = tensors.lse;
-    attention.tile_counter = counters + layer;
+    attention.tile_counter = tile_counters() + layer;
+    attention.dependent = steps_.dependent();
     steps_(Device::attention_forward, attention);
   }
 

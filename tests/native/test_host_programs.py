@@ -1,5 +1,5 @@
 """Index arithmetic of the Hopper kernels, checked on the host by programs in C++: the tiles of attention with windows,
-and which tiles of a GEMM each cluster computes."""
+the copies and stores of attention of short sequences, and which tiles of a GEMM each cluster computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMPILER = shutil.which("c++")
 
 
 @pytest.mark.skipif(COMPILER is None, reason="requires a C++ compiler")
-@pytest.mark.parametrize("name", ["window_tiles", "product_turns"])
+@pytest.mark.parametrize("name", ["window_tiles", "short_attention", "product_turns"])
 def test_a_program_finds_no_error(name: str, tmp_path: Path) -> None:
     source, program = HERE / f"{name}.cpp", tmp_path / name
     kernels = HERE.parents[1] / "kernels"

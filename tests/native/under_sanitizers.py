@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fasttfm import nn
+from fasttfm import _native, nn
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.ops import attention, cu_seqlens_from_lengths, few_rows, fp8, fp8_norm, gelu_product, qkv_projection
 from fasttfm.ops.backends import BackendRefused, dtype_name, tables
@@ -76,6 +76,7 @@ def run_layers(options: dict[str, bool], device: torch.device, dtype: torch.dtyp
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"keep_activation": True}, {"norm_first": True}], ids=str)
 def test_layers_in_one_call_on_a_gpu(options: dict[str, bool]) -> None:
+    """Kernels start before the previous one ends, attention's forward among them."""
     run_layers(options, torch.device("cuda"), torch.bfloat16)
 
 
@@ -252,3 +253,20 @@ def test_few_rows(rows: int) -> None:
     module = nn.PackedTransformer([nn.PackedLayer(64, 2, 136, device="cuda", dtype=torch.bfloat16)]).eval()
     with torch.inference_mode():
         module(randn(rows, 64).bfloat16().cuda(), cu_seqlens_from_lengths((rows,), device="cuda"), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [(-1, -1), (3, 0)], ids=["full", "window"])
+@pytest.mark.parametrize("head_dim", [pytest.param(size, id=f"few_rows-attention-{size}") for size in (32, 64, 128)])
+def test_short_attention(head_dim: int, window: tuple[int, int]) -> None:
+    """Up to 128 tokens, and more than that in the kernel for longer sequences, with and without a division of keys."""
+    lengths = (64, 0, 1, 128, 33, 65)
+    for longest, dtype in itertools.product((128, 150), (torch.bfloat16, torch.float16)):
+        tokens = sum(lengths) - 128 + longest
+        cu_seqlens = cu_seqlens_from_lengths([longest if each == 128 else each for each in lengths], device="cuda")
+        qkv = torch.randn(tokens + 9, 3, 2, head_dim).to(dtype).cuda()
+        for split in (0, 1):
+            out = torch.empty(tokens + 9, 2, head_dim, dtype=dtype, device="cuda")
+            given = (longest, *window, head_dim**-0.5, split, 0)
+            _native.core().few_rows_attention_cuda(qkv, out, cu_seqlens, *given)
+    torch.cuda.synchronize()

@@ -22,6 +22,7 @@
 #include "attention/hopper/forward_steps.cuh"
 #include "attention/hopper/forward_weights.cuh"
 #include "attention/hopper/named_barriers.h"
+#include "common/cuda/dependent.cuh"
 #include "common/cuda/hopper.cuh"
 
 namespace fasttfm {
@@ -96,7 +97,8 @@ struct KeyCopies {
   }
 };
 
-// Runs in one warp, whose first lane issues the loads.
+// Runs in one warp, whose first lane issues the loads. In a dependent launch it waits for the previous kernel; the
+// consumers read and write nothing of it before they have a tile.
 template <class S, Mask MASK>
 __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>& memory, const CUtensorMap* q_map,
                                         const CUtensorMap* k_map, const CUtensorMap* v_map) {
@@ -104,6 +106,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
   QueryCopies<S> queries{memory, q_map};
   KeyCopies<S> keys{memory, k_map, v_map};
   TileScheduler<S, MASK> walk(p);
+  griddepcontrol_wait();
   int left = 0;  // steps of the previous tile that are loaded after this tile's queries
   while (true) {
     const QueryTile tile = walk.take();
@@ -506,8 +509,8 @@ Status launch_forward(const AttentionForward& call, int multiprocessors, const T
   if (status.code != StatusCode::ok) return status;
   constexpr size_t memory = sizeof(ForwardMemory<S>) + ForwardMemory<S>::kSlack;
   static_assert(memory <= 227 * 1024, "more shared memory than an SM has");
-  return launch(forward_kernel<T, S, MASK, TURNS>, dim3(multiprocessors), dim3(S::kThreads), memory, call.stream,
-                maps.q, maps.k, maps.v, make_forward_params<S>(call, schedule));
+  return launch_after(call.dependent != 0, forward_kernel<T, S, MASK, TURNS>, dim3(multiprocessors), dim3(S::kThreads),
+                      memory, call.stream, maps.q, maps.k, maps.v, make_forward_params<S>(call, schedule));
 }
 
 }  // namespace cuda

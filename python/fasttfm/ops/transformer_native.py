@@ -30,10 +30,10 @@ _UP_WEIGHT = BlockParameters._fields.index("up_weight")
 _ALIGNMENT = 16
 
 # The maximum number of tokens for which a forward without gradients and dropout uses the kernels for few rows
-# (kernels/few_rows), and the maximum length of sequences for their attention, if the head dim is 64: docs/kernels.md.
+# (kernels/few_rows), and the maximum length of sequences for their attention, with these head dims: docs/kernels.md.
 MOST_FEW_ROWS = 640
 MOST_SHORT_TOKENS = 128
-_SHORT_HEAD_DIM = 64
+_SHORT_HEAD_DIMS = (32, 64)
 
 
 class Layers(NamedTuple):
@@ -344,7 +344,7 @@ def backward(
 
 def _has_short_sequences(batch: Batch, options: BlockOptions) -> bool:
     few = batch.x.is_cuda and batch.seeds is None and options.max_seqlen <= MOST_SHORT_TOKENS
-    return few and batch.x.shape[1] == options.heads * _SHORT_HEAD_DIM
+    return few and batch.x.shape[1] in [options.heads * size for size in _SHORT_HEAD_DIMS]
 
 
 _WHOLE, _BEFORE_ATTENTION, _AFTER_ATTENTION = range(3)  # kernels/transformer_block/op.h: BackwardPart
