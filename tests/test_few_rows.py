@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(_native.missing_hopper() is not None, reason=f"Hopper: {_native.missing_hopper()}"),
 ]
-TILES = 13
-ROWS = [1, 7, 16, 33, 64, 128, 200, 512]
+TILES = 18
+ROWS = [1, 7, 16, 33, 64, 128, 200, 300, 512, 1280]
 # N and K of the products of BERT-base, BERT-large and MiniLM, and sizes that are no multiples of a tile.
 SIZES = [
     *((2304, 768), (768, 768), (3072, 768), (768, 3072)),
@@ -84,15 +84,34 @@ def test_products(columns: int, inner: int, dtype: torch.dtype) -> None:
         assert same_bits(parts, product(x, weight, partial=True))
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("rows", "columns", "inner"), [(200, 296, 776), (1, 8, 8), (385, 1032, 200)], ids=str)
 @pytest.mark.parametrize("tile", range(TILES))
-def test_every_tile(tile: int) -> None:
-    """Also with more parts of K than the plan has, and without a bias."""
+def test_every_tile(tile: int, rows: int, columns: int, inner: int, dtype: torch.dtype) -> None:
+    """Sizes that are no multiples of a tile, without and with a bias and each activation, and K in more parts than the
+    plan has, every time with the same bits."""
     torch.manual_seed(0)
-    x, weight = draw(200, 776, dtype=torch.bfloat16), draw(296, 776, dtype=torch.bfloat16, scale=0.05)
-    exact, naive = x.double() @ weight.double().t(), (x.float() @ weight.float().t()).to(x.dtype)
-    hold("no bias", product(x, weight, tile=tile), naive, exact)
-    found = product(x, weight, partial=True, tile=tile, parts=7).sum(0)
-    hold("parts", found.to(x.dtype), naive, exact)
+    x, weight = draw(rows, inner, dtype=dtype), draw(columns, inner, dtype=dtype, scale=inner**-0.5)
+    bias = draw(columns, dtype=torch.float32)
+    exact, naive = x.double() @ weight.double().t(), x.float() @ weight.float().t()
+    hold("no bias", product(x, weight, tile=tile), naive.to(dtype), exact)
+    for kind in (None, *CODES):
+        found = product(x, weight, bias, kind, tile=tile)
+        assert same_bits(found, product(x, weight, bias, kind, tile=tile))
+        if kind is None:
+            hold("bias", found, (naive + bias).to(dtype), exact + bias)
+        else:
+            hold(kind, found, activate(naive + bias, kind).to(dtype), activate(exact + bias.double(), kind))
+    for count in {1, min(7, -(-inner // 64))}:
+        parts = product(x, weight, partial=True, tile=tile, parts=count)
+        hold(f"{count} parts", parts.sum(0).to(dtype), naive.to(dtype), exact)
+        assert same_bits(parts, product(x, weight, partial=True, tile=tile, parts=count))
+
+
+def test_a_tile_that_does_not_exist() -> None:
+    x, weight = draw(8, 8, dtype=torch.bfloat16), draw(8, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="tile: expected an index"):
+        product(x, weight, tile=TILES)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

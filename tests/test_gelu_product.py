@@ -174,6 +174,27 @@ def test_against_fp64(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("kept", [NOTHING, PRODUCT, DERIVATIVE])
+def test_gelu_of_every_bf16_number(kept: int) -> None:
+    """The error is at most that of rounding plus that of 1 - Phi: tests/native/gelu_tail.cpp has bounds of the relative
+    error of the latter, which is GELU's own at negative numbers and less at positive ones. exp2 and fp32 arithmetic add
+    2^-20. Below -5.5, where fp64 has at most 1.1e-7, the error is at most as large."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cuda").to(torch.int16)
+    numbers = bits.view(torch.bfloat16).clone()
+    numbers[~numbers.isfinite()] = 0.0
+    x = numbers.view(1024, 64)
+    a, _ = gelu_product.forward_op(x, torch.eye(64, device="cuda").bfloat16(), None, "gelu", kept, "cuda")
+    u = x.double()
+    exact = u * torch.special.erfc(-u * 0.5**0.5) / 2
+    relative = torch.where(u < -4, 5.5e-3, 1.24e-4) + 2.0**-20
+    unrounded = exact.abs() * (1 + relative)
+    half_step = 2.0 ** (unrounded.clamp_min(2.0**-126).log2().floor() - 8)
+    bound = torch.where(u < -5.5, 1.1e-7, exact.abs() * relative + half_step)
+    assert bool(((a.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.gpu
+@on_hopper
 def test_refusals_on_the_gpu() -> None:
     x, weight, bias, *_ = draw(Case(8, 20, 24), torch.bfloat16)
     assert gelu_product.refuse_cuda(x, weight, bias) == "takes sizes that are multiples of 8, got 20"

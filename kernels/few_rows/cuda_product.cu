@@ -10,6 +10,7 @@
 #include "few_rows/dependent.cuh"
 #include "few_rows/op.h"
 #include "few_rows/plan.h"
+#include "few_rows/product.cuh"
 #include "few_rows/tiles.h"
 
 namespace fasttfm {
@@ -130,9 +131,9 @@ __device__ __forceinline__ bool add_groups(float* exchange, int group, float (&s
 struct Identity {
   static __device__ __forceinline__ float of(float u) { return u; }
 };
-template <Activation A>
+template <Activation A, class T>
 struct Activate {
-  static __device__ __forceinline__ float of(float u) { return activated<A, false>(u).value; }
+  static __device__ __forceinline__ float of(float u) { return activated_as<A, T>(u).value; }
 };
 
 template <class T, class S, class F>
@@ -278,23 +279,18 @@ __global__ void __launch_bounds__(S::kThreads)
   if (p.parts != nullptr) return store_part<S>(p, row, column, sums);
   if (!p.activates) return store_tile<T, S>(p, row, column, bias, sums, Identity{});
   switch (p.activation) {
-    case Activation::gelu: return store_tile<T, S>(p, row, column, bias, sums, Activate<Activation::gelu>{});
-    case Activation::gelu_tanh: return store_tile<T, S>(p, row, column, bias, sums, Activate<Activation::gelu_tanh>{});
-    case Activation::relu: return store_tile<T, S>(p, row, column, bias, sums, Activate<Activation::relu>{});
-    case Activation::silu: return store_tile<T, S>(p, row, column, bias, sums, Activate<Activation::silu>{});
+    case Activation::gelu: return store_tile<T, S>(p, row, column, bias, sums, Activate<Activation::gelu, T>{});
+    case Activation::gelu_tanh:
+      return store_tile<T, S>(p, row, column, bias, sums, Activate<Activation::gelu_tanh, T>{});
+    case Activation::relu: return store_tile<T, S>(p, row, column, bias, sums, Activate<Activation::relu, T>{});
+    case Activation::silu: return store_tile<T, S>(p, row, column, bias, sums, Activate<Activation::silu, T>{});
   }
-}
-
-// Makes the tensor map of a matrix [rows, K] with boxes of `box` rows and 64 elements of K.
-Status map_rows(CUtensorMap* map, const FewRowsProduct& call, const void* matrix, int64_t rows, int box) {
-  return make_tensor_map(map,
-                         {matrix, call.dtype, {call.inner, rows, 1, 1}, {call.inner, 0, 0}, {kTileColumns, box, 1, 1}});
 }
 
 template <class T, int INDEX = 0>
 Status launch_tile(const FewRowsProduct& call) {
   if constexpr (INDEX == kTileCount) {
-    return {StatusCode::bad_value, "few_rows_product: tile: expected an index into the table of tiles"};
+    return few_rows_pipelined_product(call, call.tile - kTileCount);
   } else {
     if (call.tile != INDEX) return launch_tile<T, INDEX + 1>(call);
     using S = Shape<INDEX>;

@@ -37,13 +37,14 @@ Status gelu_product_forward(const GeluProductForward& call) {
   p.bias = call.bias;
   p.bias_dtype = call.bias_dtype;
   p.product = static_cast<char*>(call.derivative == nullptr ? call.h : call.derivative);
-  p.activation = static_cast<char*>(call.a);
   p.rows = static_cast<int>(call.rows);
   p.columns = static_cast<int>(call.columns);
+  const Status mapped = make_result_map<Shape>(&p.map, call.a, call.dtype, call.rows, call.columns);
+  if (mapped.code != StatusCode::ok) return mapped;
   if (call.derivative != nullptr)
     return run_activated<Shape, GeluForward, Kept::derivative>(operands, p, call.activation);
   return call.h != nullptr ? run_activated<Shape, GeluForward, Kept::product>(operands, p, call.activation)
-                           : run_activated<LoneShape, GeluForward, Kept::product>(operands, p, call.activation);
+                           : run_activated<LoneShape, GeluForward, Kept::nothing>(operands, p, call.activation);
 }
 
 Status gelu_product_backward(const GeluProductBackward& call) {

@@ -1,29 +1,32 @@
 // The epilogues of the Hopper GEMM (common/cuda/hopper_product.cuh) with an activation, forward and backward (op.h).
 //
-// For a tile of 128 x 192 with K = 1024 the tensor cores need 12,288 cycles. The epilogue has 18 to 28 instructions and
-// two or three special functions per element, which take 3,500 to 5,500 issue slots of each warp scheduler. In a
-// backward that loads the derivative it has 8 instructions per element and no special functions.
+// For a tile of 128 x 192 with K = 1024 the tensor cores need 12,288 cycles. With the erf form of GELU in bf16, the
+// epilogue of the forward has 14 to 22 instructions and one or two special functions per element, which take 2,700 to
+// 4,200 issue slots of each warp scheduler. The backward from h has 30 and three, and the one that loads the derivative
+// 9 and none.
 #pragma once
 
 #include <cstdint>
 
 #include "common/cuda/activation.cuh"
 #include "common/cuda/hopper_product.cuh"
+#include "common/cuda/hopper_product_in_place.cuh"
 #include "gelu_product/op.h"
 
 namespace fasttfm {
 namespace cuda {
 
-// What the forward stores for the backward: h, or the activation's derivative at h + bias.
-enum class Kept { product, derivative };
+// What the forward stores for the backward: nothing, h, or the activation's derivative at h + bias.
+enum class Kept { nothing, product, derivative };
 
 struct GeluProductParams : ProductSizes {
   const void* bias;  // or null
   const char* kept;  // backward
-  char* product;     // forward: h or the derivative (Kept), or null; backward: dh
-  char* activation;  // a, or null in the backward
+  char* product;     // forward: h or the derivative (Kept); backward: dh
+  char* activation;  // backward: a, or null
   float* sums;       // backward: [row tiles, columns], or null
   DType bias_dtype;
+  CUtensorMap map;  // forward: of a
 };
 
 constexpr int kEpilogueSums = 1;  // the named barrier of the epilogue warps
@@ -45,20 +48,23 @@ __device__ __forceinline__ uint4 multiply_vectors(uint4 one, uint4 other) {
                     multiply_words(one.z, other.z, T{}), multiply_words(one.w, other.w, T{}));
 }
 
+// The activation replaces the sums in shared memory; the kept tensor is stored from registers.
 template <class T, class S, Activation A, Kept KEPT>
 __device__ __forceinline__ void finish_forward(const GeluProductParams& p, ProductMemory<S>& memory, int warp) {
-  finish_vectors(p, memory, warp, [&](const PartWalk<S>& at, uint4 sums, const float (&bias)[kVector]) {
+  finish_in_place(p, &p.map, memory, warp, [&](int row, int column, uint4 sums, const float (&bias)[kVector]) {
     float value[kVector], derivative[kVector];
     widen_vector<T>(sums, value);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      const Activated activation = activated<A, false>(value[i] + bias[i]);
+      const Activated activation = activated_as<A, T>(value[i] + bias[i]);
       value[i] = activation.value;
       derivative[i] = activation.derivative;
     }
     if constexpr (KEPT == Kept::derivative) sums = narrow_vector<T>(derivative);
-    store_vector_if(at.there() && p.product != nullptr, p.product + at.offset, sums);
-    store_vector_if(at.there(), p.activation + at.offset, narrow_vector<T>(value));
+    if constexpr (KEPT != Kept::nothing)
+      store_vector_if(row < p.rows && column < p.columns,
+                      p.product + 2 * (static_cast<int64_t>(row) * p.columns + column), sums);
+    return narrow_vector<T>(value);
   });
 }
 

@@ -4,6 +4,7 @@
 
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/hopper_product.cuh"
+#include "common/cuda/hopper_product_in_place.cuh"
 #include "qkv_projection/op.h"
 
 namespace fasttfm {
@@ -17,11 +18,11 @@ static_assert(kHeadColumns == kTileColumns, "a part of a tile is a head");
 
 struct QkvParams : ProductSizes {
   const void* bias;  // or null
-  char* qkv;
   DType bias_dtype;
   const float *cos, *sin;
   const int64_t* positions;
   int sequence, table_rows;
+  CUtensorMap map;  // of qkv
 };
 
 // Rotates a thread's 8 columns of a row. The columns of their pairs are in another lane, 32 columns away. Called by all
@@ -50,15 +51,15 @@ struct QkvEpilogue {
 
   template <class T, class S>
   static __device__ __forceinline__ void finish(const Params& p, ProductMemory<S>& memory, int warp) {
-    finish_vectors(p, memory, warp, [&](const PartWalk<S>& at, uint4 sums, const float (&bias)[kVector]) {
+    finish_in_place(p, &p.map, memory, warp, [&](int row, int column, uint4 sums, const float (&bias)[kVector]) {
       float value[kVector];
       widen_vector<T>(sums, value);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) value[i] += bias[i];
       if constexpr (ROTARY) {  // the condition is the same for all columns of a head
-        if (at.column < p.columns / 3 * 2) rotate(p, at.row(), at.column, at.there(), value);
+        if (column < p.columns / 3 * 2) rotate(p, row, column, row < p.rows, value);
       }
-      store_vector_if(at.there(), p.qkv + at.offset, narrow_vector<T>(value));
+      return narrow_vector<T>(value);
     });
   }
 };
@@ -77,7 +78,6 @@ Status qkv_projection(const QkvProjection& call) {
   if (call.rows > INT32_MAX || call.table_rows > INT32_MAX) return bad_size("qkv_projection: too many rows");
   QkvParams p = {};
   p.bias = call.bias;
-  p.qkv = static_cast<char*>(call.qkv);
   p.rows = static_cast<int>(call.rows);
   p.columns = static_cast<int>(call.columns);
   p.bias_dtype = call.bias_dtype;
@@ -86,6 +86,8 @@ Status qkv_projection(const QkvProjection& call) {
   p.positions = call.positions;
   p.sequence = static_cast<int>(call.sequence);
   p.table_rows = static_cast<int>(call.table_rows);
+  const Status mapped = make_result_map<Shape>(&p.map, call.qkv, call.dtype, call.rows, call.columns);
+  if (mapped.code != StatusCode::ok) return mapped;
   return call.cos == nullptr ? run_product<Shape, QkvEpilogue<false>>(operands, p)
                              : run_product<Shape, QkvEpilogue<true>>(operands, p);
 }

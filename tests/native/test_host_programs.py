@@ -1,5 +1,6 @@
-"""Index arithmetic of the Hopper kernels, checked on the host by programs in C++: the tiles of attention with windows,
-the copies and stores of attention of short sequences, and which tiles of a GEMM each cluster computes."""
+"""Parts of the Hopper kernels that programs in C++ check on the host: the tiles of attention with windows, the copies
+and stores of attention of short sequences, which tiles of a GEMM each cluster computes, how results of GEMMs for few
+rows pass through shared memory, and GELU's polynomial."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ import pytest
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++")
+PROGRAMS = ["window_tiles", "short_attention", "product_turns", "pipelined_result", "gelu_tail"]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="requires a C++ compiler")
-@pytest.mark.parametrize("name", ["window_tiles", "short_attention", "product_turns"])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_finds_no_error(name: str, tmp_path: Path) -> None:
     source, program = HERE / f"{name}.cpp", tmp_path / name
     kernels = HERE.parents[1] / "kernels"

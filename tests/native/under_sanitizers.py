@@ -17,7 +17,7 @@ from fasttfm import _native, nn
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.ops import attention, cu_seqlens_from_lengths, few_rows, fp8, fp8_norm, gelu_product, qkv_projection
 from fasttfm.ops.backends import BackendRefused, dtype_name, tables
-from fasttfm.ops.gelu_product import DERIVATIVE, PRODUCT
+from fasttfm.ops.gelu_product import DERIVATIVE, NOTHING, PRODUCT
 from fasttfm.ops.pack import layout_of_mask
 from fasttfm.testing.harness import draw_inputs, run, with_backend
 from fasttfm.testing.spec import OpCase, OpSpec
@@ -174,7 +174,7 @@ def test_gelu_product(rows: int, inner: int, columns: int, kind: str, dtype: tor
     randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     x, weight, h = (randn(*shape).to(dtype).cuda() for shape in ((rows, inner), (columns, inner), (rows, columns)))
     bias = randn(columns).cuda()
-    for kept in (PRODUCT, DERIVATIVE):
+    for kept in (NOTHING, PRODUCT, DERIVATIVE):
         gelu_product.forward_op(x, weight, bias, kind, kept, "cuda")
     transposed = weight.t().contiguous()
     gelu_product.backward_op(x, transposed, h, bias, kind, True, True, "cuda")
@@ -270,3 +270,16 @@ def test_short_attention(head_dim: int, window: tuple[int, int]) -> None:
             given = (longest, *window, head_dim**-0.5, split, 0)
             _native.core().few_rows_attention_cuda(qkv, out, cu_seqlens, *given)
     torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tile", [pytest.param(tile, id=f"few_rows-producer-{tile}") for tile in range(13, 18)])
+def test_few_rows_with_a_producer(tile: int, dtype: torch.dtype) -> None:
+    """Tiles that rows and columns do not fill, and more stages than the ring buffer has, in one and in two parts."""
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    x, weight, bias = (randn(*shape).to(dtype).cuda() for shape in ((150, 1096), (328, 1096), (328,)))
+    y, parts = x.new_empty(150, 328), x.new_empty(2, 150, 328, dtype=torch.float32)
+    product = _native.core().few_rows_product_cuda
+    product(x, weight, bias, y, None, tile, 1, True, CODES["gelu"], 0)
+    product(x, weight, None, None, parts, tile, 2, False, CODES["gelu"], 1)

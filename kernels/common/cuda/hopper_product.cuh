@@ -317,11 +317,16 @@ struct EpilogueThread {
   }
   // The number of valid rows of a tile from the thread's first row on.
   __device__ __forceinline__ int rows_left(int rows) const { return min(rows, S::kRows) - row; }
-  // The thread's v-th vector of a part. With the swizzle, a step of 4 modulo 8 rows exchanges the first and the last
-  // four chunks of a row.
-  __device__ __forceinline__ uint4 vector(int part, int v) const {
+  // The shared address of the thread's v-th vector of a part. With the swizzle, a step of 4 modulo 8 rows exchanges the
+  // first and the last four chunks of a row.
+  __device__ __forceinline__ uint32_t address(int part, int v) const {
     const uint32_t swap = kStep % 8 != 0 && v % 2 != 0 ? 64 : 0;
-    return load_vector((result ^ swap) + part * S::kPartBytes + v * kStep * kTileRowBytes);
+    return (result ^ swap) + part * S::kPartBytes + v * kStep * kTileRowBytes;
+  }
+  __device__ __forceinline__ uint4 vector(int part, int v) const { return load_vector(address(part, v)); }
+  // Whether the v-th vector is in the tile, which only the last one may not be.
+  __device__ __forceinline__ bool in_tile(int v) const {
+    return (v + 1) * kStep <= S::kRows || row + v * kStep < S::kRows;
   }
 };
 

@@ -31,7 +31,8 @@ _ALIGNMENT = 16
 
 # The maximum number of tokens for which a forward without gradients and dropout uses the kernels for few rows
 # (kernels/few_rows), and the maximum length of sequences for their attention, with these head dims: docs/kernels.md.
-MOST_FEW_ROWS = 640
+MOST_FEW_ROWS = 1280
+_MOST_FEW_ELEMENTS = 1 << 23  # of x: as many fp32 sums fit into the workspace
 MOST_SHORT_TOKENS = 128
 _SHORT_HEAD_DIMS = (32, 64)
 
@@ -95,9 +96,14 @@ def _differences(given: list[Tensor | None]) -> str | None:
     return None
 
 
+def most_few_rows(width: int) -> int:
+    """The maximum number of tokens of this width for the kernels for few rows."""
+    return min(MOST_FEW_ROWS, _MOST_FEW_ELEMENTS // max(width, 1))
+
+
 def takes_few_rows(x: Tensor, *, gradient: bool, drops: bool) -> bool:
     """Whether a call's tokens are few enough for the kernels for few rows, and it has no backward and no dropout."""
-    return x.is_cuda and x.shape[0] <= MOST_FEW_ROWS and not gradient and not drops
+    return x.is_cuda and x.shape[0] <= most_few_rows(x.shape[1]) and not gradient and not drops
 
 
 def refuse(

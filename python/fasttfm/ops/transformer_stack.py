@@ -374,7 +374,7 @@ def _refuse_few_rows(x: Tensor, *call: Any) -> str | None:
     if not x.is_cuda:
         return f"takes CUDA tensors, got {x.device.type}"
     if not _has_few_rows(x, *call):
-        most = transformer_native.MOST_FEW_ROWS
+        most = transformer_native.most_few_rows(x.shape[1])
         return f"takes up to {most} tokens without gradients and without dropout, got {x.shape[0]} tokens"
     return _refused(x, *call, few_rows=True)
 
