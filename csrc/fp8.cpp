@@ -120,5 +120,41 @@ FASTTFM_FUNCTION(Status, fp8_gelu_product_cuda, const Tensor& x, const Tensor& w
   });
 }
 
+FASTTFM_FUNCTION(int64_t, fp8_gelu_product_workspace_cuda, int64_t rows, int64_t columns) {
+  return cuda::fp8_gelu_product_workspace(rows, columns);
+}
+
+FASTTFM_FUNCTION(Status, fp8_gelu_product_backward_cuda, const Tensor& dy, const Tensor& weight,
+                 const Tensor& dy_inverse, const Tensor& weight_inverse, const Tensor& h, const OptionalTensor& bias,
+                 const Tensor& a_scale, const Tensor& scale, const Tensor& amax, const Tensor& as_rows,
+                 const Tensor& as_columns, const Tensor& a_columns, const OptionalTensor& dbias,
+                 const Tensor& workspace, int e5m2, Activation activation) {
+  return cuda::fp8_gelu_product_backward({
+      .dy = dy.data,
+      .weight = weight.data,
+      .dy_inverse = dy_inverse.as<float>(),
+      .weight_inverse = weight_inverse.as<float>(),
+      .h = h.data,
+      .bias = bias.data,
+      .a_scale = a_scale.as<float>(),
+      .scale = scale.as<float>(),
+      .amax = amax.as<float>(),
+      .as_rows = as_rows.data,
+      .as_columns = as_columns.data,
+      .a_columns = a_columns.data,
+      .dbias = dbias.data,
+      .workspace = workspace.as<float>(),
+      .rows = dy.shape[0],
+      .inputs = dy.shape[1],
+      .columns = weight.shape[0],
+      .padded = as_columns.shape[1],
+      .e5m2 = e5m2,
+      .activation = activation,
+      .bias_dtype = bias.dtype(),
+      .device = context.device,
+      .stream = context.stream,
+  });
+}
+
 }  // namespace fasttfm
 #endif

@@ -117,6 +117,33 @@ struct Fp8GeluProduct {
   void* stream;
 };
 
+// What Fp8GeluBackward computes from da = dy weight^T / scales, rounded to bf16, in the epilogue of that GEMM.
+struct Fp8GeluProductBackward {
+  const void* dy;               // [N, K], e5m2 or e4m3, contiguous
+  const void* weight;           // [C, K], e4m3, contiguous
+  const float* dy_inverse;      // [1]: 1 / scale
+  const float* weight_inverse;  // [1]
+  const void* h;                // [N, C], bf16, contiguous
+  const void* bias;             // [C], bias_dtype, or null for 0
+  const float* a_scale;         // [1]
+  const float* scale;           // [1], of dh
+  float* amax;                  // of dh
+  void* as_rows;                // [N, C], the format of dy: dh
+  void* as_columns;             // [C, P], the format of dy: dh
+  void* a_columns;              // [C, P], e4m3: the recomputed activation
+  void* dbias;                  // [C], bias_dtype, or null if not needed
+  float* workspace;             // fp8_gelu_product_workspace(rows, columns) floats; unused without dbias
+  int64_t rows;                 // N
+  int64_t inputs;               // K, a multiple of 16
+  int64_t columns;              // C, a multiple of 16
+  int64_t padded;               // P
+  int e5m2;                     // the format of dy and dh
+  Activation activation;
+  DType bias_dtype;
+  int device;
+  void* stream;
+};
+
 namespace cuda {
 // Tensors and their rows start at multiples of 16 bytes.
 Status fp8_cast(const Fp8Cast&);
@@ -126,6 +153,8 @@ Status fp8_gelu_forward(const Fp8GeluForward&);
 Status fp8_gelu_backward(const Fp8GeluBackward&);
 int64_t fp8_gelu_workspace(int64_t rows, int64_t columns);  // in floats
 Status fp8_gelu_product(const Fp8GeluProduct&);
+Status fp8_gelu_product_backward(const Fp8GeluProductBackward&);
+int64_t fp8_gelu_product_workspace(int64_t rows, int64_t columns);  // in floats
 }  // namespace cuda
 
 }  // namespace fasttfm

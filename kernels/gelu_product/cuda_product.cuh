@@ -95,6 +95,7 @@ __device__ __forceinline__ void store_sums(const GeluProductParams& p, ProductMe
 // is loaded into them.
 template <class T, class S, Activation A, Kept KEPT>
 __device__ __forceinline__ void finish_backward(const GeluProductParams& p, ProductMemory<S>& memory, int warp) {
+  static_assert(S::kWholeTiles, "the parts of a tile are in one slot");
   const EpilogueThread<S> thread(memory, warp);
   uint32_t parity = 0;
   int buffer = 0;  // index of the buffer of the sums
@@ -106,7 +107,7 @@ __device__ __forceinline__ void finish_backward(const GeluProductParams& p, Prod
 #pragma unroll
   for (int v = 0; v < S::kVectors; ++v, ahead.next(p)) kept[v] = load_stream_if(ahead.there(), p.kept + ahead.offset);
   for (; tile.valid(p); tile.next(p)) {
-    memory.result_full.wait(parity);
+    memory.result_full[0].wait(parity);
     const int parts = tile.parts(p);
 #pragma unroll 1
     for (int part = 0; part < parts; ++part) {

@@ -216,6 +216,37 @@ def test_the_epilogue_has_the_bits_of_the_activations_pass(
     assert (h.double() - exact).abs().max() <= 2 * (library.double() - exact).abs().max() + floor
 
 
+def integers(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).float().cuda().to(dtype)
+
+
+@pytest.mark.gpu
+@FORMATS
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
+@pytest.mark.parametrize("sizes", [(1, 16, 16), (100, 80, 208), (129, 256, 48), (1000, 768, 3072)], ids=str)
+def test_the_backwards_epilogue_has_the_bits_of_the_activations_pass(
+    sizes: tuple[int, int, int], kind: str, dtype: torch.dtype
+) -> None:
+    """The sums of products of these operands are exact. Zeros, infinities and NaN are among the results."""
+    rows, inputs, columns = sizes
+    dy, weight = integers((rows, inputs), dtype, 0), integers((columns, inputs), E4M3, 1)
+    h, _, drawn_bias = drawn((rows, columns), "cuda")
+    h[rows // 2, :3] = torch.tensor([INFINITE, -INFINITE, NAN])
+    operands = (dy, one(2.0**-6, "cuda")), (weight, one(2.0**-5, "cuda"))
+    a_scale, scale = one(64.0, "cuda"), one(2.0**16, "cuda")
+    da = fp8.gemm(*operands, torch.bfloat16, fast=False)
+    for bias in (None, drawn_bias, drawn_bias.bfloat16()):
+        amax, other = one(0.0, "cuda"), one(0.0, "cuda")
+        expected = run("cuda", "gelu_backward", da, h, bias, kind, a_scale, E4M3, scale, amax, dtype, True)
+        for _ in range(2):
+            found = fp8_native.gelu_product_backward(*operands, h, bias, kind, a_scale, scale, other, want_dbias=True)
+            assert all(same_bits(each, wanted) for each, wanted in zip(found[:3], expected[:3], strict=True))
+            assert other.item() == amax.item()
+        tolerance = 2.0**-7 if bias is not None and bias.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found[3], expected[3], rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_epilogues_operands_have_their_scales(device: str) -> None:
     (x8, _), (w8, w_slot) = quantized((20, 32), 0, device), quantized((48, 32), 1, device)

@@ -33,30 +33,36 @@
 namespace fasttfm {
 namespace cuda {
 
-// COLUMNS columns per tile, STAGES pipeline stages, CLUSTER blocks per cluster, EPILOGUES epilogue warps.
+// COLUMNS columns per tile, STAGES pipeline stages, CLUSTER blocks per cluster, EPILOGUES epilogue warps. The consumers
+// pass the result to the epilogue as whole tiles, in one slot of shared memory, or as parts of 64 columns, in a ring
+// buffer of RING slots (hopper_product_ring.cuh). UNITS units of a part are processed by one warp each.
 //
-// A consumer needs 154 registers per thread for 256 columns and 120 for 192, and ptxas allows no more registers than a
-// thread has at launch. So EPILOGUES is at most 3 for 256 columns and 7 for 192.
-template <int COLUMNS, int STAGES, int CLUSTER, int EPILOGUES>
+// A consumer needs 154 registers per thread for 256 columns, 120 for 192 and 90 for 128, and ptxas allows no more
+// registers than a thread has at launch. So EPILOGUES is at most 3 for 256 columns, 7 for 192 and 11 for 128.
+template <int COLUMNS, int STAGES, int CLUSTER, int EPILOGUES, int UNITS = EPILOGUES, int RING = 0>
 struct ProductShape {
   static constexpr int kRows = 128, kColumns = COLUMNS, kStages = STAGES, kCluster = CLUSTER;
   static constexpr int kParts = COLUMNS / kTileColumns;  // 64-column parts of a tile of the result
   static constexpr int kPartBytes = kRows * kTileRowBytes;
-  static constexpr int kConsumerWarps = 8, kEpilogueWarps = EPILOGUES;
+  static constexpr int kConsumerWarps = 8, kEpilogueWarps = EPILOGUES, kUnits = UNITS;
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + EPILOGUES);
   static constexpr int kRowGroups = kRows / 4;  // an epilogue warp processes four rows of a part at a time
-  static constexpr int kVectors = (kRowGroups + EPILOGUES - 1) / EPILOGUES;  // of 8 elements per thread and part
-  // Bytes after a part that the last vectors of some warps read without using the values.
-  static constexpr int kBytesBelow = 4 * (kVectors * EPILOGUES - kRowGroups) * kTileRowBytes;
+  static constexpr int kVectors = (kRowGroups + UNITS - 1) / UNITS;  // of 8 elements per thread and unit
+  // Bytes after a part that the last vectors of some units read without using the values.
+  static constexpr int kBytesBelow = 4 * (kVectors * UNITS - kRowGroups) * kTileRowBytes;
+  // Slots of the result, and the parts that a slot holds.
+  static constexpr bool kWholeTiles = RING == 0;
+  static constexpr int kSlots = kWholeTiles ? 1 : RING, kSlotParts = kWholeTiles ? kParts : 1;
 };
 
 template <class S>
 struct alignas(1024) ProductMemory {
   char a[S::kStages][S::kRows * kTileRowBytes];
   char b[S::kStages][S::kColumns * kTileRowBytes];
-  char result[S::kParts * S::kPartBytes + S::kBytesBelow];  // the bytes after the last part are never written
+  // The bytes after the last part are never written.
+  char result[S::kSlots * S::kSlotParts * S::kPartBytes + S::kBytesBelow];
   alignas(16) float sums[2][S::kEpilogueWarps][kTileColumns];
-  Mbarrier full[S::kStages], empty[S::kStages], result_full, result_empty;
+  Mbarrier full[S::kStages], empty[S::kStages], result_full[S::kSlots], result_empty[S::kSlots];
 
   static constexpr int kSlack = 1024;  // dynamic shared memory is aligned only to 16 bytes
 
@@ -65,8 +71,10 @@ struct alignas(1024) ProductMemory {
       full[i].init(1);
       empty[i].init(S::kConsumerWarps * S::kCluster);
     }
-    result_full.init(S::kConsumerWarps * kWarpArrivals);
-    result_empty.init(S::kEpilogueWarps * kWarpArrivals);
+    for (int i = 0; i < S::kSlots; ++i) {
+      result_full[i].init(S::kConsumerWarps * kWarpArrivals);
+      result_empty[i].init(S::kUnits * kWarpArrivals);
+    }
     fence_mbarrier_init();
   }
 };
@@ -165,28 +173,47 @@ __device__ __forceinline__ void produce(const ProductSizes& p, const ProductCopi
 
 // ---- consumers ------------------------------------------------------------------------------------------------------
 
-// Rounds a warpgroup's accumulators and stores them in its 64 rows of the first PARTS parts of the result.
-template <class T, class S, int PARTS>
-__device__ __forceinline__ void store_result(uint32_t parts, const float (&d)[PARTS * kTileColumns / 2]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, row = 16 * (static_cast<int>(threadIdx.x) / 32 % 4) + lane % 16;
-  const uint32_t first = parts + row * kTileRowBytes + (((lane / 16) ^ (row % 8)) << 4);
-#pragma unroll
-  for (int i = 0; i < PARTS * kTileColumns / 8; i += 2) {  // columns 8 * i to 8 * i + 15
-    uint32_t word[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) word[k] = narrow_word(d[4 * i + 2 * k], d[4 * i + 2 * k + 1], T{});
-    stmatrix_x4((first ^ (i % 8 << 4)) + i / 8 * S::kPartBytes, word);
-  }
-}
-
-// The state of a consumer warpgroup: which half of a tile's rows it computes, its position in the ring buffer, and the
-// parity of the result buffer's phase.
+// The state of a consumer warpgroup: which half of a tile's rows it computes, and its positions in the ring buffers of
+// the operands and of the result.
 template <class S>
 struct ProductConsumer {
   int group;
   RingPosition<S::kStages> at;
-  uint32_t parity = 0, last = 0;
+  RingPosition<S::kSlots> to;
+  uint32_t last = 0;
 };
+
+template <class S>
+__device__ __forceinline__ void pass_result(ProductMemory<S>& memory, ProductConsumer<S>& own) {
+  arrive_warp(memory.result_full[own.to.slot]);
+  own.to.next();
+}
+
+// Rounds a warpgroup's accumulators and stores them in its 64 rows of the first PARTS parts of the result, each slot as
+// soon as it is empty. Passes the slots to the epilogue if they are not whole tiles.
+template <class T, class S, int PARTS>
+__device__ __forceinline__ void store_result(ProductMemory<S>& memory, ProductConsumer<S>& own,
+                                             const float (&d)[PARTS * kTileColumns / 2]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, row = 16 * (static_cast<int>(threadIdx.x) / 32 % 4) + lane % 16;
+  const uint32_t rows = shared_address(memory.result) + own.group * 64 * kTileRowBytes;
+  const uint32_t first = rows + row * kTileRowBytes + (((lane / 16) ^ (row % 8)) << 4);
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part) {
+    if (part % S::kSlotParts == 0) memory.result_empty[own.to.slot].wait(own.to.parity ^ 1);
+    const uint32_t slot = S::kWholeTiles ? first : first + own.to.slot * S::kPartBytes;
+#pragma unroll
+    for (int i = 0; i < kTileColumns / 8; i += 2) {  // columns 8 * i to 8 * i + 15 of the part
+      uint32_t word[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int from = part * (kTileColumns / 2) + 4 * i + 2 * k;
+        word[k] = narrow_word(d[from], d[from + 1], T{});
+      }
+      stmatrix_x4((slot ^ (i << 4)) + part % S::kSlotParts * S::kPartBytes, word);
+    }
+    if constexpr (!S::kWholeTiles) pass_result(memory, own);
+  }
+}
 
 template <class S>
 __device__ __forceinline__ void release(Mbarrier& empty) {
@@ -219,7 +246,7 @@ __device__ __forceinline__ void multiply_tile(const P& p, ProductMemory<S>& memo
       const uint64_t a_part = advance(a, i * kKMajorStep);
       const uint64_t b_part = advance(b, i * (B == Major::k ? kKMajorStep : kMnMajorStep));
       if constexpr (sizeof(T) == 1)
-        wgmma_fp8(d, a_part, b_part, step > 0 || i > 0);
+        wgmma_fp8(d, a_part, b_part, step > 0 || i > 0, T{});
       else
         wgmma<T, Major::k, B>(d, a_part, b_part, step > 0 || i > 0);
     }
@@ -234,8 +261,7 @@ __device__ __forceinline__ void multiply_tile(const P& p, ProductMemory<S>& memo
   wgmma_wait<0>();
   fence_operand(d);
   release<S>(memory.empty[own.last]);
-  memory.result_empty.wait(own.parity ^ 1);
-  store_result<ProductSum<T>, S, PARTS>(shared_address(memory.result) + own.group * 64 * kTileRowBytes, d);
+  store_result<ProductSum<T>, S, PARTS>(memory, own, d);
 }
 
 template <class T, class S, Major B, class P>
@@ -244,8 +270,7 @@ __device__ __forceinline__ void consume(const P& p, ProductMemory<S>& memory, in
   float sums[S::kColumns / 2];
   for (ProductTileScheduler<S> tile(p); tile.valid(p); tile.next(p)) {
     multiply_tile<T, S, B>(p, memory, own, tile.parts(p), sums);
-    arrive_warp(memory.result_full);
-    own.parity ^= 1;
+    if constexpr (S::kWholeTiles) pass_result(memory, own);
   }
 }
 
@@ -303,11 +328,11 @@ __device__ __forceinline__ uint4 narrow_vector(const float (&from)[kVector]) {
   return *reinterpret_cast<const uint4*>(&packed);
 }
 
-// A thread's position in the 64-column parts of a tile. Eight threads process the 128 bytes of a row and a warp
-// processes four rows; neighbouring warps process neighbouring rows. A thread's vectors of a part are kStep rows apart.
+// A thread's position in its warp's unit of a 64-column part. Eight threads process the 128 bytes of a row and a warp
+// processes four rows; neighbouring units have neighbouring rows. A thread's vectors of a part are kStep rows apart.
 template <class S>
 struct EpilogueThread {
-  static constexpr int kStep = 4 * S::kEpilogueWarps;
+  static constexpr int kStep = 4 * S::kUnits;
   int warp, lane, row, column;
   uint32_t result;  // shared address of its first vector of a part
 
@@ -317,8 +342,8 @@ struct EpilogueThread {
   }
   // The number of valid rows of a tile from the thread's first row on.
   __device__ __forceinline__ int rows_left(int rows) const { return min(rows, S::kRows) - row; }
-  // The shared address of the thread's v-th vector of a part. With the swizzle, a step of 4 modulo 8 rows exchanges the
-  // first and the last four chunks of a row.
+  // The shared address of the thread's v-th vector of a part in the result. With the swizzle, a step of 4 modulo 8 rows
+  // exchanges the first and the last four chunks of a row.
   __device__ __forceinline__ uint32_t address(int part, int v) const {
     const uint32_t swap = kStep % 8 != 0 && v % 2 != 0 ? 64 : 0;
     return (result ^ swap) + part * S::kPartBytes + v * kStep * kTileRowBytes;
@@ -359,47 +384,10 @@ struct PartWalk {
 // arrive_warp() with thread.lane, because reading threadIdx.x takes another register, with which some kernels would
 // spill.
 template <class S>
-__device__ __forceinline__ void release_result(ProductMemory<S>& memory, const EpilogueThread<S>& thread) {
+__device__ __forceinline__ void release_result(ProductMemory<S>& memory, const EpilogueThread<S>& thread,
+                                               int slot = 0) {
   __syncwarp();
-  if (kWarpArrivals > 1 || thread.lane == 0) memory.result_empty.arrive();
-}
-
-// Calls body(at, sums, bias) for each vector of eight sums that the thread processes. at: the position in the result;
-// sums: in their 16-bit type; bias: of the vector's columns.
-template <class S, class P, class F>
-__device__ __forceinline__ void finish_vectors(const P& p, ProductMemory<S>& memory, int warp, F body) {
-  const EpilogueThread<S> thread(memory, warp);
-  uint32_t parity = 0;
-  ProductTileScheduler<S> tile(p);
-  BiasVector next_bias(p, tile.column + thread.column);
-  for (; tile.valid(p); tile.next(p)) {
-    memory.result_full.wait(parity);
-    const int parts = tile.parts(p);
-#pragma unroll 1
-    for (int part = 0; part < parts; ++part) {
-      const bool ends = part == parts - 1;
-      PartWalk<S> at(p, thread, tile, part);
-      float bias[kVector];
-      next_bias.widen_to(bias, p.bias_dtype);
-      ProductTileScheduler<S> then = tile;
-      if (ends) then.next(p);
-      next_bias = BiasVector(p, then.column + (ends ? 0 : part + 1) * kTileColumns + thread.column);
-      constexpr int kBatch = 4;  // vectors in flight
-#pragma unroll
-      for (int first = 0; first < S::kVectors; first += kBatch) {
-        uint4 sums[kBatch];
-#pragma unroll
-        for (int v = first; v < first + kBatch && v < S::kVectors; ++v) sums[v - first] = thread.vector(part, v);
-#pragma unroll
-        for (int v = first; v < first + kBatch && v < S::kVectors; ++v) {
-          body(at, sums[v - first], bias);
-          at.next(p);
-        }
-      }
-    }
-    release_result(memory, thread);
-    parity ^= 1;
-  }
+  if (kWarpArrivals > 1 || thread.lane == 0) memory.result_empty[slot].arrive();
 }
 
 // ---- kernel ---------------------------------------------------------------------------------------------------------
@@ -497,13 +485,14 @@ Status run_product(const ProductOperands& operands, const typename E::Params& p)
                                        : launch_product<f16_t, S, E>(operands, p, multiprocessors);
 }
 
-// The same for e4m3 operands: their `dtype` is bf16, and a_stride and inner are in pairs of elements.
-template <class S, class E>
+// The same for FP8 operands, of which a has type T and b is e4m3: their `dtype` is bf16, and a_stride and inner are in
+// pairs of elements.
+template <class T, class S, class E>
 Status run_fp8_product(const ProductOperands& operands, const typename E::Params& p) {
   int multiprocessors = 0;
   const Status status = count_multiprocessors(operands.device, &multiprocessors);
   if (status.code != StatusCode::ok) return status;
-  return launch_product<e4m3_t, S, E>(operands, p, multiprocessors);
+  return launch_product<T, S, E>(operands, p, multiprocessors);
 }
 
 }  // namespace cuda

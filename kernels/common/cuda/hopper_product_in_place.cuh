@@ -29,13 +29,14 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t share
 template <class S, class P, class F>
 __device__ __forceinline__ void finish_in_place(const P& p, const CUtensorMap* map, ProductMemory<S>& memory, int warp,
                                                 F body) {
+  static_assert(S::kWholeTiles, "TMA stores the parts of a tile from one slot");
   const EpilogueThread<S> thread(memory, warp);
   const bool stores = warp == 0 && thread.lane == 0;
   uint32_t parity = 0;
   ProductTileScheduler<S> tile(p);
   BiasVector next_bias(p, tile.column + thread.column);
   for (; tile.valid(p); tile.next(p)) {
-    memory.result_full.wait(parity);
+    memory.result_full[0].wait(parity);
     const int parts = tile.parts(p);
 #pragma unroll 1
     for (int part = 0; part < parts; ++part) {

@@ -226,7 +226,7 @@ def gemm(
 
     Args:
         fast: Whether Hopper's tensor cores accumulate over all of K, in fewer bits than fp32 has. Gradients do not use
-            it, because their sums over tokens are long.
+            it, because sums over tokens are long; ``gelu_product_backward``, which sums over columns, does.
     """
     (left, left_scale), (right, right_scale) = a, b
     if not left.is_cuda:
@@ -317,6 +317,22 @@ class Fp8Linear(Fp8Weight):
     def input_gradient(self, dy: Quantized, dtype: torch.dtype) -> Tensor:
         """``dy`` needs rows."""
         return gemm((dy.rows, dy.inverse), (self.columns, self.weight.inverse), dtype, fast=False)
+
+    def input_gradient_gelu(
+        self, dy: Quantized, h: Tensor, bias: Tensor | None, kind: str, slot: Slot, want_dbias: bool
+    ) -> tuple[Quantized, Quantized, Tensor]:
+        """``gelu_backward`` of the input's gradient, if the input is the activation of ``h + bias``. On Hopper with
+        bf16, the GEMM's epilogue computes it. ``dy`` needs rows."""
+        fused = not slot.scales.measuring and dy.rows.dtype == slot.dtype and self.input.dtype == E4M3
+        if fused and fp8_native.refuse_gelu_product(dy.rows, h.dtype) is None:
+            operands = (dy.rows, dy.inverse), (self.columns, self.weight.inverse)
+            scales = (self.input.scale, slot.scale, slot.amax)
+            rows, columns, again, dbias = fp8_native.gelu_product_backward(
+                *operands, h, bias, kind, *scales, want_dbias=want_dbias
+            )
+            a8 = Quantized(again.new_empty(0), again, self.input.inverse)
+            return Quantized(rows, columns, slot.inverse), a8, dbias
+        return gelu_backward(self.input_gradient(dy, h.dtype), h, bias, kind, self.input, slot, want_dbias)
 
     def add_input_gradient(self, total: Tensor, dy: Quantized) -> Tensor:
         """Adds the input's gradient to ``total`` in place, and rounds once. ``dy`` needs rows."""

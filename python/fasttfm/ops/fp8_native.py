@@ -74,19 +74,25 @@ def _gelu_backward(
     dtype: torch.dtype,
     want_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    count, width = h.shape
     core = _native.core()
     want_dbias = want_dbias and bias is not None
-    rows = torch.empty(h.shape, dtype=dtype, device=h.device)
-    columns, again = (torch.empty(width, padded(count), dtype=each, device=h.device) for each in (dtype, a_dtype))
+    outputs = _empty_gradients(h, dtype, a_dtype)
     dbias = gradient_like(bias, want_dbias, h)
-    floats = core.fp8_gelu_workspace_cuda(count, width) if want_dbias else 0
+    floats = core.fp8_gelu_workspace_cuda(*h.shape) if want_dbias else 0
     workspace = torch.empty(floats, dtype=torch.float32, device=h.device)
     core.fp8_gelu_backward_cuda(
-        *(da, h, bias, a_scale, scale, amax, rows, columns, again, dbias if want_dbias else None, workspace),
+        *(da, h, bias, a_scale, scale, amax, *outputs, dbias if want_dbias else None, workspace),
         *(_is_e5m2(dtype), CODES[kind]),
     )
-    return rows, columns, again, dbias
+    return *outputs, dbias
+
+
+def _empty_gradients(h: Tensor, dtype: torch.dtype, a_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialized rows and columns of dh, and columns of a."""
+    count, width = h.shape
+    rows = torch.empty(h.shape, dtype=dtype, device=h.device)
+    columns, again = (torch.empty(width, padded(count), dtype=each, device=h.device) for each in (dtype, a_dtype))
+    return rows, columns, again
 
 
 class CastTable:
@@ -143,6 +149,34 @@ def gelu_product(
     h = torch.empty(rows, columns, dtype=torch.bfloat16, device=left.device) if keep_h else None
     _native.core().fp8_gelu_product_cuda(left, right, left_inverse, right_inverse, bias, scale, amax, h, a, CODES[kind])
     return h, a
+
+
+def gelu_product_backward(
+    dy: tuple[Tensor, Tensor],
+    weight: tuple[Tensor, Tensor],
+    h: Tensor,
+    bias: Tensor | None,
+    kind: str,
+    a_scale: Tensor,
+    scale: Tensor,
+    amax: Tensor,
+    *,
+    want_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The results of ``fp8_gelu_backward`` for the GEMM result ``da`` of dy [N, K] and weight [C, K], each with its
+    inverse scale. dh has the format of dy, and a is e4m3."""
+    (left, left_inverse), (right, right_inverse) = dy, weight
+    core = _native.core()
+    want_dbias = want_dbias and bias is not None
+    outputs = _empty_gradients(h, left.dtype, torch.float8_e4m3fn)
+    dbias = gradient_like(bias, want_dbias, h)
+    floats = core.fp8_gelu_product_workspace_cuda(*h.shape) if want_dbias else 0
+    workspace = torch.empty(floats, dtype=torch.float32, device=h.device)
+    core.fp8_gelu_product_backward_cuda(
+        *(left, right, left_inverse, right_inverse, h, bias, a_scale, scale, amax, *outputs),
+        *(dbias if want_dbias else None, workspace, _is_e5m2(left.dtype), CODES[kind]),
+    )
+    return *outputs, dbias
 
 
 _FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # Fp8Format in kernels/gemm/op.h
