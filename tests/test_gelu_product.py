@@ -178,19 +178,27 @@ def test_against_fp64(case: Case, dtype: torch.dtype) -> None:
 def test_gelu_of_every_bf16_number(kept: int) -> None:
     """The error is at most that of rounding plus that of 1 - Phi: tests/native/gelu_tail.cpp has bounds of the relative
     error of the latter, which is GELU's own at negative numbers and less at positive ones. exp2 and fp32 arithmetic add
-    2^-20. Below -5.5, where fp64 has at most 1.1e-7, the error is at most as large."""
+    2^-20. Below -5.5, where fp64 has at most 1.1e-7, the error is at most as large. At infinity and -infinity GELU is
+    infinity and 0, and NaN stays NaN."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cuda").to(torch.int16)
-    numbers = bits.view(torch.bfloat16).clone()
-    numbers[~numbers.isfinite()] = 0.0
-    x = numbers.view(1024, 64)
-    a, _ = gelu_product.forward_op(x, torch.eye(64, device="cuda").bfloat16(), None, "gelu", kept, "cuda")
-    u = x.double()
+    numbers = bits.view(torch.bfloat16).float()  # as a bias, because an infinite factor makes every sum NaN
+    x, weight = (torch.zeros(size, 8, device="cuda", dtype=torch.bfloat16) for size in (1, len(numbers)))
+    a, stored = gelu_product.forward_op(x, weight, numbers, "gelu", kept, "cuda")
+    finite, every = numbers.isfinite(), a.double().flatten()
+    u = numbers.double()[finite]
     exact = u * torch.special.erfc(-u * 0.5**0.5) / 2
     relative = torch.where(u < -4, 5.5e-3, 1.24e-4) + 2.0**-20
     unrounded = exact.abs() * (1 + relative)
     half_step = 2.0 ** (unrounded.clamp_min(2.0**-126).log2().floor() - 8)
     bound = torch.where(u < -5.5, 1.1e-7, exact.abs() * relative + half_step)
-    assert bool(((a.double() - exact).abs() <= bound).all())
+    assert bool(((every[finite] - exact).abs() <= bound).all())
+    others = [(every, torch.inf)]
+    if kept == DERIVATIVE:
+        others.append((stored.double().flatten(), 1.0))
+    for found, at_infinity in others:
+        assert found[numbers == torch.inf].tolist() == [at_infinity]
+        assert found[numbers == -torch.inf].tolist() == [0.0]
+        assert bool(found[numbers.isnan()].isnan().all())
 
 
 @pytest.mark.gpu

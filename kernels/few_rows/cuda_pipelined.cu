@@ -1,5 +1,5 @@
-// GEMMs of a few hundred rows on Hopper: x [M, K] times weight [N, K]^T, both K-major, as in cuda_product.cu, but with
-// tiles that are large enough to keep the tensor cores busy.
+// GEMMs of 17 to about a thousand rows on Hopper: x [M, K] times weight [N, K]^T, both K-major, as in cuda_product.cu,
+// but with wgmma, whose operand has 64 rows.
 //
 // A block computes one tile over one part of K. A producer warp loads stages of 64 elements of K by TMA; consumer
 // warpgroups issue wgmma for 64 rows each and write the result themselves. The blocks of a cluster have neighbouring
@@ -248,7 +248,8 @@ Status launch_tile(const FewRowsProduct& call) {
 template <class T, int INDEX = 0>
 Status launch_pipelined(const FewRowsProduct& call, int tile) {
   if constexpr (INDEX == kPipelinedCount)
-    return {StatusCode::bad_value, "few_rows_product: tile: expected an index into the tables of tiles"};
+    return {StatusCode::bad_value,
+            "few_rows_product: tile: expected 0 or one more than an index into the table of tiles"};
   else
     return tile == INDEX ? launch_tile<T, Shape<INDEX>>(call) : launch_pipelined<T, INDEX + 1>(call, tile);
 }

@@ -21,12 +21,6 @@ __device__ __forceinline__ void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
 }
 
-__device__ __forceinline__ void ldmatrix_x2(uint32_t* words, uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(words[0]), "=r"(words[1])
-               : "r"(address)
-               : "memory");
-}
 __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t* words, uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])

@@ -15,54 +15,42 @@ namespace few_rows {
 constexpr int kMaxParts = 8;
 
 struct Plan {
-  int tile;   // index into kTiles, or after them into kPipelinedTiles
+  int tile;   // 0 for kSmallTile, or one more than an index into kPipelinedTiles
   int parts;  // of K
 };
 
 constexpr int64_t steps(int64_t count, int64_t step) { return (count + step - 1) / step; }
 
-// The estimated time in picoseconds, fitted to measurements on an H200. A block takes kStage for each stage and
-// kStageRow for each of the stage's rows, 1.75 times as long with mma.sync, which reads shared memory more often. All
-// SMs together need at least kAllStageRow per row. Writing and reading the sums of a part takes 1 per element.
-inline int64_t time_of(const Tile& tile, int parts, int64_t rows, int64_t columns, int64_t inner, int64_t processors) {
-  constexpr int64_t kStage = 50'000, kStageRow = 1000, kAllStageRow = 12;
-  const int64_t blocks = steps(rows, tile.rows) * steps(columns, tile.columns) * parts;
-  const int64_t stages = steps(steps(inner, kInner), parts), copied = tile.rows + tile.columns;
-  const int64_t block = stages * (kStage + copied * kStageRow) * (tile.wgmma ? 4 : 7) / 4;
-  const int64_t product = std::max(steps(blocks, processors) * block, blocks * stages * copied * kAllStageRow);
-  return product + parts * rows * columns;
-}
-
-// The same for tiles with a producer warp, fitted to 288, 576 and 1,152 rows: a block takes kBlock, and for each stage
-// kElement per element of the tile; the sums of a part take kPartElement per element.
-inline int64_t pipelined_time_of(const PipelinedTile& tile, int parts, int64_t rows, int64_t columns, int64_t inner,
-                                 int64_t processors) {
-  constexpr int64_t kBlock = 1'750'000, kElement = 18, kPartElement = 2;
+// The estimated time in picoseconds, fitted to measurements on an H200 with 32 to 1,152 rows. A block takes kBlock, and
+// for each stage kStage and kElement per element of a tile with kColumns more columns. The first stages of each block
+// add kFirstStage and 1 per row that they load, because all blocks load them at once. The sums of a part take
+// kPartElement / 2 per element.
+inline int64_t time_of(const PipelinedTile& tile, int parts, int64_t rows, int64_t columns, int64_t inner,
+                       int64_t processors) {
+  constexpr int64_t kBlock = 1'200'000, kStage = 75'000, kElement = 13, kColumns = 2, kPartElement = 5;
+  constexpr int64_t kFirstStage = 1300, kFirstStages = 10;
   const int64_t blocks = steps(rows, tile.rows) * steps(columns, tile.columns * tile.cluster) * tile.cluster * parts;
-  const int64_t block = kBlock + steps(steps(inner, kInner), parts) * tile.rows * tile.columns * kElement;
-  return steps(blocks, processors) * block + parts * rows * columns * kPartElement;
+  const int64_t stages = steps(steps(inner, kInner), parts);
+  const int64_t block = kBlock + stages * (kStage + tile.rows * (tile.columns + kColumns) * kElement);
+  const int64_t first = std::min(stages, kFirstStages) * (kFirstStage + tile.rows / tile.cluster + tile.columns);
+  return steps(blocks, processors) * block + blocks * first + parts * rows * columns * kPartElement / 2;
 }
-
-constexpr int64_t kLeastPipelinedRows = 257;  // for which they are used
 
 // `partial`: whether K may be split. If it is, the next kernel adds the parts.
 inline Plan plan_product(int64_t rows, int64_t columns, int64_t inner, int64_t processors, bool partial) {
-  const int most = partial ? static_cast<int>(std::min<int64_t>(kMaxParts, steps(inner, kInner))) : 1;
-  Plan best{0, 1};
+  const int64_t stages = steps(inner, kInner), most = partial ? std::min<int64_t>(kMaxParts, stages) : 1;
+  // Blocks of kSmallTile take the least time, if one per SM is enough for K in as many parts as possible.
+  if (rows <= kSmallTile.rows && steps(columns, kSmallTile.columns) * most <= processors)
+    return {0, static_cast<int>(steps(stages, steps(stages, most)))};
+  Plan best{1, 1};
   int64_t least = INT64_MAX;
-  const auto consider = [&](int tile, int parts, int64_t time) {
-    if (time >= least) return;
-    least = time;
-    best = {tile, parts};
-  };
-  const bool pipelined = rows >= kLeastPipelinedRows;
-  for (int tile = 0; tile < (pipelined ? kPipelinedCount : kTileCount); ++tile)
-    for (int parts = 1; parts <= most; ++parts)
-      if (pipelined)
-        consider(kTileCount + tile, parts,
-                 pipelined_time_of(kPipelinedTiles[tile], parts, rows, columns, inner, processors));
-      else
-        consider(tile, parts, time_of(kTiles[tile], parts, rows, columns, inner, processors));
+  for (int tile = 0; tile < kPipelinedCount; ++tile)
+    for (int parts = 1; parts <= most; ++parts) {
+      const int64_t time = time_of(kPipelinedTiles[tile], parts, rows, columns, inner, processors);
+      if (time >= least) continue;
+      least = time;
+      best = {1 + tile, parts};
+    }
   return best;
 }
 

@@ -1,4 +1,4 @@
-// The tiles of the GEMMs for few rows, and which element of a tile each thread loads or holds. The index arithmetic
+// The tile of the GEMMs of up to 16 rows, and which element of a tile each thread loads or holds. The index arithmetic
 // also compiles for the host, where tests cover it.
 #pragma once
 
@@ -17,31 +17,21 @@ constexpr int kInner = 64;      // elements of K in one stage: rows of 128 bytes
 constexpr int kChunk = 8;       // elements in 16 bytes
 constexpr int kTileChunks = 8;  // chunks in a row of a stage
 
-// A block computes rows x columns of the result. Its warps form inner_groups groups of warp_rows x warp_columns warps.
-// Each group computes the whole tile over its part of every stage, and the first group adds the sums. With wgmma a warp
-// has 16 rows, and four warps are a warpgroup; otherwise warps use mma.sync. TMA loads the stages.
+// The tile of a GEMM of up to 16 rows (cuda_product.cu). A block computes rows x columns of the result. Its warps form
+// inner_groups groups of warp_columns warps. Each group computes the whole tile over its part of every stage, and the
+// first group adds the sums.
 struct Tile {
   int rows, columns;
-  int warp_rows, warp_columns;
+  int warp_columns;
   int inner_groups;
   int stages;
-  bool wgmma;
 };
 
 // The shared memory of an SM fits only one block, so blocks of a kernel that starts early run on other SMs.
-constexpr Tile kTiles[] = {
-    {16, 32, 1, 2, 4, 19, false}, {32, 32, 1, 2, 4, 14, false},  {32, 48, 1, 2, 4, 12, false},
-    {64, 32, 2, 2, 2, 10, false}, {64, 48, 2, 2, 2, 9, false},   {64, 64, 2, 2, 2, 8, false},
-    {128, 64, 2, 2, 2, 5, false}, {128, 128, 2, 4, 1, 4, false}, {64, 64, 4, 1, 2, 8, true},
-    {64, 96, 4, 1, 2, 6, true},   {128, 64, 8, 1, 1, 5, true},   {128, 96, 8, 1, 1, 5, true},
-    {128, 128, 8, 1, 1, 5, true},
-};
-constexpr int kTileCount = static_cast<int>(sizeof(kTiles) / sizeof(kTiles[0]));
+constexpr Tile kSmallTile{16, 32, 2, 4, 19};
 
-constexpr int threads_of(const Tile& tile) { return 32 * tile.warp_rows * tile.warp_columns * tile.inner_groups; }
+constexpr int threads_of(const Tile& tile) { return 32 * tile.warp_columns * tile.inner_groups; }
 constexpr int stage_bytes(const Tile& tile) { return (tile.rows + tile.columns) * kInner * 2; }
-// The number of stages that are loaded ahead: all but the one in use and, with wgmma, the previous one.
-constexpr int stages_ahead(const Tile& tile) { return tile.stages - (tile.wgmma ? 2 : 1); }
 // Bytes of shared memory: the stages, and an mbarrier for each.
 constexpr int memory_of(const Tile& tile) { return tile.stages * (stage_bytes(tile) + 8); }
 

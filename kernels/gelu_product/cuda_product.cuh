@@ -1,8 +1,8 @@
 // The epilogues of the Hopper GEMM (common/cuda/hopper_product.cuh) with an activation, forward and backward (op.h).
 //
 // For a tile of 128 x 192 with K = 1024 the tensor cores need 12,288 cycles. With the erf form of GELU in bf16, the
-// epilogue of the forward has 14 to 22 instructions and one or two special functions per element, which take 2,700 to
-// 4,200 issue slots of each warp scheduler. The backward from h has 30 and three, and the one that loads the derivative
+// epilogue of the forward has 15 to 23 instructions and one or two special functions per element, which take 2,900 to
+// 4,400 issue slots of each warp scheduler. The backward from h has 30 and three, and the one that loads the derivative
 // 9 and none.
 #pragma once
 

@@ -1,6 +1,6 @@
-// The GEMM kernel for few rows (kernels/few_rows/cuda_product.cu), emulated thread by thread on the host with the index
-// arithmetic of tiles.h: copies into stages in TMA's layout, ldmatrix, mma, the reduction over groups of warps, and the
-// stores.
+// The GEMM kernel for up to 16 rows (kernels/few_rows/cuda_product.cu), emulated thread by thread on the host with the
+// index arithmetic of tiles.h: copies into stages in TMA's layout, ldmatrix, mma, the reduction over groups of warps,
+// and the stores.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -27,9 +27,9 @@ void copy_stage(std::vector<float>& memory, int base, int tile_rows, int threads
 
 // ldmatrix: registers [lane][matrix][2] of 8 x 8 matrices; lanes 8 m to 8 m + 7 give the addresses of the rows of
 // matrix m.
-void ldmatrix(const std::vector<float>& memory, const int* addresses, int matrices, float (*words)[4][2]) {
+void ldmatrix(const std::vector<float>& memory, const int* addresses, float (*words)[4][2]) {
   for (int lane = 0; lane < 32; ++lane)
-    for (int m = 0; m < matrices; ++m)
+    for (int m = 0; m < 4; ++m)
       for (int i = 0; i < 2; ++i) words[lane][m][i] = memory[addresses[8 * m + lane / 4] + 2 * (lane % 4) + i];
 }
 
@@ -51,82 +51,67 @@ void multiply(float (*d)[4], const float (*a)[4][2], const float (*b)[2][2]) {
       for (int k = 0; k < 16; ++k) d[lane][i] += left[lane / 4 + 8 * (i / 2)][k] * right[k][2 * (lane % 4) + i % 2];
 }
 
-// The sums of one warp, [m][n][lane][4].
-void multiply_stage(const std::vector<float>& memory, const Tile& tile, int base, int warp_row, int warp_column,
-                    int group, std::vector<float>& sums) {
-  const int m_count = tile.rows / tile.warp_rows / 16, n_count = tile.columns / tile.warp_columns / 8;
-  const int steps = kInner / 16 / tile.inner_groups;
-  const int a_tile = base + warp_row * kInner, b_tile = base + (tile.rows + warp_column) * kInner;
-  for (int i = 0; i < steps; ++i) {
-    const int chunk = 2 * (group * steps + i);
-    std::vector<float> b(static_cast<size_t>(n_count) * 32 * 4);
-    for (int n = 0; n < n_count; n += 2) {
-      int addresses[32];
+constexpr const Tile& kTile = kSmallTile;
+constexpr int kWarpColumns = kTile.columns / kTile.warp_columns, kN = kWarpColumns / 8;
+
+// The sums of one warp, [n][lane][4].
+using Sums = std::vector<float>;
+
+void multiply_stage(const std::vector<float>& memory, int warp_column, int group, Sums& sums) {
+  constexpr int kSteps = kInner / 16 / kTile.inner_groups;
+  const int b_tile = (kTile.rows + warp_column) * kInner;
+  for (int i = 0; i < kSteps; ++i) {
+    const int chunk = 2 * (group * kSteps + i);
+    int addresses[32];
+    float a[32][4][2], b[kN][32][2][2];
+    for (int lane = 0; lane < 32; ++lane) {
+      const MatrixRow of = matrix_row_a(lane);
+      addresses[lane] = chunk_offset(of.row, chunk + of.chunk, kTileChunks) / 2;
+    }
+    ldmatrix(memory, addresses, a);
+    for (int n = 0; n < kN; n += 2) {
       float words[32][4][2];
-      const int matrices = n + 1 < n_count ? 4 : 2;
       for (int lane = 0; lane < 32; ++lane) {
         const MatrixRow of = matrix_row_b(lane);
-        const int row = matrices == 4 ? of.row : lane % 8;
-        addresses[lane] = b_tile + chunk_offset(8 * n + row, chunk + of.chunk, kTileChunks) / 2;
+        addresses[lane] = b_tile + chunk_offset(8 * n + of.row, chunk + of.chunk, kTileChunks) / 2;
       }
-      ldmatrix(memory, addresses, matrices, words);
+      ldmatrix(memory, addresses, words);
       for (int lane = 0; lane < 32; ++lane)
-        for (int word = 0; word < 2 * matrices; ++word)
-          b[((n + word / 4) * 32 + lane) * 4 + word % 4] = words[lane][word / 2][word % 2];
+        for (int word = 0; word < 8; ++word)
+          b[n + word / 4][lane][word / 2 % 2][word % 2] = words[lane][word / 2][word % 2];
     }
-    for (int m = 0; m < m_count; ++m) {
-      int addresses[32];
-      float a[32][4][2];
-      for (int lane = 0; lane < 32; ++lane) {
-        const MatrixRow of = matrix_row_a(lane);
-        addresses[lane] = a_tile + chunk_offset(16 * m + of.row, chunk + of.chunk, kTileChunks) / 2;
-      }
-      ldmatrix(memory, addresses, 4, a);
-      for (int n = 0; n < n_count; ++n)
-        multiply(reinterpret_cast<float (*)[4]>(&sums[(m * n_count + n) * 32 * 4]), a,
-                 reinterpret_cast<const float (*)[2][2]>(&b[n * 32 * 4]));
-    }
+    for (int n = 0; n < kN; ++n) multiply(reinterpret_cast<float (*)[4]>(&sums[n * 32 * 4]), a, b[n]);
   }
 }
 
 }  // namespace
 
-extern "C" int few_rows_tile_count() { return kTileCount; }
-
 // parts [part_count, M, N] of x [M, K] times weight [N, K]^T.
-extern "C" void few_rows_product_emulated(int index, int part_count, const float* x, const float* weight, float* parts,
-                                          int rows, int columns, int inner) {
-  const Tile& tile = kTiles[index];
-  const int threads = threads_of(tile), warps = tile.warp_rows * tile.warp_columns;
-  const int warp_rows = tile.rows / tile.warp_rows, warp_columns = tile.columns / tile.warp_columns;
-  const int m_count = warp_rows / 16, n_count = warp_columns / 8, stages = (inner + kInner - 1) / kInner;
-  std::vector<float> memory(static_cast<size_t>(stage_bytes(tile)) / 2);
+extern "C" void few_rows_product_emulated(int part_count, const float* x, const float* weight, float* parts, int rows,
+                                          int columns, int inner) {
+  constexpr int kWarps = kTile.warp_columns, kThreads = threads_of(kTile);
+  const int stages = (inner + kInner - 1) / kInner;
+  std::vector<float> memory(static_cast<size_t>(stage_bytes(kTile)) / 2);
   for (int part = 0; part < part_count; ++part)
-    for (int first_row = 0; first_row < rows; first_row += tile.rows)
-      for (int first_column = 0; first_column < columns; first_column += tile.columns) {
-        std::vector<std::vector<float>> sums(static_cast<size_t>(warps * tile.inner_groups),
-                                             std::vector<float>(static_cast<size_t>(m_count * n_count * 32 * 4)));
+    for (int first_row = 0; first_row < rows; first_row += kTile.rows)
+      for (int first_column = 0; first_column < columns; first_column += kTile.columns) {
+        std::vector<Sums> sums(kWarps * kTile.inner_groups, Sums(kN * 32 * 4));
         for (int stage = first_stage(stages, part, part_count); stage < first_stage(stages, part + 1, part_count);
              ++stage) {
-          copy_stage(memory, 0, tile.rows, threads, x, first_row, rows, stage * kInner, inner);
-          copy_stage(memory, tile.rows * kInner, tile.columns, threads, weight, first_column, columns, stage * kInner,
-                     inner);
-          for (int warp = 0; warp < warps * tile.inner_groups; ++warp) {
-            const int place = warp % warps;
-            multiply_stage(memory, tile, 0, place / tile.warp_columns * warp_rows,
-                           place % tile.warp_columns * warp_columns, warp / warps, sums[warp]);
-          }
+          copy_stage(memory, 0, kTile.rows, kThreads, x, first_row, rows, stage * kInner, inner);
+          copy_stage(memory, kTile.rows * kInner, kTile.columns, kThreads, weight, first_column, columns,
+                     stage * kInner, inner);
+          for (int warp = 0; warp < kWarps * kTile.inner_groups; ++warp)
+            multiply_stage(memory, warp % kWarps * kWarpColumns, warp / kWarps, sums[warp]);
         }
-        for (int group = 1; group < tile.inner_groups; ++group)
-          for (int warp = 0; warp < warps; ++warp)
-            for (size_t i = 0; i < sums[warp].size(); ++i) sums[warp][i] += sums[group * warps + warp][i];
-        for (int warp = 0; warp < warps; ++warp)
-          for (int i = 0; i < m_count * n_count * 32 * 4; ++i) {
-            const int lane = i / 4 % 32, m = i / 128 / n_count, n = i / 128 % n_count;
-            const int row =
-                first_row + warp / tile.warp_columns * warp_rows + accumulator_row(lane) + 16 * m + 8 * (i % 4 / 2);
-            const int column =
-                first_column + warp % tile.warp_columns * warp_columns + accumulator_column(lane) + 8 * n + i % 2;
+        for (int group = 1; group < kTile.inner_groups; ++group)
+          for (int warp = 0; warp < kWarps; ++warp)
+            for (size_t i = 0; i < sums[warp].size(); ++i) sums[warp][i] += sums[group * kWarps + warp][i];
+        for (int warp = 0; warp < kWarps; ++warp)
+          for (int i = 0; i < kN * 32 * 4; ++i) {
+            const int lane = i / 4 % 32, n = i / 128;
+            const int row = first_row + accumulator_row(lane) + 8 * (i % 4 / 2);
+            const int column = first_column + warp * kWarpColumns + accumulator_column(lane) + 8 * n + i % 2;
             if (row < rows && column < columns) parts[(int64_t{part} * rows + row) * columns + column] = sums[warp][i];
           }
       }

@@ -1,8 +1,9 @@
 // The polynomial with which the CUDA kernels compute GELU for bf16 (common/activation.h), in fp32 on the host, against
-// erfc in fp64: its relative error, and that it falls everywhere.
+// erfc in fp64: its relative error, that it falls, and that nothing is left of it where |u| is limited.
 #include <cmath>
 #include <cstdio>
 #include <initializer_list>
+#include <limits>
 
 #include "common/activation.h"
 
@@ -32,11 +33,15 @@ double largest_error(float from, float to) {
 int main() {
   if (const double error = largest_error(0, 4); error > 1.24e-4) return std::printf("up to 4: %g\n", error), 1;
   if (const double error = largest_error(4, 5.5f); error > 5.5e-3) return std::printf("up to 5.5: %g\n", error), 1;
-  for (float a = 0, last = 0; a < 1e38f; a = a * 1.01f + 0.001f) {
+  for (float a = 0, last = 0; a <= kTailEnd; a += 0x1p-10f) {
     const float exponent = tail_exponent(a);
     if (!(exponent < last)) return std::printf("rises at %g\n", double{a}), 1;
-    if (exponent < -1e30f) break;
     last = exponent;
   }
+  constexpr float kZero = -150;  // 2 to a lower power is 0 in fp32
+  if (const float end = tail_exponent(kTailEnd); !(end < kZero)) return std::printf("2^%g is left\n", double{end}), 1;
+  if (!(kTailEnd * kTailEnd * -0.5f * kLog2E + kLogDensity < kZero)) return std::printf("a density is left\n"), 1;
+  const float infinite = std::numeric_limits<float>::infinity(), end = std::fmin(infinite, kTailEnd);
+  if (std::fma(-end, std::exp2(tail_exponent(end)), infinite) != infinite) return std::printf("not infinite\n"), 1;
   std::printf("ok\n");
 }

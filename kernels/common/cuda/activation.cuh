@@ -74,18 +74,20 @@ __device__ __forceinline__ Activated activated(float u) {
 }
 
 // The same with fewer instructions, for results that are rounded to T, a 16-bit type. For bf16 the erf form of GELU is
-// max(u, 0) - |u| q, where q = 1 - Phi(|u|) is 2 to the power of a polynomial (activation.h); an infinite u results in
-// NaN. The tanh form needs no clamp for the value, because 2^x may overflow.
+// max(u, 0) - |u| q, where q = 1 - Phi(|u|) is 2 to the power of a polynomial (activation.h). |u| is limited, because
+// infinity times 0 is NaN: the value is infinity at infinity and 0 at -infinity, the derivative 1 and 0, and both are
+// NaN at NaN. (torch has NaN for the value at -infinity and for both derivatives.) The tanh form needs no clamp for the
+// value, because 2^x may overflow.
 template <Activation A, class T>
 __device__ __forceinline__ Activated activated_as(float u) {
   if constexpr (A == Activation::gelu && std::is_same_v<T, bf16_t>) {
-    const float a = fabsf(u);
+    const float a = at_most(fabsf(u), kTailEnd);
     float r = fmaf(kTail5, a, kTail4);
     r = fmaf(r, a, kTail3);
     r = fmaf(r, a, kTail2);
     r = fmaf(r, a, kTail1);
     const float q = exp2_approx(fmaf(r, a, kTail0));
-    const float density = exp2_approx(fmaf(u * u, -0.5f * kLog2E, kLogDensity));
+    const float density = exp2_approx(fmaf(a * a, -0.5f * kLog2E, kLogDensity));
     const float below = fmaf(-a, density, q);  // the derivative at -|u|
     return {fmaf(-a, q, fmaxf(u, 0.0f)), u > 0.0f ? 1.0f - below : below};
   } else if constexpr (A == Activation::gelu_tanh) {
