@@ -57,8 +57,8 @@ constexpr float kLogit0 = 2.30220795f, kLogit1 = 0.104837507f, kLogit2 = -9.5088
 constexpr float kLogitEnd = 7.0f, kDensityEnd = 13.0f;
 // For results in bf16: 1 - Phi(a) = 2^T(a) for a >= 0, and kTail0 ... are the coefficients of T, fitted for the least
 // relative error up to a = 4. In fp32 arithmetic that error is 1.24e-4, where rounding to bf16 has up to 3.9e-3; from 4
-// to 5.5, where GELU(-a) is -1e-4 to -1e-7, it grows to 5.4e-3. T falls up to
-// kTailEnd, where 2^T and the density are 0 in fp32.
+// to 5.5, where GELU(-a) is -1e-4 to -1e-7, it grows to 5.4e-3. T falls up to kTailEnd, where 2^T and the density are 0
+// in fp32.
 constexpr float kTail0 = -1.0001756f, kTail1 = -1.14844728f, kTail2 = -0.465629876f, kTail3 = -0.0471662953f,
                 kTail4 = 0.00552209327f, kTail5 = -0.000290460041f, kTailEnd = 16.0f;
 constexpr float kTanhSlope = 1.59576912f;  // 2 sqrt(2 / pi): 2 z = kTanhSlope * u * (1 + kTanhCubic * u^2)

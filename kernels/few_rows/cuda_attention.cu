@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "attention/hopper/forward_weights.cuh"
 #include "common/activation.h"
 #include "common/cuda/approximations.cuh"
 #include "common/cuda/hopper.cuh"
@@ -109,8 +110,7 @@ struct Softmax {
           if (key < first[row] || key >= last[row]) score = -INFINITY;
           most = fmaxf(most, score);
         }
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      most = row_maximum(most);
       const float shift = most == -INFINITY ? 0.0f : most * scale;
       const float rescale = exp2_approx(fmaf(largest[row], scale, -shift));
       largest[row] = most;

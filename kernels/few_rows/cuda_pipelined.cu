@@ -125,18 +125,6 @@ __device__ __forceinline__ float bias_at(const FewRowsProduct& p, int column) {
   return p.bias_dtype == DType::bf16 ? widen_word(bits, bf16_t{}).x : widen_word(bits, f16_t{}).x;
 }
 
-// Prefetches the weights of the stages that do not fit into the ring buffer into L2. Only the blocks of the first rows
-// do this, while they wait for the previous kernel.
-template <class T, class S>
-__device__ __forceinline__ void prefetch_weights(const FewRowsProduct& p, const Place& at) {
-  if (blockIdx.y != 0) return;
-  const int lines = S::kColumns * (at.stages - S::kStages);
-  for (int line = static_cast<int>(threadIdx.x); line < lines; line += S::kConsumers) {
-    const int column = at.column + line % S::kColumns, k = (at.start + S::kStages + line / S::kColumns) * kInner;
-    if (column < p.columns) prefetch_l2(static_cast<const T*>(p.weight) + column * p.inner + k);
-  }
-}
-
 // Rounds F(sums + bias) and stores a warp's 16 rows through shared memory, in rows of adjacent vectors.
 template <class T, class S, class F>
 __device__ __forceinline__ void store_rows(const FewRowsProduct& p, Memory<S>& memory, const Place& at, int warp,
@@ -160,10 +148,7 @@ __device__ __forceinline__ void store_rows(const FewRowsProduct& p, Memory<S>& m
   for (int index = lane; index < 16 * S::kColumns / kChunk; index += 32) {
     const ResultVector at_warp = result_vector(index, S::kColumns);
     const int row = at.row + warp * 16 + at_warp.row, column = at.column + at_warp.column;
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(own + at_warp.row * result_pitch(S::kColumns) + at_warp.column * 2));
+    const uint4 v = load_vector(own + at_warp.row * result_pitch(S::kColumns) + at_warp.column * 2);
     if (row < p.rows && column < p.columns)
       *reinterpret_cast<uint4*>(static_cast<T*>(p.y) + row * p.columns + column) = v;
   }
@@ -189,7 +174,8 @@ constexpr int kConsumerBarrier = 1;
 
 template <class T, class S>
 __device__ __forceinline__ void multiply(const FewRowsProduct& p, Memory<S>& memory, const Place& at, int warp) {
-  prefetch_weights<T, S>(p, at);
+  // of the stages that do not fit into the ring buffer, while the warps wait for the previous kernel
+  prefetch_weights<T, S::kColumns, S::kConsumers>(p, at.column, at.start + S::kStages, at.stages - S::kStages);
   for (int i = static_cast<int>(threadIdx.x); i < S::kColumns; i += S::kConsumers)
     memory.bias[i] = bias_at(p, at.column + i);
   float sums[S::kSums];
@@ -234,9 +220,8 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
 template <class T, class S>
 Status launch_tile(const FewRowsProduct& call) {
   static_assert(sizeof(Memory<S>) <= 227 * 1024, "more shared memory than an SM has");
-  const auto steps = [](int64_t count, int step) { return static_cast<unsigned>((count + step - 1) / step); };
-  const dim3 grid(steps(call.columns, S::kColumns * S::kCluster) * S::kCluster, steps(call.rows, S::kRows),
-                  static_cast<unsigned>(call.part_count));
+  const int64_t clusters = steps(call.columns, S::kColumns * S::kCluster);
+  const dim3 grid = grid_of(clusters * S::kCluster, steps(call.rows, S::kRows), call.part_count);
   CUtensorMap a_map, b_map;
   Status status = map_rows(&a_map, call, call.x, call.rows, S::kShare);
   if (status.code == StatusCode::ok) status = map_rows(&b_map, call, call.weight, call.columns, S::kColumns);

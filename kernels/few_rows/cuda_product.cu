@@ -50,18 +50,6 @@ struct StageCopies {
   }
 };
 
-// Prefetches the weights of the stages from `first` on into L2. Only the blocks of the first rows do this.
-template <class T>
-__device__ __forceinline__ void prefetch_weights(const FewRowsProduct& p, int first_column, int start, int first,
-                                                 int stages) {
-  if (blockIdx.y != 0) return;
-  const int lines = kColumns * (stages - first);
-  for (int line = static_cast<int>(threadIdx.x); line < lines; line += kThreads) {
-    const int column = first_column + line % kColumns, k = (start + first + line / kColumns) * kInner;
-    if (column < p.columns) prefetch_l2(static_cast<const T*>(p.weight) + column * p.inner + k);
-  }
-}
-
 // Accumulates the warp's steps of one stage.
 template <class T>
 __device__ __forceinline__ void multiply_stage(uint32_t a_tile, uint32_t b_tile, int group, Sums& sums) {
@@ -212,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
   const int stages = first_stage(all_stages, blockIdx.z + 1, gridDim.z) - start;
   const int row = first_row + accumulator_row(lane);
   const int column = first_column + warp_column + accumulator_column(lane);
-  prefetch_weights<T>(p, first_column, start, kAhead, stages);
+  prefetch_weights<T, kColumns, kThreads>(p, first_column, start + kAhead, stages - kAhead);
   float bias[kN][2];
   Sums sums = {};
   load_bias(p, column, bias);
@@ -232,8 +220,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 Status launch(const FewRowsProduct& call) {
   if (call.tile != 0) return few_rows_pipelined_product(call, call.tile - 1);
-  const auto steps = [](int64_t count, int step) { return static_cast<unsigned>((count + step - 1) / step); };
-  const dim3 grid(steps(call.columns, kColumns), steps(call.rows, kRows), static_cast<unsigned>(call.part_count));
+  const dim3 grid = grid_of(steps(call.columns, kColumns), steps(call.rows, kRows), call.part_count);
   CUtensorMap a_map, b_map;
   Status status = map_rows(&a_map, call, call.x, call.rows, kRows);
   if (status.code == StatusCode::ok) status = map_rows(&b_map, call, call.weight, call.columns, kColumns);

@@ -6,6 +6,7 @@
 // tokens takes half the work. The first block of the last sequence also writes zeros for the tokens after it.
 #include <cstdint>
 
+#include "attention/hopper/forward_weights.cuh"
 #include "attention/hopper/mask.cuh"
 #include "common/activation.h"
 #include "common/cuda/approximations.cuh"
@@ -84,13 +85,11 @@ __device__ __forceinline__ void mask_keys(const FewRowsAttention& p, float (&s)[
 // The largest score of each row, in units of log2; 0 for rows that attend to no keys.
 template <int COUNT>
 __device__ __forceinline__ void largest_scores(const float (&s)[COUNT], float scale, float (&shift)[2]) {
-  float top[2] = {s[0], s[2]};
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+  float top[2];
+  thread_maxima(s, top);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 1));
-    top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 2));
+    top[half] = row_maximum(top[half]);
     shift[half] = top[half] == kMinusInfinity ? 0.0f : top[half] * scale;
   }
 }
@@ -215,7 +214,7 @@ Status launch_kernel(const FewRowsAttention& call) {
   int processors = 0;
   const Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
-  const int64_t tiles = (call.max_seqlen + kShortQueries - 1) / kShortQueries;
+  const int64_t tiles = steps(call.max_seqlen, kShortQueries);
   const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>(call.heads),
                   static_cast<unsigned>(call.sequences));
   const int memory = spread_memory(tiles * call.heads * call.sequences, processors);

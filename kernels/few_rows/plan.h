@@ -19,8 +19,6 @@ struct Plan {
   int parts;  // of K
 };
 
-constexpr int64_t steps(int64_t count, int64_t step) { return (count + step - 1) / step; }
-
 // The estimated time in picoseconds, fitted to measurements on an H200 with 32 to 1,152 rows. A block takes kBlock, and
 // for each stage kStage and kElement per element of a tile with kColumns more columns. The first stages of each block
 // add kFirstStage and 1 per row that they load, because all blocks load them at once. The sums of a part take

@@ -30,7 +30,7 @@ constexpr int64_t kProcessorMemory = 228 * 1024, kReservedMemory = 1024, kMostBl
 // The bytes of shared memory of a block: as many that an SM has room for no more than its even share of the blocks. An
 // SM that is free before others would otherwise take the blocks of several SMs.
 inline int spread_memory(int64_t blocks, int64_t processors) {
-  const int64_t share = (blocks + processors - 1) / processors;
+  const int64_t share = steps(blocks, processors);
   const int64_t most = std::min((kProcessorMemory / share - kReservedMemory) / 128 * 128, kMostBlockMemory);
   return static_cast<int>(std::max<int64_t>(most, kShortMemory));
 }

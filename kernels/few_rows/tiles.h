@@ -17,6 +17,9 @@ constexpr int kInner = 64;      // elements of K in one stage: rows of 128 bytes
 constexpr int kChunk = 8;       // elements in 16 bytes
 constexpr int kTileChunks = 8;  // chunks in a row of a stage
 
+// The number of steps of `step` that cover `count`.
+constexpr int64_t steps(int64_t count, int64_t step) { return (count + step - 1) / step; }
+
 // The tile of a GEMM of up to 16 rows (cuda_product.cu). A block computes rows x columns of the result. Its warps form
 // inner_groups groups of warp_columns warps. Each group computes the whole tile over its part of every stage, and the
 // first group adds the sums.

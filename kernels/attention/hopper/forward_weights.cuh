@@ -19,6 +19,20 @@ constexpr float kHeadroom = 8.0f;
 // r before the first score.
 constexpr float kLowest = -FLT_MAX;
 
+// The largest of the thread's scores in each of its two rows.
+template <int COUNT>
+__device__ __forceinline__ void thread_maxima(const float (&s)[COUNT], float (&top)[2]) {
+  top[0] = s[0];
+  top[1] = s[2];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+}
+// The largest value of the four threads that share a row.
+__device__ __forceinline__ float row_maximum(float top) {
+  top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
+  return fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
+}
+
 // The maximum of an integer and the bits of two floats, in one instruction. (With __vimax3_s32(), the compiler copies
 // the scores.)
 __device__ __forceinline__ int largest_bits(int top, float a, float b) {
@@ -64,13 +78,11 @@ struct RunningSoftmax {
   // Raises r to the row's maximum where that exceeds it by kHeadroom.
   template <int COUNT>
   __device__ __forceinline__ void raise(const float (&s)[COUNT], float scale) {
-    float top[2] = {s[0], s[2]};
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+    float top[2];
+    thread_maxima(s, top);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      top[half] = fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 1));
-      top[half] = scale * fmaxf(top[half], __shfl_xor_sync(0xffffffffu, top[half], 2));
+      top[half] = scale * row_maximum(top[half]);
       const bool higher = top[half] > reference[half] + kHeadroom;
       correction[half] = higher ? exp2_approx(reference[half] - top[half]) : 1.0f;
       reference[half] = higher ? top[half] : reference[half];

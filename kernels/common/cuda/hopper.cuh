@@ -260,7 +260,7 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // The same for global memory.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// ---- matrices in shared memory --------------------------------------------------------------------------------------
+// ---- matrices and vectors in shared memory --------------------------------------------------------------------------
 
 // Load and store four 8 x 8 matrices of 16-bit elements. Each lane holds one 32-bit word of each matrix, and lane l
 // passes the address of row l % 8 of matrix l / 8.
@@ -273,6 +273,17 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t* words, uint32_t address) {
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t* words) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// Load and store 16 bytes.
+__device__ __forceinline__ uint4 load_vector(uint32_t shared) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared));
+  return v;
+}
+__device__ __forceinline__ void store_vector(uint32_t shared, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 

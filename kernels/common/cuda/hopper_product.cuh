@@ -276,11 +276,6 @@ __device__ __forceinline__ void consume(const P& p, ProductMemory<S>& memory, in
 
 // ---- epilogue -------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint4 load_vector(uint32_t shared) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared));
-  return v;
-}
 __device__ __forceinline__ void store_vector_if(bool wanted, void* to, uint4 v) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"(
                    static_cast<int>(wanted)),

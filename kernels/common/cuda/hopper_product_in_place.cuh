@@ -11,11 +11,6 @@ namespace cuda {
 
 constexpr int kEpilogueStored = 2;  // the named barrier of the epilogue warps
 
-__device__ __forceinline__ void store_vector(uint32_t shared, uint4 v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
 // Issues a TMA store of the map's box at coordinates (c0, c1) from shared memory; see bulk_store().
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t shared, int c0, int c1) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %4}], [%1];" ::"l"(map),

@@ -206,10 +206,9 @@ class _Backward(BlockBackward):
         names, dtype = ("norm_b_weight", "norm_b_bias", "down_bias"), saved.h.dtype
         dstream, g8 = self._branch_gradient(names, (dy, dz), saved.z, saved.statistics, dropout, layer.down)
         want_dbias, bias = bool(self.wanted.up_bias), self.own.up_bias
-        found = layer.down.input_gradient_gelu(
+        dh8, a8, dbias = layer.down.input_gradient_gelu(
             g8, saved.h, bias, self.options.activation, layer.up.gradient, want_dbias
         )
-        dh8, a8, dbias = found
         if want_dbias:
             self.gradients["up_bias"] = dbias
         self._fp8_weight("down_weight", layer.down, g8, (a8.columns, a8.inverse))
