@@ -40,29 +40,41 @@ def test_a_plan_keeps_to_its_budgets(max_tokens: int, max_batch: int) -> None:
         assert len(group) * max(tokens) <= max(2 * max_tokens, max(tokens))
 
 
-def test_groups_of_a_plan_have_about_the_same_size() -> None:
-    """No more groups than the budget requires, and no small last one."""
-    lengths = np.random.default_rng(1).integers(1, 60, 600).tolist()
-    for max_tokens in (1000, 5000, sum(lengths) - 1):
-        tokens = [sum(lengths[index] for index in group) for group in plan(lengths, max_tokens, 1000)]
-        assert len(tokens) == -(-sum(lengths) // max_tokens)
-        assert max(tokens) - min(tokens) <= len(tokens) * max(lengths)
+def test_groups_have_about_the_same_number_of_tokens() -> None:
+    """If max_tokens leaves room for one more sequence than a group's share, there are no more groups than it requires.
+    A group has between its share of the rest and one sequence more, so the share of the rest decreases by at most that
+    sequence divided by the number of groups that follow."""
+    generator = np.random.default_rng(2)
+    for _ in range(300):
+        lengths = np.sort(generator.integers(1, generator.integers(2, 100), generator.integers(100, 1000)))[::-1]
+        longest, total = lengths[0].item(), lengths.sum().item()
+        max_tokens = generator.integers(longest, total).item()
+        required = -(-total // max_tokens)
+        groups = cut(np.cumsum([0, *lengths]).astype(np.int32), max_tokens, 1000)
+        padded = any((last - first + 1) * lengths[first] > 2 * max_tokens for first, last in groups)
+        if padded or total // required + longest > max_tokens:
+            continue
+        tokens = [lengths[first:last].sum().item() for first, last in groups]
+        assert len(tokens) == required
+        assert max(tokens) - min(tokens) <= longest * (1 + sum(1 / left for left in range(1, required)))
 
 
 def greedy(lengths: list[int], max_tokens: int, max_batch: int) -> list[tuple[int, int]]:
     """The groups of sorted sequences, one sequence after the other."""
-    most = min(max_tokens, sum(lengths) // -(-sum(lengths) // max_tokens) + lengths[0])
-    starts, tokens = [0], 0
+    starts, tokens, rest = [0], 0, sum(lengths)
     for index, length in enumerate(lengths):
         size, longest = index - starts[-1], lengths[starts[-1]]
+        most = min(max_tokens, rest // -(-rest // max_tokens) + longest)
         if size and (size >= max_batch or tokens + length > most or (size + 1) * longest > 2 * max_tokens):
             starts.append(index)
+            rest -= tokens
             tokens = 0
         tokens += length
     return list(zip(starts, [*starts[1:], len(lengths)], strict=True))
 
 
 def test_groups_are_as_large_as_the_budgets_allow() -> None:
+    """In their order, without gaps and empty groups; every group but a single longer sequence is within its limits."""
     generator = np.random.default_rng(3)
     for _ in range(300):
         drawn = generator.integers(1, generator.integers(2, 100), generator.integers(1, 60))
@@ -70,10 +82,13 @@ def test_groups_are_as_large_as_the_budgets_allow() -> None:
         max_tokens, max_batch = generator.integers(1, 600).item(), generator.integers(1, 40).item()
         boundaries = np.cumsum([0, *lengths]).astype(np.int32)
         groups = cut(boundaries, max_tokens, max_batch)
+        for first, last in groups:
+            assert last == first + 1 or sum(lengths[first:last]) <= max_tokens
+            assert 0 < last - first <= max_batch
+        assert [first for first, _ in groups] == [0, *(last for _, last in groups[:-1])]
+        assert groups[-1][1] == len(lengths)
         if len(groups) > 1:
             assert groups == greedy(lengths, max_tokens, max_batch)
-        else:
-            assert groups == [(0, len(lengths))]
 
 
 def test_a_plan_of_no_sequences() -> None:

@@ -46,13 +46,13 @@ def cut(boundaries: np.ndarray, max_tokens: int, max_batch: int) -> list[tuple[i
     longest = boundaries.item(1)
     if total <= max_tokens and count <= max_batch and count * longest <= _MAX_PADDED * max_tokens:
         return [(0, count)]
-    # As many groups as max_tokens requires are enough, because each has more tokens than its share of all.
-    most = min(max_tokens, total // -(-total // max_tokens) + longest)
     groups = []
     first = 0
     while first < count:
         begin = boundaries.item(first)
-        longest = boundaries.item(first + 1) - begin
+        longest, rest = boundaries.item(first + 1) - begin, total - begin
+        # A group has at least its share of the rest, unless a limit stops it; so later groups are not much smaller.
+        most = min(max_tokens, rest // -(-rest // max_tokens) + longest)
         last = int(boundaries.searchsorted(begin + most, "right")) - 1
         last = max(first + 1, min(last, first + max_batch, first + _MAX_PADDED * max_tokens // longest))
         groups.append((first, last))
