@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -202,17 +203,19 @@ def _crosses_implementations(module: str, imported: str) -> bool:
 def fasttfm_imports(module: str, text: str, known: Collection[str] = ()) -> Iterator[str]:
     """Every module of fasttfm that ``text`` imports, at its top or inside functions, relative imports resolved.
     ``from package import name`` imports a module if it is ``known``, otherwise the package's __init__."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+    for node in _import_statements(text):
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
             base = module.split(".")[: -node.level] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
-            full = [f"{source}.{alias.name}" for alias in node.names]
+            full = [f"{source}.{name}" for name in names]
             names = [name if name in known or _is_package(source) else source for name in full]
-        else:
-            continue
         yield from (name for name in names if name.split(".")[0] == "fasttfm")
+
+
+@functools.cache  # two rules read the imports of every module
+def _import_statements(text: str) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def _is_package(module: str) -> bool:
@@ -314,7 +317,8 @@ def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
     code = _without_comments(text)
     scopes: list[tuple[str, int] | None] = []  # a function's header and first line; None for a namespace or class
     start = 0
-    for position, character in enumerate(code):
+    for found in re.finditer("[;{}]", code):
+        position, character = found.start(), found[0]
         if character == "{":
             header = code[start:position]
             inside = any(scope is not None for scope in scopes)
@@ -324,8 +328,7 @@ def cpp_functions(text: str) -> Iterator[tuple[str, int]]:
             closed = scopes.pop()
             if closed is not None:
                 yield closed[0], code.count("\n", closed[1], position) + 1
-        if character in ";{}":
-            start = position + 1
+        start = position + 1
 
 
 _FUNCTION_HEADER = re.compile(r"\)\s*(const|noexcept|override|final|->[^;]*|:[^;]*|\s)*$")
@@ -378,8 +381,14 @@ def private_phrases(path: str, text: str) -> list[str]:
     """Uses of ``PHRASES`` and, outside of tests, of ``TICS``. The glossary of CONTRIBUTING.md may name them."""
     text = text.partition("\n## Vocabulary\n")[0] if path == "CONTRIBUTING.md" else text
     terms = PHRASES if path.startswith("tests/") else {**PHRASES, **TICS}
+    if not _phrase("|".join(terms)).search(text):  # one search instead of one for each phrase
+        return []
     return [
         f"{path}:{text.count(chr(10), 0, found.start()) + 1}: {found[0]!r}: expected {term}"
         for phrase, term in terms.items()
-        for found in re.finditer(rf"\b(?:{phrase})\b", text, re.IGNORECASE)
+        for found in _phrase(phrase).finditer(text)
     ]
+
+
+def _phrase(expression: str) -> re.Pattern[str]:
+    return re.compile(rf"\b(?:{expression})\b", re.IGNORECASE)

@@ -24,7 +24,7 @@ from fasttfm.ops.backends import BackendRefused
 from fasttfm.testing.call import Call, backends_on, floating_inputs
 from fasttfm.testing.harness import comparisons_of
 from fasttfm.testing.memory_layouts import INCOMING_LAYOUTS, INPUT_LAYOUTS
-from fasttfm.testing.non_finite import Element, check_element, values_for
+from fasttfm.testing.non_finite import Element, check_elements, values_for
 from fasttfm.testing.spec import Inputs, OpSpec
 from fasttfm.testing.specs import every_spec
 from fasttfm.testing.tolerance import Comparison, root_mean_square, summary
@@ -87,7 +87,8 @@ class RandomCall:
         if owners and incoming:  # otherwise the outputs are integers
             owner = source.choice(owners)
             element = Element(owner, source.randrange(inputs[owner].numel()))
-            check_element(self.call, inputs, incoming, element, [source.choice(values_for(self.call, element))])
+            value = source.choice(values_for(self.call, element))
+            check_elements(self.call, inputs, incoming, [(element, [value])])
 
     def __str__(self) -> str:
         call = self.call

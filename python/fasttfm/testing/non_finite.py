@@ -17,7 +17,7 @@ Gradients that are NaN in only one of the two are not checked.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,8 +79,7 @@ def check_non_finite(call: Call) -> None:
     incoming = call.incoming(inputs)
     if not incoming:  # the outputs are integers
         return
-    for element in elements(inputs, incoming):
-        check_element(call, inputs, incoming, element, values_for(call, element))
+    check_elements(call, inputs, incoming, ((each, values_for(call, each)) for each in elements(inputs, incoming)))
 
 
 def values_for(call: Call, element: Element) -> tuple[float, ...]:
@@ -89,14 +88,15 @@ def values_for(call: Call, element: Element) -> tuple[float, ...]:
     return NON_FINITE[:1] if nan_only else NON_FINITE
 
 
-def check_element(
-    call: Call, inputs: Inputs, incoming: Sequence[Tensor], element: Element, values: Sequence[float]
+def check_elements(
+    call: Call, inputs: Inputs, incoming: Sequence[Tensor], chosen: Iterable[tuple[Element, Sequence[float]]]
 ) -> None:
-    clean = call.exact(inputs, incoming=incoming)
-    unspoilt = _Unspoilt(call.tested(inputs, incoming=incoming), call.naive(inputs, incoming=incoming), clean)
-    depends = _dependence(call, inputs, incoming, element, clean)
-    for value in values:
-        _check_value(call, (inputs, incoming), element, value, depends, unspoilt)
+    """Checks each element with each of its values."""
+    unspoilt = _Unspoilt(*(each(inputs, incoming=incoming) for each in (call.tested, call.naive, call.exact)))
+    for element, values in chosen:
+        depends = _dependence(call, inputs, incoming, element, unspoilt.exact)
+        for value in values:
+            _check_value(call, (inputs, incoming), element, value, depends, unspoilt)
 
 
 class _Unspoilt(NamedTuple):
