@@ -10,8 +10,9 @@ which are read line by line and may be of any size:
 
 {lines}
 
-Each example gives its label with the probability of every label, its tags, its answer with its place in the context and
-the score of having none, or the choice between its endings. If all examples have labels, scores are printed.
+Depending on the task, the output has for each example: its label, with the probability of every label; its tags; its
+answer, with its place in the context and the score of having none; or the choice between its endings. If all examples
+have labels, scores are printed.
 """
 
 from __future__ import annotations
