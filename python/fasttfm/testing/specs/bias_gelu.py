@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fasttfm.bench.peers import compiled
 from fasttfm.kernels.bias_gelu import reference
 from fasttfm.ops import ACTIVATIONS, bias_gelu
 from fasttfm.testing.random_sizes import random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
+from fasttfm.testing.row_cases import BAD_ROWS, TORCH_ACTIVATIONS, draw_rows, row_case, row_cost
+from fasttfm.testing.spec import BadCall, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -66,34 +65,13 @@ def _reference(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     return reference.bias_gelu(x, bias, ACTIVATIONS[activation])
 
 
-def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    rows, columns = rows_and_columns(case)
-    return Cost(bytes=2 * rows * columns * dtype.itemsize)
-
-
-def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    rows, columns = rows_and_columns(case)
-    return Cost(bytes=3 * rows * columns * dtype.itemsize)
-
-
-_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda u: functional.gelu(u, approximate="tanh"),
-    "relu": functional.relu,
-    "silu": functional.silu,
-}
-
-
 def _torch_bias_gelu(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
-    x, bias, activation = inputs["x"], inputs["bias"], _TORCH[ACTIVATIONS[options["activation"]]]
+    x, bias, activation = inputs["x"], inputs["bias"], TORCH_ACTIVATIONS[ACTIVATIONS[options["activation"]]]
     return lambda: activation(x if bias is None else x + bias)
 
 
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
-    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    *BAD_ROWS,
     BadCall("bias too short", "bias", ValueError, spoil("bias", torch.ones(63))),
     BadCall("bias of two dimensions", "bias", ValueError, spoil("bias", torch.ones(1, 64))),
     BadCall("bias elsewhere", "bias", ValueError, spoil("bias", torch.ones(64, device="meta"))),
@@ -167,8 +145,8 @@ SPEC = OpSpec(
         _case("32768x4096 tanh", 32768, 4096, activation="gelu_new"),
     ),
     bench_cases_cpu=(_case("2048x768", 2048, 768), _case("2048x768 tanh", 2048, 768, activation="gelu_new")),
-    forward_cost=_forward_cost,
-    backward_cost=_backward_cost,
+    forward_cost=row_cost(2),
+    backward_cost=row_cost(3),
     peers=(Peer("torch", _torch_bias_gelu), Peer("torch.compile", compiled(_torch_bias_gelu))),
     bad_calls=BAD_CALLS,
     mutants={

@@ -13,6 +13,7 @@ from fasttfm.bench.peers import compiled
 from fasttfm.kernels.column_sum import reference
 from fasttfm.ops import column_sum
 from fasttfm.testing.random_sizes import random_shape
+from fasttfm.testing.row_cases import BAD_ROWS
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
 
 
@@ -64,10 +65,7 @@ def _torch_sum(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tenso
 
 
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
-    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    *BAD_ROWS,
     BadCall("dtype of integers", "dtype", TypeError, spoil("dtype", torch.int32)),
     BadCall("dtype is text", "dtype", TypeError, spoil("dtype", "float32")),
     BadCall("double sum of singles", "dtype", TypeError, spoil("dtype", torch.float64)),

@@ -13,6 +13,7 @@ from fasttfm.bench.peers import compiled
 from fasttfm.kernels.dropout_add_layer_norm import reference
 from fasttfm.ops import dropout_add_layer_norm
 from fasttfm.testing.random_sizes import NORMALISED, random_lengths, random_scale, random_shape, some_of
+from fasttfm.testing.row_cases import BAD_ROWS
 from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
 
 PARAMETERS = ("weight", "bias", "linear_bias")
@@ -139,10 +140,7 @@ def _torch(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 5, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
-    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    *BAD_ROWS,
     BadCall("residual left out", "residual", TypeError, spoil("residual", None)),
     BadCall("residual of another shape", "residual", ValueError, spoil("residual", torch.ones(15, 64))),
     BadCall("residual elsewhere", "residual", ValueError, spoil("residual", torch.ones(3, 5, 64, device="meta"))),

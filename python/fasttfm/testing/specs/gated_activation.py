@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fasttfm.bench.peers import PeerUnavailable, compiled, liger
 from fasttfm.kernels.gated_activation import reference
 from fasttfm.ops import ACTIVATIONS, gated_activation
 from fasttfm.testing.random_sizes import random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, PeerCall, TritonKernel, spoil
+from fasttfm.testing.row_cases import BAD_ROWS, TORCH_ACTIVATIONS, draw_rows, row_case, row_cost
+from fasttfm.testing.spec import BadCall, Inputs, OpCase, OpSpec, Peer, PeerCall, TritonKernel, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -71,28 +70,9 @@ def _reference(x: Tensor, bias: Tensor | None, activation: str, gate_first: bool
     return reference.gated_activation(x, bias, ACTIVATIONS[activation], gate_first)
 
 
-def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    """Of x's columns, all are read and half as many are written."""
-    rows, columns = rows_and_columns(case)
-    return Cost(bytes=1.5 * rows * columns * dtype.itemsize)
-
-
-def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    rows, columns = rows_and_columns(case)
-    return Cost(bytes=2.5 * rows * columns * dtype.itemsize)
-
-
-_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda u: functional.gelu(u, approximate="tanh"),
-    "relu": functional.relu,
-    "silu": functional.silu,
-}
-
-
 def _torch_gated_activation(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
     """As transformers' ModernBERT and Phi-3 write it."""
-    x, bias, activation = inputs["x"], inputs["bias"], _TORCH[ACTIVATIONS[options["activation"]]]
+    x, bias, activation = inputs["x"], inputs["bias"], TORCH_ACTIVATIONS[ACTIVATIONS[options["activation"]]]
 
     def call() -> Tensor:
         first, second = (x if bias is None else x + bias).chunk(2, dim=-1)
@@ -126,10 +106,7 @@ def _liger_fused_gate_up(inputs: Inputs, options: Mapping[str, Any]) -> Callable
 
 
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 128, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
-    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    *BAD_ROWS,
     BadCall("x has an odd number of columns", "x", ValueError, spoil("x", torch.ones(3, 127))),
     BadCall("bias of one half", "bias", ValueError, spoil("bias", torch.ones(64))),
     BadCall("bias of two dimensions", "bias", ValueError, spoil("bias", torch.ones(1, 128))),
@@ -219,8 +196,8 @@ SPEC = OpSpec(
         _case("32768x4096 gelu bias", 32768, 4096),
     ),
     bench_cases_cpu=(_bench_case("gelu", 1536, rows=2048), _bench_case("silu", 1536, rows=2048)),
-    forward_cost=_forward_cost,
-    backward_cost=_backward_cost,
+    forward_cost=row_cost(1.5),  # y has half as many columns as x
+    backward_cost=row_cost(2.5),
     peers=(
         Peer("torch", _torch_gated_activation),
         Peer("torch.compile", compiled(_torch_gated_activation)),

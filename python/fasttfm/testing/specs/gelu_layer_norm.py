@@ -15,8 +15,8 @@ from fasttfm.kernels.common.activation import derivative
 from fasttfm.kernels.gelu_layer_norm import reference
 from fasttfm.ops import gelu_layer_norm
 from fasttfm.testing.random_sizes import NORMALISED, random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
+from fasttfm.testing.row_cases import BAD_ROWS, draw_rows, row_case, row_cost
+from fasttfm.testing.spec import BadCall, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
 
 _PARAMETERS = ("linear_bias", "weight", "bias")
 _KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -73,16 +73,6 @@ def _reference(
     return reference.gelu_layer_norm(x, linear_bias, weight, bias, _KINDS[approximate], eps)
 
 
-def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    rows, columns = rows_and_columns(case)
-    return Cost(bytes=2 * rows * columns * dtype.itemsize)
-
-
-def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    rows, columns = rows_and_columns(case)
-    return Cost(bytes=3 * rows * columns * dtype.itemsize)
-
-
 def _torch_gelu(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
     x, linear_bias, approximate = inputs["x"], inputs["linear_bias"], options["approximate"]
     return lambda: functional.gelu(x if linear_bias is None else x + linear_bias, approximate=approximate)
@@ -100,10 +90,7 @@ def _liger_layer_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[]
 
 
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
-    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    *BAD_ROWS,
     BadCall("linear_bias too short", "linear_bias", ValueError, spoil("linear_bias", torch.ones(63))),
     BadCall("weight of two dimensions", "weight", ValueError, spoil("weight", torch.ones(1, 64))),
     BadCall("bias elsewhere", "bias", ValueError, spoil("bias", torch.ones(64, device="meta"))),
@@ -198,8 +185,8 @@ SPEC = OpSpec(
         _case("32768x1024 tanh", 32768, 1024, approximate="tanh"),
     ),
     bench_cases_cpu=(_case("2048x768", 2048, 768), _case("2048x768 tanh", 2048, 768, approximate="tanh")),
-    forward_cost=_forward_cost,
-    backward_cost=_backward_cost,
+    forward_cost=row_cost(2),
+    backward_cost=row_cost(3),
     peers=(
         Peer("torch", _torch_gelu_layer_norm),
         Peer("torch.compile", compiled(_torch_gelu_layer_norm)),

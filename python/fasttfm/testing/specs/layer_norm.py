@@ -13,37 +13,16 @@ from fasttfm.bench.peers import compiled, liger
 from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops import layer_norm
 from fasttfm.testing.random_sizes import NORMALISED, random_scale, random_shape, some_of
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.row_cases import BAD_ROWS, draw_rows, row_case, row_cost
+from fasttfm.testing.spec import BadCall, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-    shape = case.sizes["shape"]
-    columns = shape[-1]
-    parameter_dtype = dtype if dtype == torch.float64 else case.sizes.get("parameter_dtype") or dtype
-
-    def tensor(*sizes: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        return draw(generator, *sizes, dtype=dtype, device=device, scale=scale)
-
-    x = tensor(*shape, dtype=dtype, scale=case.sizes.get("scale", 1.0)) + case.sizes.get("offset", 0.0)
-    layout = case.sizes.get("layout", "contiguous")
-    if layout == "transposed":  # [A, B, C] seen as [B, A, C]
-        x = x.transpose(0, 1)
-    elif layout == "sliced":  # every second row of a wider tensor
-        wide = tensor(2 * x.shape[0], columns + 5, dtype=dtype)
-        wide[::2, :columns] = x
-        x = wide[::2, :columns]
-    elif layout == "strided columns":
-        x = x.repeat_interleave(2, dim=-1)[..., ::2]
-    parameters = case.sizes.get("parameters", ("weight", "bias"))
-    return {
-        "x": x,
-        "weight": tensor(columns, dtype=parameter_dtype) if "weight" in parameters else None,
-        "bias": tensor(columns, dtype=parameter_dtype) if "bias" in parameters else None,
-    }
+    return draw_rows(case, dtype, device, generator, ("weight", "bias"))
 
 
 def _case(name: str, *shape: int, eps: float = 1e-5, **sizes: Any) -> OpCase:
-    return OpCase(name, {"shape": shape, **sizes}, {"eps": eps})
+    return row_case(name, *shape, options={"eps": eps}, **sizes)
 
 
 CASES = (
@@ -80,21 +59,6 @@ def _random_case(source: random.Random) -> OpCase:
     )
 
 
-def _rows(case: OpCase) -> tuple[int, int]:
-    *leading, columns = case.sizes["shape"]
-    return int(torch.Size(leading).numel()), columns
-
-
-def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    rows, columns = _rows(case)
-    return Cost(bytes=2 * rows * columns * dtype.itemsize)
-
-
-def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    rows, columns = _rows(case)
-    return Cost(bytes=3 * rows * columns * dtype.itemsize)
-
-
 def _torch_layer_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
     x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
     return lambda: torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, options["eps"])
@@ -106,10 +70,7 @@ def _liger_layer_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[]
 
 
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
-    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    *BAD_ROWS,
     BadCall("weight too short", "weight", ValueError, spoil("weight", torch.ones(63))),
     BadCall("weight of two dimensions", "weight", ValueError, spoil("weight", torch.ones(1, 64))),
     BadCall("bias elsewhere", "bias", ValueError, spoil("bias", torch.ones(64, device="meta"))),
@@ -188,8 +149,8 @@ SPEC = OpSpec(
         _case("512x768", 512, 768),
     ),
     bench_cases_cpu=(_case("2048x768", 2048, 768), _case("128x256", 128, 256)),
-    forward_cost=_forward_cost,
-    backward_cost=_backward_cost,
+    forward_cost=row_cost(2),
+    backward_cost=row_cost(3),
     peers=(
         Peer("torch", _torch_layer_norm),
         Peer("torch.compile", compiled(_torch_layer_norm)),

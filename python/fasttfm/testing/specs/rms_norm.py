@@ -13,8 +13,8 @@ from fasttfm.bench.peers import compiled, liger
 from fasttfm.kernels.rms_norm import reference
 from fasttfm.ops import rms_norm
 from fasttfm.testing.random_sizes import NORMALISED, random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import draw_rows, row_case, rows_and_columns
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
+from fasttfm.testing.row_cases import BAD_ROWS, draw_rows, row_case, row_cost
+from fasttfm.testing.spec import BadCall, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -57,16 +57,6 @@ def _random_case(source: random.Random) -> OpCase:
     )
 
 
-def _forward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    rows, columns = rows_and_columns(case)
-    return Cost(bytes=2 * rows * columns * dtype.itemsize)
-
-
-def _backward_cost(case: OpCase, dtype: torch.dtype) -> Cost:
-    rows, columns = rows_and_columns(case)
-    return Cost(bytes=3 * rows * columns * dtype.itemsize)
-
-
 def _torch_rms_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
     x, weight = inputs["x"], inputs["weight"]
     return lambda: torch.nn.functional.rms_norm(x, x.shape[-1:], weight, options["eps"])
@@ -79,10 +69,7 @@ def _liger_rms_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], 
 
 
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
-    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    *BAD_ROWS,
     BadCall("weight too short", "weight", ValueError, spoil("weight", torch.ones(63))),
     BadCall("weight of two dimensions", "weight", ValueError, spoil("weight", torch.ones(1, 64))),
     BadCall("weight elsewhere", "weight", ValueError, spoil("weight", torch.ones(64, device="meta"))),
@@ -161,8 +148,8 @@ SPEC = OpSpec(
         _case("32768x768", 32768, 768),
     ),
     bench_cases_cpu=(_case("2048x768", 2048, 768), _case("128x256", 128, 256)),
-    forward_cost=_forward_cost,
-    backward_cost=_backward_cost,
+    forward_cost=row_cost(2),
+    backward_cost=row_cost(3),
     peers=(
         Peer("torch", _torch_rms_norm),
         Peer("torch.compile", compiled(_torch_rms_norm)),
