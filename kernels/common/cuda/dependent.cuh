@@ -33,10 +33,7 @@ Status launch_after(bool dependent, void (*kernel)(Parameters...), dim3 grid, di
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = launch_config(grid, block, memory, stream);
-  config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
-  return launch_as(config, kernel, arguments...);
+  return launch_as(launch_config(grid, block, memory, stream, dependent ? &attribute : nullptr), kernel, arguments...);
 }
 
 }  // namespace cuda

@@ -105,12 +105,16 @@ Status launch_as(const cudaLaunchConfig_t& config, void (*kernel)(Parameters...)
   return status_of(cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
-inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, size_t memory, void* stream) {
+// `attribute`: nullptr for none.
+inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, size_t memory, void* stream,
+                                        cudaLaunchAttribute* attribute = nullptr) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = memory;
   config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attribute;
+  config.numAttrs = attribute != nullptr ? 1 : 0;
   return config;
 }
 
@@ -130,10 +134,7 @@ Status launch_together(void (*kernel)(Parameters...), dim3 grid, dim3 block, siz
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;
-  cudaLaunchConfig_t config = launch_config(grid, block, memory, stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return launch_as(config, kernel, arguments...);
+  return launch_as(launch_config(grid, block, memory, stream, &attribute), kernel, arguments...);
 }
 
 }  // namespace cuda
