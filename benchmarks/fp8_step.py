@@ -1,7 +1,7 @@
 """Times FP8 training against bf16 in the same run: whole steps as CUDA graphs, and single kernels.
 
     python benchmarks/fp8_step.py --out benchmarks/results/nvidia-h200-fp8_step.csv
-    python benchmarks/fp8_step.py --cases bert-large:64x512 --peers handmade-compile,hf-compile
+    python benchmarks/fp8_step.py --cases bert-large:64x512 --peers handmade-compile,hf-compile --seconds 150
     python benchmarks/fp8_step.py --chart benchmarks/results/nvidia-h200-fp8_step.csv
 
 Rows of steps are those of training_step.py. Rows of kernels have the time of a call (p50, with a cold L2) and its rate:
@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +47,9 @@ TOKENS, WIDTHS = 32768, ((1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024))
 _FLUSH = 256 << 20  # bytes, more than L2 has
 
 
-def step_rows(name: str, contenders: list[str], device: torch.device, steps: int) -> Iterator[dict[str, Any]]:
+def step_rows(
+    name: str, contenders: list[str], device: torch.device, steps: int, deadline: float
+) -> Iterator[dict[str, Any]]:
     model, shape, *padded = name.split(":")
     size, sequence = (int(number) for number in shape.split("x"))
     case = Case(model, size, sequence, bool(padded))
@@ -52,6 +57,9 @@ def step_rows(name: str, contenders: list[str], device: torch.device, steps: int
     batch = make_batch(case, config.vocab_size, device)
     flops = necessary_flops(case, config, batch.lengths, len(batch.positions))
     for contender in contenders:
+        if time.perf_counter() > deadline:
+            print(f"{name}: no time left for {contender}", file=sys.stderr)
+            continue
         torch.cuda.reset_peak_memory_stats()
         step = training_step(contender, case, batch, device)
         found = measure(step, device, steps, captured=contender.endswith("graph"))
@@ -181,8 +189,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES), help="model:batch, with :padded for 56%% real tokens")
     parser.add_argument("--contenders", default=CONTENDERS)
-    parser.add_argument("--peers", default="", help="contenders of training_step.py to run first")
+    parser.add_argument("--peers", default="", help="contenders of training_step.py to run after those of all cases")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no more steps after this time")
     parser.add_argument("--no-kernels", action="store_true", help="only whole steps")
     parser.add_argument("--out", type=Path, help="a CSV file to add rows to; those of kernels go to <name>-kernels.csv")
     parser.add_argument("--chart", type=Path, help="draw the rows of a CSV file, and measure nothing")
@@ -191,7 +200,11 @@ def main() -> None:
         print(write_chart(arguments.chart))
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    contenders = [each for each in f"{arguments.peers},{arguments.contenders}".split(",") if each]
+    cases, own, peers = (
+        [each for each in given.split(",") if each]
+        for given in (arguments.cases, arguments.contenders, arguments.peers)
+    )
+    deadline = time.perf_counter() + arguments.seconds
     out: Path | None = arguments.out
 
     def report(row: dict[str, Any], path: Path | None) -> None:
@@ -199,8 +212,8 @@ def main() -> None:
         if path is not None:
             append_row(path, row)
 
-    for name in filter(None, arguments.cases.split(",")):
-        for row in step_rows(name, contenders, device, arguments.steps):
+    for contenders, name in itertools.product((own, peers), cases):
+        for row in step_rows(name, contenders, device, arguments.steps, deadline):
             report(row, out)
     if not arguments.no_kernels:
         for row in kernel_rows(device):

@@ -183,4 +183,42 @@ FASTTFM_FUNCTION(Status, attention_backward, const Tensor& dout, const Tensor& q
   return FASTTFM_LAUNCH_HOPPER(attention_backward, params);
 }
 
+#ifdef FASTTFM_WITH_HOPPER
+// The gradient of qkv [T, 3, H, D] in FP8: `as_rows` [T, 3 H D], and what attention/op.h says of `as_columns`
+// [3 H D, P]. `e5m2`: not 0 for e5m2, 0 for e4m3.
+FASTTFM_FUNCTION(Status, attention_backward_fp8_cuda, const Tensor& dout, const Tensor& qkv, PROBLEM(FASTTFM_PARAMETER),
+                 const Tensor& out, const Tensor& lse, const Tensor& fp8_scale, const Tensor& amax,
+                 const Tensor& as_rows, const Tensor& as_columns, int e5m2, const Tensor& workspace,
+                 const OptionalTensor& column_sums, const OptionalTensor& column_parts) {
+  const Tensor none;
+  if (!has_layout(qkv, none, none, cu_seqlens.given)) return kBadLayout;
+  const Operands operands(qkv, none, none);
+  const int64_t width = operands.q.heads * operands.q.head_dim;
+  auto* rows = as_rows.as<char>();
+  const AttentionBackward params{
+      call_of(context, operands, workspace, qkv.dtype(), PROBLEM(FASTTFM_NAME)),
+      dout.data,
+      out.data,
+      lse.as<float>(),
+      rows,
+      rows + width,
+      rows + 2 * width,
+      0,
+      3 * width,
+      operands.q.head_dim,
+      0,
+      3 * width,
+      operands.q.head_dim,
+      0,
+      3 * width,
+      operands.q.head_dim,
+      column_sums.data,
+      column_sums.given ? column_sums.dtype() : qkv.dtype(),
+      column_parts.as<float>(),
+      {fp8_scale.as<float>(), amax.as<float>(), as_columns.data, as_columns.shape[1], e5m2},
+  };
+  return cuda::attention_backward(params);
+}
+#endif
+
 }  // namespace fasttfm

@@ -15,11 +15,11 @@ struct Rows {
         tokens_per_sequence(x.dimensions > 1 ? x.shape[x.dimensions - 2] : 1) {}
 };
 
-#define FORWARD(F)                                                                                                   \
+#define INPUTS(F)                                                                                                    \
   F(const Tensor&, x), F(const Tensor&, residual), F(const OptionalTensor&, weight), F(const OptionalTensor&, bias), \
       F(const OptionalTensor&, linear_bias), F(const OptionalTensor&, cu_seqlens), F(const OptionalTensor&, seed),   \
-      F(int, threshold), F(float, scale), F(float, eps), F(const Tensor&, y), F(const OptionalTensor&, z),           \
-      F(const Tensor&, statistics)
+      F(int, threshold), F(float, scale), F(float, eps)
+#define FORWARD(F) INPUTS(F), F(const Tensor&, y), F(const OptionalTensor&, z), F(const Tensor&, statistics)
 
 bool has_layout(const Tensor& x, const Tensor& residual) { return x.has_rows() && residual.has_rows(); }
 
@@ -28,7 +28,7 @@ constexpr Status kBadLayout{
     "dropout_add_layer_norm: x and residual must have adjacent columns and one stride between rows"};
 
 DropoutAddLayerNormForward params_of(const CallContext& context, FORWARD(FASTTFM_PARAMETER)) {
-  const Rows rows(y, cu_seqlens);  // x may be a copy as [rows, columns]
+  const Rows rows(y.given ? y : x, cu_seqlens);  // if there is a y, x may be a copy as [rows, columns]
   const Tensor& parameter = weight.given ? weight : bias.given ? bias : linear_bias;
   float* mean = statistics.as<float>();
   return {
@@ -133,13 +133,12 @@ FASTTFM_FUNCTION(int64_t, dropout_add_layer_norm_backward_memory_cuda, int64_t c
 #ifdef FASTTFM_WITH_HOPPER
 // The forward that also writes y in e4m3, as rows and, if `as_columns` is given, as columns. If `y` is not needed, it
 // is `as_rows`.
-FASTTFM_FUNCTION(Status, dropout_add_layer_norm_fp8_cuda, FORWARD(FASTTFM_PARAMETER), const Tensor& y_scale,
-                 const OptionalTensor& y_amax, const Tensor& as_rows, const OptionalTensor& as_columns) {
+FASTTFM_FUNCTION(Status, dropout_add_layer_norm_fp8_cuda, INPUTS(FASTTFM_PARAMETER), const OptionalTensor& y,
+                 const OptionalTensor& z, const Tensor& statistics, const Tensor& y_scale, const OptionalTensor& y_amax,
+                 const Tensor& as_rows, const OptionalTensor& as_columns) {
   if (!has_layout(x, residual)) return kBadLayout;
-  DropoutAddLayerNormForward forward = params_of(context, FORWARD(FASTTFM_NAME));
-  if (forward.y == as_rows.data) forward.y = nullptr;
-  return cuda::dropout_add_layer_norm_fp8(
-      {forward, y_scale.as<float>(), y_amax.as<float>(), as_rows.data, as_columns.data});
+  return cuda::dropout_add_layer_norm_fp8({params_of(context, FORWARD(FASTTFM_NAME)), y_scale.as<float>(),
+                                           y_amax.as<float>(), as_rows.data, as_columns.data});
 }
 
 // The backward that writes dx in FP8; `dx` of the arguments is not used. `e5m2`: as in fp8.cpp.

@@ -31,6 +31,21 @@ FASTTFM_FUNCTION(Status, fp8_cast_cuda, const Tensor& x, const Tensor& scale, co
   });
 }
 
+FASTTFM_FUNCTION(Status, fp8_transpose_cuda, const Tensor& as_rows, const Tensor& as_columns,
+                 const Tensor& cu_seqlens) {
+  return cuda::fp8_transpose({
+      .as_rows = as_rows.data,
+      .as_columns = as_columns.data,
+      .cu_seqlens = cu_seqlens.as<int32_t>(),
+      .sequences = cu_seqlens.shape[0] - 1,
+      .rows = as_rows.shape[0],
+      .columns = as_rows.shape[1],
+      .padded = as_columns.shape[1],
+      .device = context.device,
+      .stream = context.stream,
+  });
+}
+
 FASTTFM_FUNCTION(int64_t, fp8_cast_tiles_cuda, int64_t rows, int64_t columns) {
   return cuda::fp8_cast_tiles(rows, columns);
 }

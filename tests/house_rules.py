@@ -39,6 +39,7 @@ SHARED = {
             "checks",
             "declare",
             "fp8",
+            "fp8_attention",
             "fp8_block",
             "fp8_inference",
             "fp8_native",
@@ -60,7 +61,7 @@ SHARED = {
     },
     "kernels/": {"fp8", "transformer_block"},
     "tests/ops/test_": {
-        *("fp8", "fp8_block", "fp8_norm", "int8_linear", "knowledge_block"),
+        *("fp8", "fp8_attention", "fp8_block", "fp8_norm", "int8_linear", "knowledge_block"),
         *("transformer_block", "transformer_stack"),
     },
 }

@@ -57,6 +57,16 @@ struct AttentionForward : AttentionCall {
                           // writes q, k and v at most
 };
 
+// Gradients in FP8 with one scale, as fp8/op.h defines them.
+struct AttentionFp8 {
+  const float* scale;  // [1]; null if gradients are not in FP8
+  float* amax;         // [1]: updated to at least the largest magnitude of the gradients
+  void* columns;       // [3 * heads * D, padded]; written for each 16 tokens from a multiple of 16 on that belong to a
+                       // sequence whose first token is a multiple of 16. fp8_transpose() writes the others.
+  int64_t padded;      // the number of tokens rounded up to a multiple of 16
+  int e5m2;            // not 0 for e5m2, 0 for e4m3
+};
+
 struct AttentionBackward : AttentionCall {
   const void* dout;  // shape of q, contiguous
   const void* out;   // shape of q, contiguous
@@ -71,6 +81,8 @@ struct AttentionBackward : AttentionCall {
   void* column_sums;  // [3, heads, D]
   DType column_sums_dtype;
   float* column_parts;  // attention_column_parts() floats, aligned to 16 bytes
+  // CUDA, head dim 64, bf16, packed self-attention without a window: dq, dk and dv are FP8.
+  AttentionFp8 fp8;
 };
 
 namespace cpu {

@@ -3,6 +3,7 @@
 // A block computes a tile of 128 rows and 128 columns, of which a thread computes 8 x 8 elements. A thread reads 16
 // bytes and writes 8 FP8 numbers of each of its rows, and transposes its elements in registers. The columns of the tile
 // are staged in shared memory, so that 8 lanes write 128 bytes of a column, 16 bytes each.
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -24,6 +25,7 @@ namespace {
 constexpr int kTile = 128;  // rows and columns
 constexpr int kBlock = 256;
 constexpr int kWarps = kBlock / 32;
+constexpr int kTransposeBlocks = 6;       // per SM
 constexpr int kGroups = kTile / kVector;  // groups of 8 columns, or of 8 rows, in a tile
 static_assert(kGroups * kGroups == kBlock, "a thread has 8 x 8 elements");
 
@@ -172,6 +174,30 @@ __device__ __forceinline__ void cast_tile(const Fp8Cast& p, const Place& at) {
 template <class T, bool E5M2, bool DROPS>
 __global__ void __launch_bounds__(kBlock, sizeof(T) == 4 || DROPS ? 2 : 3) cast_kernel(Fp8Cast p) {
   cast_tile<T, E5M2, DROPS>(p, Place(blockIdx.x, blockIdx.y));
+}
+
+// Blocks take one tile after another, so that few blocks are started where there is nothing to do.
+__global__ void __launch_bounds__(kBlock, kTransposeBlocks) transpose_kernel(Fp8Transpose p) {
+  __shared__ Columns transposed;
+  bool needed = threadIdx.x == 0 && (p.cu_seqlens[0] != 0 || p.cu_seqlens[p.sequences] != p.rows);
+  for (int64_t i = threadIdx.x; i <= p.sequences; i += kBlock) needed |= p.cu_seqlens[i] % 16 != 0;
+  if (!__syncthreads_or(needed)) return;
+  const int64_t across = (p.columns + kTile - 1) / kTile, count = across * ((p.rows + kTile - 1) / kTile);
+  for (int64_t tile = blockIdx.x; tile < count; tile += gridDim.x) {
+    const Place at(tile % across, tile / across);
+    const auto* from = static_cast<const uint8_t*>(p.as_rows) + at.row * p.columns + at.column;
+    uint2 row[2][4];
+#pragma unroll
+    for (int r = 0; r < kVector; ++r) {
+      const bool loads = at.column < p.columns && at.row + r < p.rows;
+      row[r / 4][r % 4] = loads ? *reinterpret_cast<const uint2*>(from + r * p.columns) : make_uint2(0, 0);
+    }
+    transposed.put(row[0], at.column_group, at.row_group, 0);
+    transposed.put(row[1], at.column_group, at.row_group, 1);
+    __syncthreads();
+    transposed.store(p.as_columns, at.first_column, at.first_row, p.columns, p.padded);
+    __syncthreads();
+  }
 }
 
 // Grid (tiles of all matrices).
@@ -335,6 +361,18 @@ Status fp8_cast(const Fp8Cast& p) {
     return launch(p.seed == nullptr ? cast_kernel<T, kE5M2, false> : cast_kernel<T, kE5M2, true>,
                   grid_of(p.rows, p.columns), kBlock, 0, p.stream, p);
   });
+}
+
+Status fp8_transpose(const Fp8Transpose& p) {
+  if (!rows_aligned(p.as_rows, p.columns / 2)) return misaligned_rows();
+  if (const Status status = check(p.rows, p.columns, p.padded); status.code != StatusCode::ok) return status;
+  if (p.rows == 0) return {};
+  int processors = 0;
+  if (const Status status = count_multiprocessors(p.device, &processors); status.code != StatusCode::ok) return status;
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
+  const int64_t blocks = std::min<int64_t>(tiles(p.rows) * tiles(p.columns), processors * kTransposeBlocks);
+  return launch(transpose_kernel, static_cast<unsigned>(blocks), kBlock, 0, p.stream, p);
 }
 
 int64_t fp8_cast_tiles(int64_t rows, int64_t columns) { return tiles(rows) * tiles(columns); }

@@ -35,6 +35,20 @@ struct Fp8Cast {
   float kept_scale;  // multiplies the elements that are kept
 };
 
+// Writes the columns of packed sequences from their rows, unless every sequence begins and ends at a multiple of 16 and
+// together they have all N rows: then attention's backward has written the columns (attention/op.h).
+struct Fp8Transpose {
+  const void* as_rows;        // [N, C], FP8, contiguous
+  void* as_columns;           // [C, P], FP8
+  const int32_t* cu_seqlens;  // [sequences + 1]
+  int64_t sequences;
+  int64_t rows;     // N
+  int64_t columns;  // C, a multiple of 16
+  int64_t padded;   // P
+  int device;
+  void* stream;
+};
+
 // Casts several fp32 matrices with one launch.
 struct Fp8CastMany {
   const int64_t* table;  // [count, 8] on the device; see Fp8CastRow
@@ -147,6 +161,7 @@ struct Fp8GeluProductBackward {
 namespace cuda {
 // Tensors and their rows start at multiples of 16 bytes.
 Status fp8_cast(const Fp8Cast&);
+Status fp8_transpose(const Fp8Transpose&);
 Status fp8_cast_many(const Fp8CastMany&);
 int64_t fp8_cast_tiles(int64_t rows, int64_t columns);
 Status fp8_gelu_forward(const Fp8GeluForward&);

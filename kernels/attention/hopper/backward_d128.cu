@@ -130,7 +130,7 @@ Status launch_d128(const AttentionBackward& call, Parameters& p) {
   int processors = 0;
   Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
-  status = launch_statistics<T, kHeadDim128>(call, p, statistics_in(call, 0), p.turns);
+  status = launch_statistics<T, T, kHeadDim128>(call, p, statistics_in(call, 0), p.turns);
   if (status.code != StatusCode::ok) return status;
   const int64_t units = call.sequences * call.heads;
   const Mask mask = mask_of(call);

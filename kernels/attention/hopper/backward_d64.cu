@@ -26,6 +26,7 @@
 //
 // Every sum is accumulated in a fixed order.
 #include <algorithm>
+#include <type_traits>
 
 #include "attention/hopper/backward_d128.h"
 #include "attention/hopper/backward_launch.cuh"
@@ -46,19 +47,20 @@ namespace {
 // ---- the kernel ------------------------------------------------------------------------------------------------------
 
 // Registers per thread of warpgroup 0, of warpgroups 1 and 2, and of warpgroup 3. Summed over the four warpgroups they
-// are 512, the limit of an SM.
-template <bool DROPOUT>
+// are 512, the limit of an SM. MORE_SUM: warpgroup 3 writes FP8 and adds to sums in the workspace, which takes more.
+template <bool DROPOUT, bool MORE_SUM>
 struct Registers {
-  static constexpr int kProducer = DROPOUT ? 48 : 32, kKeys = DROPOUT ? 200 : 208, kSum = 64;
+  static constexpr int kKeys = DROPOUT ? 200 : 208, kSum = MORE_SUM ? 72 : 64, kProducer = 512 - 2 * kKeys - kSum;
 };
 
-template <class T, int HEAD_DIM, bool DROPOUT, Mask MASK, bool ON_CHIP>
+template <class T, class G, int HEAD_DIM, bool DROPOUT, Mask MASK, bool ON_CHIP>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<Memory<ON_CHIP, MASK>*>(bytes);
   const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
     memory.init();
+    memory.fp8.template init<G>(p.fp8);
     prefetch_tensormap(&p.q);
     prefetch_tensormap(&p.k);
     prefetch_tensormap(&p.v);
@@ -66,32 +68,34 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   }
   __syncthreads();
   if (warpgroup == 0) {
-    setmaxnreg_dec<Registers<DROPOUT>::kProducer>();
+    setmaxnreg_dec<Registers<DROPOUT, kFp8<G> && !ON_CHIP>::kProducer>();
     const int warp = warp_uniform(threadIdx.x / 32);
     if (warp == 0)
       load_tiles<DROPOUT, MASK>(p, memory);
     else if constexpr (DROPOUT)
       draw_keep_bits<MASK>(p, memory, warp - 1);
   } else if (warpgroup == 3) {
-    setmaxnreg_dec<Registers<DROPOUT>::kSum>();
-    sum_dq<T, HEAD_DIM, MASK>(p, memory);
+    setmaxnreg_dec<Registers<DROPOUT, kFp8<G> && !ON_CHIP>::kSum>();
+    sum_dq<T, G, HEAD_DIM, MASK>(p, memory);
+    memory.fp8.template finish<G>(p.fp8);
   } else {
-    setmaxnreg_inc<Registers<DROPOUT>::kKeys>();
-    KeyWarpgroup<T, HEAD_DIM, DROPOUT, MASK, ON_CHIP>(p, memory, warpgroup - 1).run();
+    setmaxnreg_inc<Registers<DROPOUT, kFp8<G> && !ON_CHIP>::kKeys>();
+    KeyWarpgroup<T, G, HEAD_DIM, DROPOUT, MASK, ON_CHIP>(p, memory, warpgroup - 1).run();
+    memory.fp8.template finish<G>(p.fp8);
   }
 }
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-template <class T, int HEAD_DIM, bool DROPOUT, Mask MASK>
+template <class T, class G, int HEAD_DIM, bool DROPOUT, Mask MASK>
 Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
   const int64_t groups = std::min<int64_t>(call.sequences * call.heads, processors / p.blocks);
   const dim3 grid(static_cast<unsigned>(groups * p.blocks)), block(kThreads);
   if (call.max_seqlen <= kOnChipQueries)
-    return launch(backward_kernel<T, HEAD_DIM, DROPOUT, MASK, true>, grid, block, sizeof(Memory<true, MASK>),
+    return launch(backward_kernel<T, G, HEAD_DIM, DROPOUT, MASK, true>, grid, block, sizeof(Memory<true, MASK>),
                   call.stream, p);
   if constexpr (HEAD_DIM == kHeadDim && DROPOUT) {
-    auto* kernel = backward_kernel<T, HEAD_DIM, DROPOUT, MASK, false>;
+    auto* kernel = backward_kernel<T, G, HEAD_DIM, DROPOUT, MASK, false>;
     constexpr size_t memory = sizeof(Memory<false, MASK>);
     return p.blocks > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
                         : launch(kernel, grid, block, memory, call.stream, p);
@@ -103,20 +107,21 @@ Status launch_backward(const AttentionBackward& call, const Parameters& p, int p
 template <class T>
 Status launch_window(const AttentionBackward& call, const Parameters& p, int processors) {
   const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(static_cast<int64_t>(p.slots) * p.heads, 1, processors)));
-  return launch_together(backward_kernel<T, kHeadDim, false, Mask::window, true>, grid, dim3(kThreads),
+  return launch_together(backward_kernel<T, T, kHeadDim, false, Mask::window, true>, grid, dim3(kThreads),
                          sizeof(Memory<true, Mask::window>), call.stream, p);
 }
 
-template <class T, int HEAD_DIM>
+template <class T, class G, int HEAD_DIM>
 Status launch_kernel(const AttentionBackward& call, const Parameters& p, int processors) {
   const Mask mask = mask_of(call);
-  if (HEAD_DIM == kHeadDim && mask == Mask::window) return launch_window<T>(call, p, processors);
+  if (HEAD_DIM == kHeadDim && std::is_same_v<T, G> && mask == Mask::window)
+    return launch_window<T>(call, p, processors);
   const bool causal = mask == Mask::causal;
   if (call.seed != nullptr)
-    return causal ? launch_backward<T, HEAD_DIM, true, Mask::causal>(call, p, processors)
-                  : launch_backward<T, HEAD_DIM, true, Mask::full>(call, p, processors);
-  return causal ? launch_backward<T, HEAD_DIM, false, Mask::causal>(call, p, processors)
-                : launch_backward<T, HEAD_DIM, false, Mask::full>(call, p, processors);
+    return causal ? launch_backward<T, G, HEAD_DIM, true, Mask::causal>(call, p, processors)
+                  : launch_backward<T, G, HEAD_DIM, true, Mask::full>(call, p, processors);
+  return causal ? launch_backward<T, G, HEAD_DIM, false, Mask::causal>(call, p, processors)
+                : launch_backward<T, G, HEAD_DIM, false, Mask::full>(call, p, processors);
 }
 
 // Sets the parameters of a call with a window. If the queries of a key tile fit into the ring buffer, keys are divided
@@ -145,7 +150,18 @@ Status initialize_sums(const AttentionBackward& call, const Parameters& p) {
   return status_of(cudaMemsetAsync(p.sums, 0, bytes, static_cast<cudaStream_t>(call.stream)));
 }
 
-template <class T, int HEAD_DIM>
+Status check_fp8(const AttentionBackward& call) {
+  if (call.fp8.scale == nullptr) return {};
+  if (call.head_dim != kHeadDim || call.dtype != DType::bf16 || has_window(call))
+    return {StatusCode::bad_value, "attention: FP8 gradients require head dim 64 and bf16, and no window"};
+  if (call.cu_seqlens == nullptr || call.cu_seqlens != call.cu_seqlens_k || call.queries != call.keys)
+    return {StatusCode::bad_value, "attention: FP8 gradients require packed self-attention"};
+  if (call.fp8.padded % 16 != 0 || call.fp8.padded < call.queries)
+    return bad_size("attention: the columns of FP8 gradients require a multiple of 16 tokens");
+  return {};
+}
+
+template <class T, class G, int HEAD_DIM>
 Status launch_typed(const AttentionBackward& call, Parameters p) {
   int processors = 0;
   Status status = count_multiprocessors(call.device, &processors);
@@ -154,8 +170,8 @@ Status launch_typed(const AttentionBackward& call, Parameters p) {
   p.blocks = has_window(call) ? 1 : sharing_of(call, mask_of(call) == Mask::causal, false, processors).blocks;
   status = initialize_sums(call, p);
   if (status.code == StatusCode::ok)
-    status = launch_statistics<T, HEAD_DIM>(call, p, statistics_in(call, kMaxBlocks), p.arrivals);
-  if (status.code == StatusCode::ok) status = launch_kernel<T, HEAD_DIM>(call, p, processors);
+    status = launch_statistics<T, G, HEAD_DIM>(call, p, statistics_in(call, kMaxBlocks), p.arrivals);
+  if (status.code == StatusCode::ok) status = launch_kernel<T, G, HEAD_DIM>(call, p, processors);
   return status.code == StatusCode::ok ? sum_columns(call, p) : status;
 }
 
@@ -187,6 +203,8 @@ Status attention_backward(const AttentionBackward& call) {
   if (call.head_dim == 32 && has_window(call)) return bad_size("attention: head dim 32 has no windows");
   if (call.column_sums != nullptr && call.head_dim != kHeadDim)
     return bad_size("attention: column sums require head dim 64");
+  status = check_fp8(call);
+  if (status.code != StatusCode::ok) return status;
   if (is_wide_head_dim(call.head_dim)) return attention_backward_wide(call);
   if (call.head_dim > kHeadDim) return attention_backward_d128(call);
   if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
@@ -203,9 +221,11 @@ Status attention_backward(const AttentionBackward& call) {
   p.taken = has_lengths(call) ? reinterpret_cast<int*>(call.workspace) : nullptr;
   if (has_window(call)) status = set_window(call, &p);
   if (status.code != StatusCode::ok) return status;
+  if (call.fp8.scale != nullptr) return launch_typed<bf16_t, fp8_t, kHeadDim>(call, p);
   if (call.dtype == DType::bf16)
-    return call.head_dim == 32 ? launch_typed<bf16_t, 32>(call, p) : launch_typed<bf16_t, kHeadDim>(call, p);
-  return call.head_dim == 32 ? launch_typed<f16_t, 32>(call, p) : launch_typed<f16_t, kHeadDim>(call, p);
+    return call.head_dim == 32 ? launch_typed<bf16_t, bf16_t, 32>(call, p)
+                               : launch_typed<bf16_t, bf16_t, kHeadDim>(call, p);
+  return call.head_dim == 32 ? launch_typed<f16_t, f16_t, 32>(call, p) : launch_typed<f16_t, f16_t, kHeadDim>(call, p);
 }
 
 }  // namespace cuda

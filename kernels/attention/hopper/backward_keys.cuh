@@ -1,11 +1,13 @@
-// attention backward for Hopper: the stores of results, the masks, and the code that warpgroups 1 and 2 of the kernels
-// for head dim 64 have in common.
+// attention backward for Hopper: the masks, and the code that warpgroups 1 and 2 of the kernels for head dim 64 have in
+// common.
 #pragma once
 
 #include <type_traits>
 
+#include "attention/hopper/backward_results.cuh"
 #include "attention/hopper/backward_tiles.cuh"
 #include "attention/hopper/column_sums.cuh"
+#include "attention/hopper/fp8_gradients.cuh"
 #include "attention/hopper/named_barriers.h"
 #include "common/cuda/approximations.cuh"
 
@@ -16,62 +18,6 @@ namespace hopper_backward {
 // advance() as a 32-bit addition to the low word, which contains the address and does not overflow.
 __device__ __forceinline__ uint64_t advance_lo32(uint64_t descriptor, uint32_t bytes) {
   return (descriptor & 0xffffffff00000000ull) | static_cast<uint32_t>(static_cast<uint32_t>(descriptor) + (bytes >> 4));
-}
-
-// ---- results ---------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int bit) {
-  const bool upper = (reload_tid() & bit) != 0;
-  const uint32_t received = __shfl_xor_sync(0xffffffffu, upper ? low : high, bit);
-  if (upper)
-    low = received;
-  else
-    high = received;
-}
-
-// Writes the first `rows` rows and `columns` columns (a multiple of 8) of a warpgroup's accumulator of 64 rows and
-// 2 * COUNT columns, times `factor`. The four threads of a row each hold pairs of columns; they exchange them by
-// shuffles, so that each thread writes 8 consecutive columns.
-template <class T, int COUNT>
-__device__ __forceinline__ void store_product(const float (&value)[COUNT], float factor, T* to, int64_t stride,
-                                              int rows, int columns = 2 * COUNT) {
-  const int lane = reload_tid() % 32, row = reload_tid() % kWarpgroup / 32 * 16 + lane / 4;
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-#pragma unroll
-    for (int part = 0; part < COUNT / 16; ++part) {
-      uint32_t word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 16 * part + 4 * i + 2 * half;
-        word[i] = narrow_word(value[at] * factor, value[at + 1] * factor, T{});
-      }
-      exchange(word[0], word[1], 1);
-      exchange(word[2], word[3], 1);
-      exchange(word[0], word[2], 2);
-      exchange(word[1], word[3], 2);
-      // In assembly, because the compiler would split the store into four.
-      if (row + 8 * half < rows && 32 * part + 8 * (lane % 4) < columns)
-        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + (row + 8 * half) * stride + 32 * part +
-                                                                      8 * (lane % 4)),
-                     "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
-                     : "memory");
-    }
-}
-
-// Writes zeros to `rows` rows of `columns` columns, up to COLUMNS. Called by THREADS threads, by default a warpgroup.
-template <int THREADS = kWarpgroup, int COLUMNS = kTileColumns, class T>
-__device__ __forceinline__ void store_zeros(T* to, int64_t stride, int rows, int columns = COLUMNS) {
-  constexpr int kRow = COLUMNS / 8;  // vectors per row
-  for (int i = threadIdx.x % THREADS; i < kRow * rows; i += THREADS)
-    if (i % kRow * 8 < columns)
-      *reinterpret_cast<uint4*>(to + i / kRow * stride + i % kRow * 8) = make_uint4(0, 0, 0, 0);
-}
-
-template <class T>
-__device__ __forceinline__ T* row_of(const Output& output, const Parameters& p, int sequence, int head, int row) {
-  const int64_t batch = p.cu_seqlens == nullptr ? sequence : 0;
-  return static_cast<T*>(output.data) + batch * output.sequence + head * output.head + row * output.token;
 }
 
 // ---- masks -----------------------------------------------------------------------------------------------------------
@@ -158,8 +104,8 @@ __device__ __forceinline__ void prevent_sink(const uint32_t (&word)[COUNT]) {
 // ---- warpgroups 1 and 2 ----------------------------------------------------------------------------------------------
 
 // The code that the kernels for head dim 64 have in common: iterating over key tiles, storing their gradients, and
-// storing dS. A step processes one query tile for one key tile.
-template <class T, int HEAD_DIM, Mask MASK, class BlockMemory>
+// storing dS. A step processes one query tile for one key tile. G: the type of the gradients, T or fp8_t.
+template <class T, class G, int HEAD_DIM, Mask MASK, class BlockMemory>
 class KeyTiles {
  protected:
   // `number`: 0 or 1, which half of a tile's keys the warpgroup processes.
@@ -192,10 +138,12 @@ class KeyTiles {
     memory.stage_full[stage.slot].wait(stage.parity);
     arrive_warp(memory.stage_empty[stage.slot]);
     stage.next();
-    const int row = unit().k.first + first_key(), rows = min(unit().k.stored - first_key(), 64);
-    constexpr auto zeros = store_zeros<kWarpgroup, HEAD_DIM, T>;
-    zeros(row_of<T>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows, HEAD_DIM);
-    zeros(row_of<T>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows, HEAD_DIM);
+    if constexpr (!kFp8<G>) {  // which has no rows without keys
+      const int row = unit().k.first + first_key(), rows = min(unit().k.stored - first_key(), 64);
+      constexpr auto zeros = store_zeros<kWarpgroup, HEAD_DIM, G>;
+      zeros(row_of<G>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows, HEAD_DIM);
+      zeros(row_of<G>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows, HEAD_DIM);
+    }
     const uint32_t nothing[16] = {};
     int left = task_end(unit(), key_tile) - task_begin(unit(), key_tile);
     for (; left > 0; --left) {  // the task may be overwritten after the last step
@@ -235,18 +183,17 @@ class KeyTiles {
   }
 
   // The rows of dk and dv of a key tile.
-  struct KeyRows {
-    int sequence, head, row, rows;
-  };
-  __device__ __forceinline__ KeyRows key_rows() const {
+  __device__ __forceinline__ GradientRows key_rows() const {
     return {unit().sequence, unit().head, unit().k.first + first_key(), unit().k.stored - first_key()};
   }
   // Writes a gradient of a key tile, dk (1) or dv (2), and adds to its column sums.
   __device__ __forceinline__ void store_gradient(const float (&value)[HEAD_DIM / 2], float factor, const Output& to,
-                                                 const KeyRows& at, int which) {
-    store_product(value, factor, row_of<T>(to, p, at.sequence, at.head, at.row), to.token, at.rows);
-    if (HEAD_DIM != kHeadDim || p.column_parts == nullptr) return;
-    add_columns(value, factor, column_part(p, at.sequence, Share(p).rank, reload_tid() / 32 - 4, which, at.head));
+                                                 const GradientRows& at, int which) {
+    if constexpr (!kFp8<G>)
+      store_product(value, factor, row_of<G>(to, p, at.sequence, at.head, at.row), to.token, at.rows);
+    if (HEAD_DIM == kHeadDim && p.column_parts != nullptr)
+      add_columns(value, factor, column_part(p, at.sequence, Share(p).rank, reload_tid() / 32 - 4, which, at.head));
+    if constexpr (kFp8<G>) store_fp8(value, factor, p, memory.fp8, to, at, which);
   }
 
   const Parameters& p;

@@ -37,12 +37,12 @@ __device__ __forceinline__ void rank_sequence(const Parameters& p, int sequence)
 }
 
 // Writes zeros to the gradients of a (sequence, head) pair that has no queries or no keys. Called by a whole block.
-template <class T, int HEAD_DIM>
+template <class G, int HEAD_DIM>
 __device__ __forceinline__ void store_empty_rows(const Parameters& p, int sequence, int head, const StoredSpan& q) {
   const StoredSpan k = span_of(p.cu_seqlens_k, p.lengths_k, sequence, p.keys, p.max_seqlen_k);
   if (q.length > 0 && k.length > 0) return;
   const auto zeros = [&](const Output& output, const StoredSpan& span) {
-    store_zeros<kStatisticsThreads, HEAD_DIM>(row_of<T>(output, p, sequence, head, span.first), output.token,
+    store_zeros<kStatisticsThreads, HEAD_DIM>(row_of<G>(output, p, sequence, head, span.first), output.token,
                                               span.stored);
   };
   zeros(p.dq, q);
@@ -52,14 +52,14 @@ __device__ __forceinline__ void store_empty_rows(const Parameters& p, int sequen
 
 // Writes zeros to the gradients of packed rows after the last sequence. The rows are divided among the blocks of the
 // last sequence.
-template <class T, int HEAD_DIM>
+template <class G, int HEAD_DIM>
 __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int head) {
   const auto zeros = [&](const Output& output, const int32_t* cu_seqlens, int size) {
     int row = max(cu_seqlens[p.sequences], 0) + static_cast<int>(blockIdx.x) * kQueries;
     for (; row < size; row += static_cast<int>(gridDim.x) * kQueries)
       for (int column = 0; column < HEAD_DIM; column += kTileColumns)
         store_zeros<kStatisticsThreads, (HEAD_DIM < kTileColumns ? HEAD_DIM : kTileColumns)>(
-            row_of<T>(output, p, 0, head, row) + column, output.token, min(size - row, kQueries), p.head_dim - column);
+            row_of<G>(output, p, 0, head, row) + column, output.token, min(size - row, kQueries), p.head_dim - column);
   };
   zeros(p.dq, p.cu_seqlens, p.queries);
   zeros(p.dk, p.cu_seqlens_k, p.keys);
@@ -69,8 +69,8 @@ __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int h
 // Computes lse in units of log2 (+infinity for rows that attend to no keys or are past the end) and delta = sum(out *
 // dout) / dropout_scale, with one block per query tile of each head and 8 elements per thread. It also zeros
 // p.progress, turns[tile] and the head's partial column sums where they are used, ranks the sequences in p.order, and
-// zeros the gradients of rows that belong to no sequence. p.head_dim may be smaller than HEAD_DIM.
-template <class T, int HEAD_DIM>
+// zeros the gradients, of type G, of rows that belong to no sequence. p.head_dim may be smaller than HEAD_DIM.
+template <class T, class G, int HEAD_DIM>
 __global__ void __launch_bounds__(kStatisticsThreads)
     statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
                       float delta_scale) {
@@ -84,9 +84,9 @@ __global__ void __launch_bounds__(kStatisticsThreads)
     if (p.column_parts != nullptr) clear_column_parts(p, sequence, head);
     if (p.order != nullptr && head == 0) rank_sequence(p, sequence);
     if constexpr (HEAD_DIM <= kHeadDim)
-      store_empty_rows<T, HEAD_DIM>(p, sequence, head, q);  // kernels for more than 64 columns write them themselves
+      store_empty_rows<G, HEAD_DIM>(p, sequence, head, q);  // kernels for more than 64 columns write them themselves
   }
-  if (p.cu_seqlens != nullptr && sequence == p.sequences - 1) store_rows_after_last<T, HEAD_DIM>(p, head);
+  if (p.cu_seqlens != nullptr && sequence == p.sequences - 1) store_rows_after_last<G, HEAD_DIM>(p, head);
   if (first >= q.length) return;
   const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
   const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
@@ -138,13 +138,13 @@ inline float* statistics_in(const AttentionCall& call, int64_t before) {
   return call.workspace + before + order_floats(call.sequences);
 }
 
-template <class T, int HEAD_DIM>
+template <class T, class G, int HEAD_DIM>
 Status launch_statistics(const AttentionBackward& call, const Parameters& p, float* statistics, int* turns) {
   const int64_t tiles = (std::min(call.max_seqlen, call.queries) + kQueries - 1) / kQueries;
   const dim3 grid(static_cast<unsigned>(std::max<int64_t>(tiles, 1)), static_cast<unsigned>(call.heads),
                   static_cast<unsigned>(call.sequences));
   const float delta_scale = call.dropout_scale > 0 ? 1 / call.dropout_scale : 0.0f;
-  return launch(statistics_kernel<T, HEAD_DIM>, grid, dim3(kStatisticsThreads), 0, call.stream, p,
+  return launch(statistics_kernel<T, G, HEAD_DIM>, grid, dim3(kStatisticsThreads), 0, call.stream, p,
                 static_cast<const T*>(call.dout), static_cast<const T*>(call.out), call.lse, statistics, turns,
                 delta_scale);
 }
@@ -191,6 +191,7 @@ inline Status set_parameters(const AttentionBackward& call, Parameters* p, int k
   p->score_scale = call.scale * 1.4426950408889634f;
   p->dq_scale = call.scale * call.dropout_scale;
   p->dv_scale = call.dropout_scale;
+  p->fp8 = {call.fp8.scale, call.fp8.amax, static_cast<uint8_t*>(call.fp8.columns), call.fp8.padded, call.fp8.e5m2};
   p->window = Window::of(call.window_left, call.window_right, call.queries, call.keys);
   return status;
 }

@@ -33,13 +33,14 @@ namespace {
 // are 512, the limit of an SM.
 constexpr int kLongProducerRegisters = 32, kLongKeysRegisters = 208, kLongSumRegisters = 64;
 
-template <class T, Mask MASK>
+template <class T, class G, Mask MASK>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel_long(const __grid_constant__ Parameters p) {
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<LongMemory<MASK>*>(bytes);
   const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
     memory.init();
+    memory.fp8.template init<G>(p.fp8);
     prefetch_tensormap(&p.q);
     prefetch_tensormap(&p.k);
     prefetch_tensormap(&p.v);
@@ -55,21 +56,23 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel_long(const __grid
       add_dq_long<MASK>(p, memory, warp - 1);
   } else if (warpgroup == 3) {
     setmaxnreg_dec<kLongSumRegisters>();
-    multiply_dq_long<T, MASK>(p, memory);
+    multiply_dq_long<T, G, MASK>(p, memory);
+    memory.fp8.template finish<G>(p.fp8);
   } else {
     setmaxnreg_inc<kLongKeysRegisters>();
-    LongKeyWarpgroup<T, MASK>(p, memory, warpgroup - 1).run();
+    LongKeyWarpgroup<T, G, MASK>(p, memory, warpgroup - 1).run();
+    memory.fp8.template finish<G>(p.fp8);
   }
 }
 
-template <class T>
+template <class T, class G>
 Status launch_long(const AttentionBackward& call, Parameters p) {
   int processors = 0;
   Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
   const bool causal = mask_of(call) == Mask::causal;
   p.blocks = sharing_of(call, causal, true, processors).blocks;
-  status = launch_statistics<T, kHeadDim>(call, p, statistics_in(call, kMaxBlocks), p.turns);
+  status = launch_statistics<T, G, kHeadDim>(call, p, statistics_in(call, kMaxBlocks), p.turns);
   if (status.code != StatusCode::ok) return status;
   const int64_t groups = std::min<int64_t>(call.sequences * call.heads, processors / p.blocks);
   const dim3 grid(static_cast<unsigned>(groups * p.blocks)), block(kThreads);
@@ -77,8 +80,8 @@ Status launch_long(const AttentionBackward& call, Parameters p) {
     return p.blocks > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
                         : launch(kernel, grid, block, memory, call.stream, p);
   };
-  status = causal ? start(backward_kernel_long<T, Mask::causal>, sizeof(LongMemory<Mask::causal>))
-                  : start(backward_kernel_long<T, Mask::full>, sizeof(LongMemory<Mask::full>));
+  status = causal ? start(backward_kernel_long<T, G, Mask::causal>, sizeof(LongMemory<Mask::causal>))
+                  : start(backward_kernel_long<T, G, Mask::full>, sizeof(LongMemory<Mask::full>));
   return status.code == StatusCode::ok ? sum_columns(call, p) : status;
 }
 
@@ -92,7 +95,8 @@ Status attention_backward_long(const AttentionBackward& call) {
   const Status status = set_parameters_d64(call, &p);
   if (status.code != StatusCode::ok) return status;
   p.turns = reinterpret_cast<int*>(p.sums + call.heads * static_cast<int64_t>(p.tiles) * kSumFloats);
-  return call.dtype == DType::bf16 ? launch_long<bf16_t>(call, p) : launch_long<f16_t>(call, p);
+  if (call.fp8.scale != nullptr) return launch_long<bf16_t, fp8_t>(call, p);
+  return call.dtype == DType::bf16 ? launch_long<bf16_t, bf16_t>(call, p) : launch_long<f16_t, f16_t>(call, p);
 }
 
 }  // namespace cuda

@@ -11,7 +11,7 @@ namespace hopper_backward {
 
 // Warpgroup 3: computes dQ = dS K of a step and passes it to add_dq_long() through a staging tile, or, if it is the
 // last addition, adds the sum of the others and writes dQ.
-template <class T, Mask MASK>
+template <class T, class G, Mask MASK>
 __device__ __forceinline__ void multiply_dq_long(const Parameters& p, LongMemory<MASK>& memory) {
   RingPosition<2> k_stage;
   RingPosition<LongMemory<MASK>::kBuffers> step;
@@ -66,14 +66,19 @@ __device__ __forceinline__ void multiply_dq_long(const Parameters& p, LongMemory
       }
       arrive_warp(memory.staging_full[staged.slot]);
       const int query = tile * kQueries;
-      store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
-                    unit.q.stored - query);
-      __syncwarp();  // otherwise the compiler assumes that warps diverge here
+      if constexpr (!kFp8<G>) {
+        store_product(dq, p.dq_scale, row_of<G>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
+                      unit.q.stored - query);
+        __syncwarp();  // otherwise the compiler assumes that warps diverge here
+      }
       if (p.column_parts != nullptr)
         add_columns(dq, p.dq_scale,
                     column_part(p, unit.sequence, unit.part, reload_tid() % kWarpgroup / 32, 0, unit.head));
+      if constexpr (kFp8<G>)
+        store_fp8(dq, p.dq_scale, p, memory.fp8, p.dq,
+                  {unit.sequence, unit.head, unit.q.first + query, unit.q.stored - query}, 0);
     }
-    if (key_tile == 0) store_zero_rows<T, kHeadDim>(p, static_cast<const Unit<MASK>&>(unit));
+    if (key_tile == 0) store_zero_rows<G, kHeadDim>(p, static_cast<const Unit<MASK>&>(unit));
     arrive_warp(memory.k_empty[k_stage.slot]);
     k_stage.next();
   }
@@ -82,14 +87,13 @@ __device__ __forceinline__ void multiply_dq_long(const Parameters& p, LongMemory
 // Warpgroups 1 and 2. While P of a step is computed, dK of the previous step is in flight, and while dS is computed, dV
 // of this step; then S and dP of the next step are issued, and dK of this one. P and dS have operand registers of their
 // own.
-template <class T, Mask MASK>
-class LongKeyWarpgroup : KeyTiles<T, kHeadDim, MASK, LongMemory<MASK>> {
+template <class T, class G, Mask MASK>
+class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK>> {
   static constexpr int kStages = LongMemory<MASK>::kStages;
-  using Base = KeyTiles<T, kHeadDim, MASK, LongMemory<MASK>>;
+  using Base = KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK>>;
   using Base::first_key, Base::pass_turn, Base::has_keys, Base::load_values, Base::next_key_tile, Base::key_rows,
       Base::store_dscores, Base::store_gradient, Base::wait_for_turn, Base::unit;
   using Base::k, Base::key_tile, Base::memory, Base::number, Base::p, Base::stage, Base::step, Base::v;
-  using typename Base::KeyRows;
 
  public:
   __device__ __forceinline__ LongKeyWarpgroup(const Parameters& p, LongMemory<MASK>& memory, int number)
@@ -133,7 +137,7 @@ class LongKeyWarpgroup : KeyTiles<T, kHeadDim, MASK, LongMemory<MASK>> {
         step.next();
         continue;
       }
-      const KeyRows own = key_rows();
+      const GradientRows own = key_rows();
       store_dscores(dscores);
       start_dk(slot, first);
       step.next();
@@ -146,9 +150,10 @@ class LongKeyWarpgroup : KeyTiles<T, kHeadDim, MASK, LongMemory<MASK>> {
       load_values(stage);
       stage.next();
       finish_gradients(slot);
+      if (kFp8<G>) store_gradients(own);  // before S and dP have accumulators, because rounding needs their registers
       start_scores();
       wgmma_commit();  // an empty wgmma group in place of that of dK
-      store_gradients(own);
+      if (!kFp8<G>) store_gradients(own);
       tile = unit().first(key_tile);
       left = count_steps();
       first = true;
@@ -200,7 +205,7 @@ class LongKeyWarpgroup : KeyTiles<T, kHeadDim, MASK, LongMemory<MASK>> {
     fence_operand(dv);
     arrive_warp(memory.stage_empty[slot]);
   }
-  __device__ __forceinline__ void store_gradients(const KeyRows& at) {
+  __device__ __forceinline__ void store_gradients(const GradientRows& at) {
     store_gradient(dk, p.dq_scale, p.dk, at, 1);
     store_gradient(dv, p.dv_scale, p.dv, at, 2);
   }

@@ -30,6 +30,7 @@ struct LongMemory {
   LongTask<MASK> task[2];  // task of the k tile in the same stage, valid when k_full completes
   Mbarrier stage_full[kStages], stage_empty[kStages], k_full[2], k_empty[2], raw[3], dscores_full[kBuffers][2],
       dscores_empty[kBuffers][2], staging_full[kStagings], staging_empty[kStagings], loaded[kStagings];
+  Fp8Memory fp8;
 
   // The tiles of a stage.
   __device__ __forceinline__ char* q(int slot) { return stage[slot]; }

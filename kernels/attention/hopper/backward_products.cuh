@@ -10,14 +10,13 @@ namespace hopper_backward {
 // A step processes one query tile for one key tile; the pipeline continues across key tiles and units. While P and dS
 // of a step are computed, wgmma of the previous and the next step are in flight: S of the next step is issued before dS
 // is stored, and dP after it, together with dK. The sign bit of a weight is set if dropout drops it.
-template <class T, int HEAD_DIM, bool DROPOUT, Mask MASK, bool ON_CHIP>
-class KeyWarpgroup : KeyTiles<T, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
+template <class T, class G, int HEAD_DIM, bool DROPOUT, Mask MASK, bool ON_CHIP>
+class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
   static constexpr int kStages = Memory<ON_CHIP, MASK>::kStages;
-  using Base = KeyTiles<T, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>>;
+  using Base = KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>>;
   using Base::first_key, Base::pass_turn, Base::has_keys, Base::load_values, Base::next_key_tile, Base::key_rows,
       Base::store_dscores, Base::store_gradient, Base::wait_for_turn, Base::unit;
   using Base::k, Base::key_tile, Base::memory, Base::number, Base::p, Base::stage, Base::step, Base::v;
-  using typename Base::KeyRows;
 
  public:
   __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory<ON_CHIP, MASK>& memory, int number)
@@ -61,7 +60,7 @@ class KeyWarpgroup : KeyTiles<T, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
       const bool first = tile == task_begin(unit(), key_tile);
       compute(slot, key, tile * kQueries, first);
       const bool last = tile + 1 == task_end(unit(), key_tile);
-      KeyRows own;
+      GradientRows own;
       stage.next();
       const RingPosition<kStages> values = stage;  // stage of v, if there is a next key tile
       if (last) {
@@ -212,13 +211,13 @@ class KeyWarpgroup : KeyTiles<T, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
   }
 
   // Called after the last step of a key tile; the queries of that step are in stage `slot`.
-  __device__ __forceinline__ void store_dk(const KeyRows& at, int slot) {
+  __device__ __forceinline__ void store_dk(const GradientRows& at, int slot) {
     fence_operand(dk);
     arrive_warp(memory.stage_empty[slot]);
     store_gradient(dk, p.dq_scale, p.dk, at, 1);
   }
   // dV is complete before dK, so this may be called while wgmma of dK are in flight.
-  __device__ __forceinline__ void store_dv(const KeyRows& at) {
+  __device__ __forceinline__ void store_dv(const GradientRows& at) {
     fence_operand(dv);
     store_gradient(dv, p.dv_scale, p.dv, at, 2);
   }

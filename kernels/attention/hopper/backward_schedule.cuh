@@ -28,6 +28,15 @@ struct Output {
   int64_t sequence, token, head;  // strides in elements
 };
 
+// How gradients in FP8 are written in addition to their rows, which are Outputs: see fp8_gradients.cuh.
+struct Fp8Output {
+  const float* scale;  // [1]
+  float* amax;         // [1]
+  uint8_t* columns;    // [3 * heads * kHeadDim, padded]
+  int64_t padded;
+  int e5m2;
+};
+
 struct Parameters {
   CUtensorMap q, k, v, dout;
   Output dq, dk, dv;
@@ -51,6 +60,7 @@ struct Parameters {
   int chunk_keys, slots;  // head dim 64: see window.h
   int* arrivals;  // [heads, tiles], head dim 64: number of warps that have stored a partial dQ for another block
   int tasks;      // head dims 192 and 256: see backward_wide_tasks.cuh, also for `slots`
+  Fp8Output fp8;  // if the kernel writes FP8
 };
 
 // The tokens of a sequence, and the number of result rows to write for it, which includes padding.

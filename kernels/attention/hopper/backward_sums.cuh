@@ -10,11 +10,12 @@ namespace hopper_backward {
 // Writes zeros to the gradients of queries that attend to no keys, of keys to which no query attends, and of rows past
 // the sequence's end. This is for (sequence, head) pairs that have queries and keys; statistics_kernel() writes the
 // zeros of the others.
-template <class T, int HEAD_DIM, Mask MASK>
+template <class G, int HEAD_DIM, Mask MASK>
 __device__ __forceinline__ void store_zero_rows(const Parameters& p, const Unit<MASK>& unit) {
+  if constexpr (kFp8<G>) return;  // packed self-attention has no such rows
   const auto zeros = [&](const Output& output, const StoredSpan& span, int begin, int end) {
     if (begin < end)
-      store_zeros<kWarpgroup, HEAD_DIM>(row_of<T>(output, p, unit.sequence, unit.head, span.first + begin),
+      store_zeros<kWarpgroup, HEAD_DIM>(row_of<G>(output, p, unit.sequence, unit.head, span.first + begin),
                                         output.token, end - begin);
   };
   if (MASK != Mask::full) zeros(p.dq, unit.q, 0, min(unit.begin(unit.first_key_tile()) * kQueries, unit.q.stored));
@@ -107,7 +108,7 @@ __device__ __forceinline__ int ring_tile(int tile) {
 }
 static_assert(kRingQueries == kOnChipQueries);
 
-template <class T, int HEAD_DIM, Mask MASK, bool ON_CHIP>
+template <class T, class G, int HEAD_DIM, Mask MASK, bool ON_CHIP>
 __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK>& memory) {
   const int rank = ON_CHIP ? 0 : blockIdx.x % p.blocks;
   uint32_t* own_progress = p.progress + blockIdx.x;
@@ -165,19 +166,24 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK
         if constexpr (MASK == Mask::window) store_partial_sum(dq, sum, p.arrivals + unit.tile + tile);
       } else if (last) {
         const int query = tile * kQueries;
-        store_product(dq, p.dq_scale, row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
-                      unit.q.stored - query);
-        __syncwarp();  // otherwise the compiler assumes that warps diverge here and uses no uniform registers
+        if constexpr (!kFp8<G>) {
+          store_product(dq, p.dq_scale, row_of<G>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
+                        unit.q.stored - query);
+          __syncwarp();  // otherwise the compiler assumes that warps diverge here and uses no uniform registers
+        }
         if (p.column_parts != nullptr)
           add_columns(dq, p.dq_scale,
                       column_part(p, unit.sequence, rank, reload_tid() % kWarpgroup / 32, 0, unit.head));
+        if constexpr (kFp8<G>)
+          store_fp8(dq, p.dq_scale, p, memory.fp8, p.dq,
+                    {unit.sequence, unit.head, unit.q.first + query, unit.q.stored - query}, 0);
       } else if constexpr (ON_CHIP) {
         sums.store(dq, ring_tile<MASK>(tile));
       } else {
         sums.add(dq, sum, addition + tile, rank == 0 ? unit.query_tiles : 0, key_tile == 0);
       }
     }
-    if (key_tile == unit.first_key_tile()) store_zero_rows<T, HEAD_DIM>(p, unit);
+    if (key_tile == unit.first_key_tile()) store_zero_rows<G, HEAD_DIM>(p, unit);
     arrive_warp(memory.k_empty[k_stage.slot]);
     k_stage.next();
   }

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "attention/hopper/backward_schedule.cuh"
+#include "attention/hopper/fp8_memory.cuh"
 #include "attention/hopper/ordered_sums.cuh"
 #include "common/cuda/hopper.cuh"
 #include "common/philox.h"
@@ -30,6 +31,7 @@ struct Memory {
   Task<MASK> task[2];                      // task of the k tile in the same stage, valid when k_full completes
   Mbarrier stage_full[kStages], stage_empty[kStages], k_full[2], k_empty[2], task_full[2], raw[3],
       dscores_full[kBuffers][2], dscores_empty[kBuffers][2], kept_full[kBuffers][2], kept_empty[kBuffers][2];
+  Fp8Memory fp8;
 
   // The tiles of a stage.
   __device__ __forceinline__ char* q(int slot) { return stage[slot]; }

@@ -124,7 +124,7 @@ Status launch_wide_typed(const AttentionBackward& call, const Parameters& p) {
   Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
   // The kernel for 256 columns also supports 192. It sets the counters to 0.
-  status = launch_statistics<T, 256>(call, p, statistics_in(call, kMaxBlocks), nullptr);
+  status = launch_statistics<T, T, 256>(call, p, statistics_in(call, kMaxBlocks), nullptr);
   if (status.code != StatusCode::ok) return status;
   const bool causal = mask_of(call) == Mask::causal;
   if (call.head_dim == 192)

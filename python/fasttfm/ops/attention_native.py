@@ -70,14 +70,50 @@ def backward(
         for gradient, terms in zip(gradients[1:], gradients_of_copies, strict=True):
             torch.sum(terms.unflatten(-2, (-1, group)), dim=-2, out=gradient)
         return
-    core, parts, sequences = _native.core(), None, problem.sequences(q)
-    size = core.attention_backward_workspace(q, k, sequences, problem.max_seqlen, problem.max_seqlen_k)
-    if column_sums is not None:
-        count = core.attention_column_parts_cuda(q, k, sequences, problem.max_seqlen)
-        parts = torch.empty(count, dtype=torch.float32, device=q.device)
-    workspace = torch.empty(size, dtype=torch.float32, device=q.device)
+    workspace, parts = _workspaces(q, k, problem, problem.sequences(q), with_sums=column_sums is not None)
     saved = (contiguous_rows(dout), q, k, v, *_arguments(problem), out, lse)
-    core.attention_backward(*saved, *gradients, workspace, column_sums, parts)
+    _native.core().attention_backward(*saved, *gradients, workspace, column_sums, parts)
+
+
+def _workspaces(
+    q: Tensor, k: Tensor | None, problem: AttentionProblem, sequences: int, *, with_sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The backward's workspace, and that of its column sums."""
+    core = _native.core()
+    size = core.attention_backward_workspace(q, k, sequences, problem.max_seqlen, problem.max_seqlen_k)
+    workspace = torch.empty(size, dtype=torch.float32, device=q.device)
+    if not with_sums:
+        return workspace, None
+    count = core.attention_column_parts_cuda(q, k, sequences, problem.max_seqlen)
+    return workspace, torch.empty(count, dtype=torch.float32, device=q.device)
+
+
+def backward_fp8(
+    dout: Tensor,
+    qkv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: AttentionProblem,
+    cast: tuple[Tensor, Tensor, Tensor, Tensor, int],
+    column_sums: Tensor | None,
+) -> None:
+    """Writes the gradient of packed qkv [T, 3, H, D] in FP8, and into ``column_sums`` its sums over all tokens.
+
+    Args:
+        cast: The scale, amax, rows [T, 3 H D], columns [3 H D, P], and 1 for e5m2, 0 for e4m3.
+    """
+    cu_seqlens = problem.cu_seqlens
+    assert cu_seqlens is not None
+    workspace, parts = _workspaces(qkv, None, problem, cu_seqlens.shape[0] - 1, with_sums=column_sums is not None)
+    core, (_, _, rows, columns, _) = _native.core(), cast
+    saved = (contiguous_rows(dout), qkv, *_arguments(problem), out, lse)
+    core.attention_backward_fp8_cuda(*saved, *cast, workspace, column_sums, parts)
+    core.fp8_transpose_cuda(rows, columns, cu_seqlens)  # of sequences that the kernel writes no columns of
+
+
+def has_window(problem: AttentionProblem) -> bool:
+    """Whether attention is neither full nor causal."""
+    return problem.window_left != UNLIMITED or problem.window_right > 0
 
 
 _COLUMN_PARTS_TOKENS = 64  # of a sequence: what it takes to sum columns would be a quarter of the gradients' bytes
@@ -90,8 +126,7 @@ def sums_columns(q: Tensor, problem: AttentionProblem) -> bool:
     window, several blocks process a head at the same time, and the sums would have no fixed order.
     """
     *tokens, _, head_dim = q.shape
-    windowed = problem.window_left != UNLIMITED or problem.window_right > 0
-    return head_dim == 64 and not windowed and math.prod(tokens) >= _COLUMN_PARTS_TOKENS * problem.sequences(q)
+    return head_dim == 64 and not has_window(problem) and math.prod(tokens) >= _COLUMN_PARTS_TOKENS * problem.sequences(q)
 
 
 def _arguments(problem: AttentionProblem) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from fasttfm.ops import fp8, linear
 from fasttfm.ops.attention import forward_op as attention_forward_op
 from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
 from fasttfm.ops.fp8 import LayerFp8
+from fasttfm.ops.fp8_attention import backward_cast
 from fasttfm.ops.fp8_norm import NormArguments, add_norm_backward_cast, add_norm_cast
 from fasttfm.ops.library import OpFunction, unshared
 from fasttfm.ops.transformer_block import (
@@ -188,10 +189,23 @@ class _Backward(BlockBackward):
         self._fp8_weight("out_weight", layer.out, g8, (saved.out8, inverses.out8))
         dout = layer.out.input_gradient(g8, dtype).view_as(saved.out)
         attention = attention_options(saved.qkv, cu_seqlens, seed, options)
-        dqkv = self.attention(dout, saved.qkv, saved.out, saved.lse, attention)
-        g8 = fp8.cast(dqkv.flatten(1), layer.qkv.gradient)
+        g8 = self._attention_gradient(dout, saved, attention, layer.qkv)
         self._fp8_weight("qkv_weight", layer.qkv, g8, (saved.x8, inverses.x8))
         return self._input_gradient(layer.qkv, g8, dtype, dstream)
+
+    def _attention_gradient(
+        self, dout: Tensor, saved: Saved, attention: tuple[Any, ...], layer: fp8.Fp8Linear
+    ) -> fp8.Quantized:
+        """The gradient of qkv."""
+        sums_dtype: Any = self.types.qkv_bias if self.wanted.qkv_bias else None
+        found = backward_cast(dout, saved.qkv, (saved.out, saved.lse), attention, layer.gradient, sums_dtype)
+        if found is None:
+            dqkv = self.attention(dout, saved.qkv, saved.out, saved.lse, attention)
+            return fp8.cast(dqkv.flatten(1), layer.gradient)
+        dqkv8, sums = found
+        if sums is not None:
+            self.gradients["qkv_bias"] = sums
+        return dqkv8
 
     def _feed_forward(
         self,

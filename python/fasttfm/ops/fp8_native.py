@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,24 +75,29 @@ def _gelu_backward(
     want_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     core = _native.core()
+    outputs, sums = _empty_gradients(h, bias, dtype, a_dtype, core.fp8_gelu_workspace_cuda, want_dbias)
+    core.fp8_gelu_backward_cuda(da, h, bias, a_scale, scale, amax, *outputs[:3], *sums, _is_e5m2(dtype), CODES[kind])
+    return outputs
+
+
+def _empty_gradients(
+    h: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    a_dtype: torch.dtype,
+    workspace_size: Callable[[int, int], int],
+    want_dbias: bool,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor]]:
+    """What a backward of the activation writes, uninitialized: rows and columns of dh, columns of a, and the bias's
+    gradient; and its arguments for the latter: None if there is none to write, and a workspace."""
     want_dbias = want_dbias and bias is not None
-    outputs = _empty_gradients(h, dtype, a_dtype)
-    dbias = gradient_like(bias, want_dbias, h)
-    floats = core.fp8_gelu_workspace_cuda(*h.shape) if want_dbias else 0
-    workspace = torch.empty(floats, dtype=torch.float32, device=h.device)
-    core.fp8_gelu_backward_cuda(
-        *(da, h, bias, a_scale, scale, amax, *outputs, dbias if want_dbias else None, workspace),
-        *(_is_e5m2(dtype), CODES[kind]),
-    )
-    return *outputs, dbias
-
-
-def _empty_gradients(h: Tensor, dtype: torch.dtype, a_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized rows and columns of dh, and columns of a."""
     count, width = h.shape
     rows = torch.empty(h.shape, dtype=dtype, device=h.device)
     columns, again = (torch.empty(width, padded(count), dtype=each, device=h.device) for each in (dtype, a_dtype))
-    return rows, columns, again
+    dbias = gradient_like(bias, want_dbias, h)
+    floats = workspace_size(count, width) if want_dbias else 0
+    workspace = torch.empty(floats, dtype=torch.float32, device=h.device)
+    return (rows, columns, again, dbias), (dbias if want_dbias else None, workspace)
 
 
 class CastTable:
@@ -167,16 +172,13 @@ def gelu_product_backward(
     inverse scale. dh has the format of dy, and a is e4m3."""
     (left, left_inverse), (right, right_inverse) = dy, weight
     core = _native.core()
-    want_dbias = want_dbias and bias is not None
-    outputs = _empty_gradients(h, left.dtype, torch.float8_e4m3fn)
-    dbias = gradient_like(bias, want_dbias, h)
-    floats = core.fp8_gelu_product_workspace_cuda(*h.shape) if want_dbias else 0
-    workspace = torch.empty(floats, dtype=torch.float32, device=h.device)
+    workspace_size = core.fp8_gelu_product_workspace_cuda
+    outputs, sums = _empty_gradients(h, bias, left.dtype, torch.float8_e4m3fn, workspace_size, want_dbias)
     core.fp8_gelu_product_backward_cuda(
-        *(left, right, left_inverse, right_inverse, h, bias, a_scale, scale, amax, *outputs),
-        *(dbias if want_dbias else None, workspace, _is_e5m2(left.dtype), CODES[kind]),
+        *(left, right, left_inverse, right_inverse, h, bias, a_scale, scale, amax, *outputs[:3]),
+        *(*sums, _is_e5m2(left.dtype), CODES[kind]),
     )
-    return *outputs, dbias
+    return outputs
 
 
 _FORMATS = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  # Fp8Format in kernels/gemm/op.h

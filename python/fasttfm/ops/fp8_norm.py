@@ -100,7 +100,7 @@ def _run_cuda(
     threshold = philox.threshold(norm.p)
     _native.core().dropout_add_layer_norm_fp8_cuda(
         *(x, residual, *parameters, norm.cu_seqlens, norm.seed, threshold, philox.scale(threshold), norm.eps),
-        *(y if want_y else rows, z if want_z else None, statistics),
+        *(y if want_y else None, z if want_z else None, statistics),
         *(slot.scale, slot.amax, rows, columns if with_columns else None),
     )
     return Normalized(y, z, statistics, Quantized(rows, columns, slot.inverse))
