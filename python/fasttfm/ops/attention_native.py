@@ -126,7 +126,9 @@ def sums_columns(q: Tensor, problem: AttentionProblem) -> bool:
     window, several blocks process a head at the same time, and the sums would have no fixed order.
     """
     *tokens, _, head_dim = q.shape
-    return head_dim == 64 and not has_window(problem) and math.prod(tokens) >= _COLUMN_PARTS_TOKENS * problem.sequences(q)
+    return (
+        head_dim == 64 and not has_window(problem) and math.prod(tokens) >= _COLUMN_PARTS_TOKENS * problem.sequences(q)
+    )
 
 
 def _arguments(problem: AttentionProblem) -> tuple[Any, ...]:
