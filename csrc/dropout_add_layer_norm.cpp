@@ -131,8 +131,7 @@ FASTTFM_FUNCTION(int64_t, dropout_add_layer_norm_backward_memory_cuda, int64_t c
 #endif
 
 #ifdef FASTTFM_WITH_HOPPER
-// The forward that also writes y in e4m3, as rows and, if `as_columns` is given, as columns. If `y` is not needed, it
-// is `as_rows`.
+// The forward that also writes y in e4m3, as rows and, if `as_columns` is given, as columns.
 FASTTFM_FUNCTION(Status, dropout_add_layer_norm_fp8_cuda, INPUTS(FASTTFM_PARAMETER), const OptionalTensor& y,
                  const OptionalTensor& z, const Tensor& statistics, const Tensor& y_scale, const OptionalTensor& y_amax,
                  const Tensor& as_rows, const OptionalTensor& as_columns) {

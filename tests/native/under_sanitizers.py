@@ -14,8 +14,19 @@ import pytest
 import torch
 
 from fasttfm import _native, nn
+from fasttfm.kernels.attention.problem import AttentionProblem, window_bounds
 from fasttfm.kernels.common.activation import CODES
-from fasttfm.ops import attention, cu_seqlens_from_lengths, few_rows, fp8, fp8_norm, gelu_product, qkv_projection
+from fasttfm.ops import (
+    attention,
+    cu_seqlens_from_lengths,
+    few_rows,
+    fp8,
+    fp8_attention,
+    fp8_norm,
+    gelu_product,
+    qkv_projection,
+)
+from fasttfm.ops.attention import forward_op
 from fasttfm.ops.backends import BackendRefused, dtype_name, tables
 from fasttfm.ops.gelu_product import DERIVATIVE, NOTHING, PRODUCT
 from fasttfm.ops.pack import layout_of_mask
@@ -233,6 +244,30 @@ def test_fp8_norms(rows: int, columns: int) -> None:
     found = fp8_norm.add_norm_cast(x, residual, norm, slot, "cuda")
     gradients = (dy, dz), found.z, found.statistics, norm, [True] * 3, gradient_slot, "cuda"
     assert fp8_norm.add_norm_backward_cast(*gradients) is not None
+
+
+# Sequences that begin at multiples of 16 tokens, others, and some whose sums of dq are in global memory.
+FP8_LENGTHS = {"aligned": [512, 16, 0, 256, 48], "not_aligned": [5, 0, 37, 300], "long": [704, 64, 9]}
+FP8_ATTENTION_CALLS = [
+    pytest.param(*call, id="fp8_attention-" + "-".join(map(str, call)))
+    for call in itertools.product(FP8_LENGTHS, (False, True), (0.0, 0.1))
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "causal", "p"), FP8_ATTENTION_CALLS)
+def test_fp8_attention(name: str, causal: bool, p: float) -> None:
+    lengths = FP8_LENGTHS[name]
+    tokens = sum(lengths) + 5
+    qkv, dout = (torch.randn(tokens, *shape, 64).bfloat16().cuda() for shape in ((3, 2), (2,)))
+    bounds = cu_seqlens_from_lengths(lengths, device=qkv.device)
+    problem = AttentionProblem(cu_seqlens=bounds, scale=0.125, window_right=window_bounds(causal, None)[1], p=p)
+    seed = torch.tensor([7]).cuda() if p else None
+    problem = problem._replace(seed=seed, max_seqlen=max(lengths), max_seqlen_k=max(lengths))
+    saved = forward_op(qkv, None, None, *problem, "cuda")
+    _, slot, _ = fp8_slots(qkv.device)
+    found = fp8_attention.backward_cast(dout, qkv, saved, (*problem, "cuda"), slot, torch.float32)
+    assert found is not None
 
 
 @pytest.mark.gpu

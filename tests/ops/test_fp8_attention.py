@@ -74,7 +74,7 @@ class Call:
 
     def exact(self) -> Tensor:
         """The gradient by the reference in float64, of the tokens that belong to sequences."""
-        used = int(self.problem.cu_seqlens[-1])  # type: ignore[index]
+        used = int(self.problem.cu_seqlens[-1])
         qkv = self.qkv[:used].double().requires_grad_()
         out, _ = attention_reference.attention_forward(*qkv.unbind(1), self.problem)
         (dqkv,) = torch.autograd.grad(out, qkv, self.dout[:used].double())
