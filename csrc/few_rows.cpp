@@ -9,12 +9,12 @@ namespace fasttfm {
 // if there may be several parts.
 FASTTFM_FUNCTION(int64_t, few_rows_tile, int64_t rows, int64_t columns, int64_t inner, int64_t processors,
                  int64_t partial) {
-  return few_rows::plan_product(rows, columns, inner, processors, partial != 0).tile;
+  return few_rows::plan_product(rows, {columns, inner, partial != 0}, processors).tile;
 }
 
 FASTTFM_FUNCTION(int64_t, few_rows_parts, int64_t rows, int64_t columns, int64_t inner, int64_t processors,
                  int64_t partial) {
-  return few_rows::plan_product(rows, columns, inner, processors, partial != 0).parts;
+  return few_rows::plan_product(rows, {columns, inner, partial != 0}, processors).parts;
 }
 
 #ifdef FASTTFM_WITH_HOPPER

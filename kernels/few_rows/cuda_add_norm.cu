@@ -1,5 +1,5 @@
 // z = residual + sum of a split-K GEMM's parts + bias, y = LayerNorm(z), for few rows: one block per row, 8 columns per
-// thread, or per four threads that share the parts. Parameters are loaded before the GEMM has ended.
+// thread. Parameters are loaded before the GEMM has ended.
 #include <cstdint>
 
 #include "common/cuda/hopper.cuh"
@@ -12,8 +12,7 @@ namespace cuda {
 namespace {
 
 constexpr int kMostThreads = static_cast<int>(kMaxRowColumns) / kVector;
-constexpr int kAtOnce = 4;                    // parts whose loads are in flight at the same time
-constexpr int kLanes = 4, kMostShared = 512;  // lanes that share 8 columns if there are more parts, and their threads
+constexpr int kAtOnce = 4;  // parts whose loads are in flight at the same time
 
 // Computes the sum over the block's threads in a fixed order; every thread gets it. `scratch` has room for 32 sums and
 // must not be that of the previous call, which other threads may still be reading.
@@ -36,15 +35,12 @@ __device__ __forceinline__ void block_sum(float (&value)[COUNT], float (*scratch
   }
 }
 
-// Adds every LANES-th part of a thread's 8 columns, from `part` on, in order.
-template <int LANES>
-__device__ __forceinline__ void add_parts(const float* from, int64_t stride, int part, int count,
-                                          float (&sum)[kVector]) {
-  for (; part < count; part += kAtOnce * LANES) {
+// Adds the parts of a thread's 8 columns, in order.
+__device__ __forceinline__ void add_parts(const float* from, int64_t stride, int count, float (&sum)[kVector]) {
+  for (int part = 0; part < count; part += kAtOnce) {
     Packed<float> loaded[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      loaded[i] = load_packed_if(part + i * LANES < count, from + (part + i * LANES) * stride);
+    for (int i = 0; i < kAtOnce; ++i) loaded[i] = load_packed_if(part + i < count, from + (part + i) * stride);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
@@ -52,45 +48,38 @@ __device__ __forceinline__ void add_parts(const float* from, int64_t stride, int
   }
 }
 
-// LANES: how many consecutive lanes of a warp have the same 8 columns and share their parts.
-template <class T, class R, int LANES>
-__global__ void __launch_bounds__(LANES == 1 ? kMostThreads : kMostShared)
-    add_norm_kernel(const __grid_constant__ FewRowsAddNorm p) {
+template <class T, class R>
+__global__ void __launch_bounds__(kMostThreads) add_norm_kernel(const __grid_constant__ FewRowsAddNorm p) {
   __shared__ float scratch[3][32];
   griddepcontrol_launch_dependents();
-  const int thread = static_cast<int>(threadIdx.x), share = thread % LANES;
-  const int columns = static_cast<int>(p.columns), column = thread / LANES * kVector;
-  const bool inside = column < columns, first = inside && share == 0;
+  const int columns = static_cast<int>(p.columns), column = static_cast<int>(threadIdx.x) * kVector;
+  const bool inside = column < columns;
   float weight[kVector] = {}, bias[kVector] = {}, z[kVector] = {}, residual[kVector] = {};
   if (inside) {
     load_parameter(p.weight, p.parameter_dtype, column, 1.0f, weight);
     load_parameter(p.bias, p.parameter_dtype, column, 0.0f, bias);
+    load_parameter(p.linear_bias, p.parameter_dtype, column, 0.0f, z);
   }
-  if (first) load_parameter(p.linear_bias, p.parameter_dtype, column, 0.0f, z);
   const int64_t at = griddepcontrol_wait_for(blockIdx.x * p.columns + column);
   if (inside) {
     const Packed<R> packed = load_packed(static_cast<const R*>(p.residual) + at);
-    add_parts<LANES>(p.parts + at, p.rows * p.columns, share, p.part_count, z);
+    add_parts(p.parts + at, p.rows * p.columns, p.part_count, z);
     widen(packed, residual);
   }
-#pragma unroll
-  for (int offset = LANES / 2; offset > 0; offset /= 2)
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) z[i] += __shfl_xor_sync(0xffffffffu, z[i], offset);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) z[i] += residual[i];
   const Packed<R> rounded = narrow<R>(z);
   widen(rounded, z);
-  if (first && p.z != nullptr) store_packed(static_cast<R*>(p.z) + at, rounded);
+  if (inside && p.z != nullptr) store_packed(static_cast<R*>(p.z) + at, rounded);
   const float inverse_c = 1.0f / static_cast<float>(columns);
   float mean[1] = {};
-  if (first)
+  if (inside)
 #pragma unroll
     for (int i = 0; i < kVector; ++i) mean[0] += z[i];
   block_sum(mean, scratch);
   mean[0] *= inverse_c;
   float sums[2] = {};  // of the squared deviations, and of the deviations, which is not 0 because the mean is rounded
-  if (first)
+  if (inside)
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
       z[i] -= mean[0];
@@ -101,7 +90,7 @@ __global__ void __launch_bounds__(LANES == 1 ? kMostThreads : kMostShared)
   const float correction = sums[1] * inverse_c;
   const float rstd = inverse_root<T>(fmaxf(sums[0] * inverse_c - correction * correction, 0.0f) + p.eps);
   const float shift = -correction * rstd;
-  if (!first) return;
+  if (!inside) return;
   float y[kVector];
 #pragma unroll
   for (int i = 0; i < kVector; ++i) y[i] = fmaf(fmaf(z[i], rstd, shift), weight[i], bias[i]);
@@ -119,20 +108,14 @@ Status check(const FewRowsAddNorm& call) {
   return {};
 }
 
-template <class T, int LANES>
-Status launch_add_norm(const FewRowsAddNorm& call) {
-  const auto blocks = static_cast<unsigned>(call.rows);
-  const auto threads = static_cast<unsigned>((LANES * call.columns / kVector + 31) / 32 * 32);
-  if (call.residual_dtype == call.dtype)
-    return launch_after(call.dependent != 0, add_norm_kernel<T, T, LANES>, blocks, threads, 0, call.stream, call);
-  if (call.residual_dtype != DType::f32) return unknown_dtype();
-  return launch_after(call.dependent != 0, add_norm_kernel<T, float, LANES>, blocks, threads, 0, call.stream, call);
-}
-
 template <class T>
 Status launch_add_norm(const FewRowsAddNorm& call) {
-  const bool shares = call.part_count > kAtOnce && kLanes * call.columns / kVector <= kMostShared;
-  return shares ? launch_add_norm<T, kLanes>(call) : launch_add_norm<T, 1>(call);
+  const auto blocks = static_cast<unsigned>(call.rows);
+  const auto threads = static_cast<unsigned>((call.columns / kVector + 31) / 32 * 32);
+  if (call.residual_dtype == call.dtype)
+    return launch_after(call.dependent != 0, add_norm_kernel<T, T>, blocks, threads, 0, call.stream, call);
+  if (call.residual_dtype != DType::f32) return unknown_dtype();
+  return launch_after(call.dependent != 0, add_norm_kernel<T, float>, blocks, threads, 0, call.stream, call);
 }
 
 }  // namespace

@@ -1,15 +1,16 @@
-// GEMMs of up to 16 rows on Hopper: x [M, K] times weight [N, K]^T, both K-major; cuda_pipelined.cu is for more rows.
+// GEMMs of 1 to about a thousand rows on Hopper: x [M, K] times weight [N, K]^T, both K-major.
 //
-// A block computes one tile (tiles.h) over one part of K by mma.sync, whose operand has 16 rows. TMA loads stages of 64
-// elements of K; a block starts to load its weights before the kernel that writes x has ended.
+// A block computes one tile over one part of K. A producer warp loads stages of 64 elements of K by TMA; consumer
+// warpgroups issue wgmma for 64 rows each and write the result themselves. The blocks of a cluster have neighbouring
+// columns of the same rows: each loads a part of the stage of x and multicasts it to all, because tiles that fill all
+// SMs are small, and without multicast loading them from L2 would take longer than multiplying them.
 #include <cstdint>
 
 #include "common/cuda/activation.cuh"
 #include "common/cuda/hopper.cuh"
 #include "few_rows/dependent.cuh"
 #include "few_rows/op.h"
-#include "few_rows/product.cuh"
-#include "few_rows/tiles.h"
+#include "few_rows/product_tiles.h"
 
 namespace fasttfm {
 namespace cuda {
@@ -17,215 +18,244 @@ namespace {
 
 using namespace few_rows;
 
-constexpr int kRows = kSmallTile.rows, kColumns = kSmallTile.columns, kStages = kSmallTile.stages;
-constexpr int kThreads = threads_of(kSmallTile);
-constexpr int kGroups = kSmallTile.inner_groups, kGroupThreads = kThreads / kGroups;
-constexpr int kWarpColumns = kColumns / kSmallTile.warp_columns;
-constexpr int kN = kWarpColumns / 8;           // a warp's accumulators of 16 x 8
-constexpr int kAhead = kStages - 1;            // stages that are loaded ahead of the one in use
-constexpr int kSteps = kInner / 16 / kGroups;  // steps of 16 elements of K per warp and stage
-constexpr int kMemory = memory_of(kSmallTile);
-constexpr uint32_t kStageBytes = stage_bytes(kSmallTile), kABytes = kRows * kInner * 2;
-static_assert(kRows == 16 && kN % 2 == 0 && kSteps * kGroups * 16 == kInner, "whole tiles");
-static_assert((kGroups - 1) * kRows * kColumns * 4 <= kStages * static_cast<int>(kStageBytes),
-              "room for the groups' sums");
-
-using Sums = float[kN][4];
-
-// Issues the TMA loads of a block's stages. Used by one thread.
-struct StageCopies {
-  const CUtensorMap *a_map, *b_map;
-  Mbarrier* full;   // one per stage of the ring buffer
-  uint32_t tiles;   // the ring buffer's address
-  int row, column;  // the first row and column of the tile
-  int start;        // index of the first stage of the part of K
-
-  // `stage` is relative to the first stage of the part.
-  __device__ __forceinline__ void start_weights(int stage, int slot) const {
-    full[slot].arrive_expect_tx(kStageBytes);
-    tma_load(b_map, full[slot], tiles + slot * kStageBytes + kABytes, (start + stage) * kInner, column, 0, 0);
-  }
-  __device__ __forceinline__ void start_rows(int stage, int slot) const {
-    tma_load(a_map, full[slot], tiles + slot * kStageBytes, (start + stage) * kInner, row, 0, 0);
-  }
+template <int INDEX>
+struct Shape {
+  static constexpr ProductTile kTile = kProductTiles[INDEX];
+  static constexpr int kRows = kTile.rows, kColumns = kTile.columns, kStages = kTile.stages, kCluster = kTile.cluster;
+  static constexpr int kConsumers = 2 * kRows;  // threads
+  static constexpr int kThreads = kConsumers + 32;
+  static constexpr int kSums = kColumns / 2;  // a consumer's accumulators
+  static constexpr int kShare = kRows / kCluster;
+  static constexpr uint32_t kABytes = kRows * kTileRowBytes, kStageBytes = (kRows + kColumns) * kTileRowBytes;
+  static_assert(kShare % 8 == 0, "whole swizzled groups of rows");
+  static_assert(kRows * result_pitch(kColumns) <= kStages * static_cast<int>(kStageBytes), "room for the result");
 };
 
-// Accumulates the warp's steps of one stage.
-template <class T>
-__device__ __forceinline__ void multiply_stage(uint32_t a_tile, uint32_t b_tile, int group, Sums& sums) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const MatrixRow of_a = matrix_row_a(lane), of_b = matrix_row_b(lane);
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    const int chunk = 2 * (group * kSteps + i);
-    uint32_t a[4], b[kN][2];
-    ldmatrix_x4(a, a_tile + chunk_offset(of_a.row, chunk + of_a.chunk, kTileChunks));
-#pragma unroll
-    for (int n = 0; n < kN; n += 2)
-      ldmatrix_x4(b[n], b_tile + chunk_offset(8 * n + of_b.row, chunk + of_b.chunk, kTileChunks));
-#pragma unroll
-    for (int n = 0; n < kN; ++n) mma_m16n8k16(sums[n], a, b[n], T{});
-  }
-}
+template <class S>
+struct Memory {
+  char stage[S::kStages][S::kStageBytes];
+  alignas(16) float bias[S::kColumns];
+  Mbarrier full[S::kStages], empty[S::kStages];
 
-// Adds the sums of all groups to those of the first group, in order. Returns true for threads of the first group.
-__device__ __forceinline__ bool add_groups(float* exchange, int group, Sums& sums) {
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-  constexpr int kSums = kN * 4;
-  __syncthreads();  // all warps have read the stages
-  if (group > 0)
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) exchange[((group - 1) * kSums + i) * kGroupThreads + thread] = sums[i / 4][i % 4];
-  __syncthreads();
-  if (group > 0) return false;
-#pragma unroll
-  for (int other = 0; other + 1 < kGroups; ++other)
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i / 4][i % 4] += exchange[(other * kSums + i) * kGroupThreads + thread];
-  return true;
-}
-
-struct Identity {
-  static __device__ __forceinline__ float of(float u) { return u; }
-};
-template <Activation A, class T>
-struct Activate {
-  static __device__ __forceinline__ float of(float u) { return activated_as<A, T>(u).value; }
-};
-
-template <class T, class F>
-__device__ __forceinline__ void store_tile(const FewRowsProduct& p, int row, int column, const float (&bias)[kN][2],
-                                           const Sums& sums, F) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int own = row + 8 * half;
-    if (own >= p.rows) continue;
-    T* to = static_cast<T*>(p.y) + own * p.columns + column;
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-      if (column + 8 * n < p.columns)
-        *reinterpret_cast<uint32_t*>(to + 8 * n) =
-            narrow_word(F::of(sums[n][2 * half] + bias[n][0]), F::of(sums[n][2 * half + 1] + bias[n][1]), T{});
-  }
-}
-
-__device__ __forceinline__ void store_part(const FewRowsProduct& p, int row, int column, const Sums& sums) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int own = row + 8 * half;
-    if (own >= p.rows) continue;
-    float* to = p.parts + (blockIdx.z * p.rows + own) * p.columns + column;
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-      if (column + 8 * n < p.columns)
-        *reinterpret_cast<float2*>(to + 8 * n) = make_float2(sums[n][2 * half], sums[n][2 * half + 1]);
-  }
-}
-
-// The bias of a thread's columns.
-__device__ __forceinline__ void load_bias(const FewRowsProduct& p, int column, float (&bias)[kN][2]) {
-#pragma unroll
-  for (int n = 0; n < kN; ++n) {
-    bias[n][0] = bias[n][1] = 0.0f;
-    const int own = column + 8 * n;
-    if (p.bias == nullptr || own >= p.columns) continue;
-    float2 pair;
-    if (p.bias_dtype == DType::f32)
-      pair = *reinterpret_cast<const float2*>(static_cast<const float*>(p.bias) + own);
-    else if (p.bias_dtype == DType::bf16)
-      pair = widen_word(*reinterpret_cast<const uint32_t*>(static_cast<const bf16_t*>(p.bias) + own), bf16_t{});
-    else
-      pair = widen_word(*reinterpret_cast<const uint32_t*>(static_cast<const f16_t*>(p.bias) + own), f16_t{});
-    bias[n][0] = pair.x;
-    bias[n][1] = pair.y;
-  }
-}
-
-// The work of a warp: the tile's first row and column, the warp's first column within the tile, its group, and its
-// stages.
-struct Place {
-  int row, column, warp_column, group;
-  int start, stages;
-};
-
-template <class T>
-__device__ __forceinline__ void multiply_part(char* memory, const CUtensorMap* a_map, const CUtensorMap* b_map,
-                                              const Place& at, Sums& sums) {
-  const uint32_t tiles = shared_address(memory);
-  auto* full = reinterpret_cast<Mbarrier*>(memory + kStages * kStageBytes);
-  const StageCopies copies{a_map, b_map, full, tiles, at.row, at.column, at.start};
-  const int ahead = min(kAhead, at.stages);
-  const bool copies_stages = threadIdx.x == 0;
-  if (copies_stages) {
-    prefetch_tensormap(b_map);
-    prefetch_tensormap(a_map);
-    for (int slot = 0; slot < kStages; ++slot) full[slot].init(1);
-    fence_mbarrier_init();
-    for (int stage = 0; stage < ahead; ++stage) copies.start_weights(stage, stage);
-  }
-  __syncthreads();  // the mbarriers are initialized
-  griddepcontrol_wait();
-  if (copies_stages)
-    for (int stage = 0; stage < ahead; ++stage) copies.start_rows(stage, stage);
-  RingPosition<kStages> ring;
-  int free_slot = kAhead;
-  for (int stage = 0; stage < at.stages; ++stage) {
-    full[ring.slot].wait(ring.parity);
-    __syncthreads();  // all warps have read the stage that is loaded next
-    if (copies_stages && stage + kAhead < at.stages) {
-      copies.start_weights(stage + kAhead, free_slot);
-      copies.start_rows(stage + kAhead, free_slot);
+  __device__ __forceinline__ void init() {
+    for (int slot = 0; slot < S::kStages; ++slot) {
+      full[slot].init(1);
+      empty[slot].init(S::kConsumers / 32 * S::kCluster);
     }
-    const uint32_t tile = tiles + ring.slot * kStageBytes;
-    multiply_stage<T>(tile, tile + kABytes + at.warp_column * kInner * 2, at.group, sums);
+    fence_mbarrier_init();
+  }
+};
+
+// The block's tile and part of K.
+struct Place {
+  int row, column, start, stages;
+};
+
+template <class S>
+__device__ __forceinline__ Place place_of(const FewRowsProduct& p) {
+  const int all = (static_cast<int>(p.inner) + kInner - 1) / kInner;
+  const int start = first_stage(all, blockIdx.z, gridDim.z), end = first_stage(all, blockIdx.z + 1, gridDim.z);
+  return {static_cast<int>(blockIdx.y) * S::kRows, static_cast<int>(blockIdx.x) * S::kColumns, start, end - start};
+}
+
+// Called by one thread.
+template <class S>
+__device__ __forceinline__ void produce(Memory<S>& memory, const Place& at, const CUtensorMap* a_map,
+                                        const CUtensorMap* b_map) {
+  const int share = static_cast<int>(blockIdx.x) % S::kCluster * S::kShare;
+  const auto load_weights = [&](int stage, int slot) {
+    memory.full[slot].arrive_expect_tx(S::kStageBytes);
+    tma_load(b_map, memory.full[slot], shared_address(memory.stage[slot]) + S::kABytes, (at.start + stage) * kInner,
+             at.column, 0, 0);
+  };
+  const auto load_rows = [&](int stage, int slot) {
+    const uint32_t to = shared_address(memory.stage[slot]) + share * kTileRowBytes;
+    const int k = (at.start + stage) * kInner, row = at.row + share;
+    if constexpr (S::kCluster == 1)
+      tma_load(a_map, memory.full[slot], to, k, row, 0, 0);
+    else
+      tma_load_multicast((1 << S::kCluster) - 1, a_map, memory.full[slot], to, k, row, 0, 0);
+  };
+  const int ahead = min(S::kStages, at.stages);
+  for (int stage = 0; stage < ahead; ++stage) load_weights(stage, stage);
+  griddepcontrol_wait();
+  for (int stage = 0; stage < ahead; ++stage) load_rows(stage, stage);
+  RingPosition<S::kStages> ring;
+  for (int stage = S::kStages; stage < at.stages; ++stage) {
+    memory.empty[ring.slot].wait(ring.parity);
+    load_weights(stage, static_cast<int>(ring.slot));
+    load_rows(stage, static_cast<int>(ring.slot));
     ring.next();
-    free_slot = free_slot + 1 == kStages ? 0 : free_slot + 1;
+  }
+}
+
+// Accumulates a warpgroup's 64 rows. A slot is released only if it is loaded again, so that no block arrives at an
+// mbarrier of a block that has ended.
+template <class T, class S>
+__device__ __forceinline__ void consume(Memory<S>& memory, int stages, int group, float (&sums)[S::kSums]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  RingPosition<S::kStages> ring;
+  uint32_t last = 0;
+  for (int stage = 0; stage < stages; ++stage) {
+    memory.full[ring.slot].wait(ring.parity);
+    const uint32_t tile = shared_address(memory.stage[ring.slot]);
+    const uint64_t a = k_major(tile + group * 64 * kTileRowBytes), b = k_major(tile + S::kABytes);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kInner / 16; ++i)
+      wgmma<T, Major::k, Major::k>(sums, advance(a, i * kKMajorStep), advance(b, i * kKMajorStep), stage > 0 || i > 0);
+    wgmma_commit();
+    if (stage > 0) {
+      wgmma_wait<1>();
+      __syncwarp();
+      if (stage - 1 + S::kStages < stages && lane < S::kCluster) memory.empty[last].arrive_remote(lane);
+    }
+    last = ring.slot;
+    ring.next();
+  }
+  wgmma_wait<0>();
+  fence_operand(sums);
+}
+
+// Prefetches the weights of COLUMNS columns and `stages` stages of K, from `first` on, into L2. Called by THREADS
+// threads; only the blocks of the first rows do this.
+template <class T, int COLUMNS, int THREADS>
+__device__ __forceinline__ void prefetch_weights(const FewRowsProduct& p, int first_column, int first, int stages) {
+  if (blockIdx.y != 0) return;
+  for (int line = static_cast<int>(threadIdx.x); line < COLUMNS * stages; line += THREADS) {
+    const int column = first_column + line % COLUMNS, k = (first + line / COLUMNS) * kInner;
+    if (column < p.columns) prefetch_l2(static_cast<const T*>(p.weight) + column * p.inner + k);
+  }
+}
+
+__device__ __forceinline__ float bias_at(const FewRowsProduct& p, int column) {
+  if (p.bias == nullptr || column >= p.columns) return 0.0f;
+  if (p.bias_dtype == DType::f32) return static_cast<const float*>(p.bias)[column];
+  const uint32_t bits = static_cast<const uint16_t*>(p.bias)[column];
+  return p.bias_dtype == DType::bf16 ? widen_word(bits, bf16_t{}).x : widen_word(bits, f16_t{}).x;
+}
+
+// Rounds F(sums + bias) and stores a warp's 16 rows through shared memory, in rows of adjacent vectors.
+template <class T, class S, class F>
+__device__ __forceinline__ void store_rows(const FewRowsProduct& p, Memory<S>& memory, const Place& at, int warp,
+                                           const float (&sums)[S::kSums], F of) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const uint32_t own = shared_address(memory.stage) + warp * 16 * result_pitch(S::kColumns);
+  const uint32_t to = own + result_offset(lane, S::kColumns);
+  const float* bias = memory.bias + accumulator_column(lane);
+#pragma unroll
+  for (int i = 0; i < S::kColumns / 8; i += 2) {  // columns 8 * i to 8 * i + 15
+    uint32_t word[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float2 add = *reinterpret_cast<const float2*>(bias + 8 * (i + k / 2));
+      word[k] = narrow_word(of(sums[4 * i + 2 * k] + add.x), of(sums[4 * i + 2 * k + 1] + add.y), T{});
+    }
+    stmatrix_x4(to + 16 * i, word);
+  }
+  __syncwarp();
+#pragma unroll 4
+  for (int index = lane; index < 16 * S::kColumns / kChunk; index += 32) {
+    const ResultVector at_warp = result_vector(index, S::kColumns);
+    const int row = at.row + warp * 16 + at_warp.row, column = at.column + at_warp.column;
+    const uint4 v = load_vector(own + at_warp.row * result_pitch(S::kColumns) + at_warp.column * 2);
+    if (row < p.rows && column < p.columns)
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.y) + row * p.columns + column) = v;
+  }
+}
+
+template <class S>
+__device__ __forceinline__ void store_part(const FewRowsProduct& p, const Place& at, int warp,
+                                           const float (&sums)[S::kSums]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, column = at.column + accumulator_column(lane);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = at.row + warp * 16 + accumulator_row(lane) + 8 * half;
+    if (row >= p.rows) continue;
+    float* to = p.parts + (blockIdx.z * p.rows + row) * p.columns + column;
+#pragma unroll
+    for (int n = 0; n < S::kColumns / 8; ++n)
+      if (column + 8 * n < p.columns)
+        *reinterpret_cast<float2*>(to + 8 * n) = make_float2(sums[4 * n + 2 * half], sums[4 * n + 2 * half + 1]);
+  }
+}
+
+constexpr int kConsumerBarrier = 1;
+
+template <class T, class S>
+__device__ __forceinline__ void multiply(const FewRowsProduct& p, Memory<S>& memory, const Place& at, int warp) {
+  // of the stages that do not fit into the ring buffer, while the warps wait for the previous kernel
+  prefetch_weights<T, S::kColumns, S::kConsumers>(p, at.column, at.start + S::kStages, at.stages - S::kStages);
+  for (int i = static_cast<int>(threadIdx.x); i < S::kColumns; i += S::kConsumers)
+    memory.bias[i] = bias_at(p, at.column + i);
+  float sums[S::kSums];
+  consume<T, S>(memory, at.stages, warp / 4, sums);
+  if (p.parts != nullptr) return store_part<S>(p, at, warp, sums);
+  named_barrier_sync(kConsumerBarrier, S::kConsumers);  // the bias is there, and all warps have read the last stages
+  if (!p.activates) return store_rows<T, S>(p, memory, at, warp, sums, [](float u) { return u; });
+  const auto store = [&](auto tag) {
+    constexpr Activation kActivation = decltype(tag)::value;
+    store_rows<T, S>(p, memory, at, warp, sums, [](float u) { return activated_as<kActivation, T>(u).value; });
+  };
+  switch (p.activation) {
+    case Activation::gelu: return store(ActivationTag<Activation::gelu>{});
+    case Activation::gelu_tanh: return store(ActivationTag<Activation::gelu_tanh>{});
+    case Activation::relu: return store(ActivationTag<Activation::relu>{});
+    case Activation::silu: return store(ActivationTag<Activation::silu>{});
   }
 }
 
 // Grid (columns / tile, rows / tile, parts of K).
-template <class T>
-__global__ void __launch_bounds__(kThreads)
+template <class T, class S>
+__global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThreads, 1)
     product_kernel(const __grid_constant__ FewRowsProduct p, const __grid_constant__ CUtensorMap a_map,
                    const __grid_constant__ CUtensorMap b_map) {
-  extern __shared__ __align__(1024) char memory[];
+  extern __shared__ __align__(1024) char dynamic_memory[];
+  auto& memory = *reinterpret_cast<Memory<S>*>(dynamic_memory);
   griddepcontrol_launch_dependents();
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const int warp = warp_uniform(thread / 32), group = warp / (kGroupThreads / 32);
-  const int warp_column = warp % kSmallTile.warp_columns * kWarpColumns;
-  const int first_row = static_cast<int>(blockIdx.y) * kRows;
-  const int first_column = static_cast<int>(blockIdx.x) * kColumns;
-  const int all_stages = (static_cast<int>(p.inner) + kInner - 1) / kInner;
-  const int start = first_stage(all_stages, blockIdx.z, gridDim.z);
-  const int stages = first_stage(all_stages, blockIdx.z + 1, gridDim.z) - start;
-  const int row = first_row + accumulator_row(lane);
-  const int column = first_column + warp_column + accumulator_column(lane);
-  prefetch_weights<T, kColumns, kThreads>(p, first_column, start + kAhead, stages - kAhead);
-  float bias[kN][2];
-  Sums sums = {};
-  load_bias(p, column, bias);
-  const Place at{first_row, first_column, warp_column, group, start, stages};
-  multiply_part<T>(memory, &a_map, &b_map, at, sums);
-  if (!add_groups(reinterpret_cast<float*>(memory), group, sums)) return;
-  if (p.parts != nullptr) return store_part(p, row, column, sums);
-  if (!p.activates) return store_tile<T>(p, row, column, bias, sums, Identity{});
-  switch (p.activation) {
-    case Activation::gelu: return store_tile<T>(p, row, column, bias, sums, Activate<Activation::gelu, T>{});
-    case Activation::gelu_tanh: return store_tile<T>(p, row, column, bias, sums, Activate<Activation::gelu_tanh, T>{});
-    case Activation::relu: return store_tile<T>(p, row, column, bias, sums, Activate<Activation::relu, T>{});
-    case Activation::silu: return store_tile<T>(p, row, column, bias, sums, Activate<Activation::silu, T>{});
+  const int warp = warp_uniform(static_cast<int>(threadIdx.x) / 32);
+  const Place at = place_of<S>(p);
+  if (threadIdx.x == 0) memory.init();
+  __syncthreads();
+  if constexpr (S::kCluster > 1) cluster_sync();
+  if (warp < S::kConsumers / 32) {
+    multiply<T, S>(p, memory, at, warp);
+  } else if (elect_one()) {
+    prefetch_tensormap(&b_map);
+    prefetch_tensormap(&a_map);
+    produce<S>(memory, at, &a_map, &b_map);
   }
 }
 
-template <class T>
-Status launch(const FewRowsProduct& call) {
-  if (call.tile != 0) return few_rows_pipelined_product(call, call.tile - 1);
-  const dim3 grid = grid_of(steps(call.columns, kColumns), steps(call.rows, kRows), call.part_count);
+// Makes the tensor map of a matrix [rows, K] with boxes of `box` rows and 64 elements of K.
+Status map_rows(CUtensorMap* map, const FewRowsProduct& call, const void* matrix, int64_t rows, int box) {
+  return make_tensor_map(map,
+                         {matrix, call.dtype, {call.inner, rows, 1, 1}, {call.inner, 0, 0}, {kTileColumns, box, 1, 1}});
+}
+
+dim3 grid_of(int64_t x, int64_t y, int64_t z) {
+  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z));
+}
+
+template <class T, class S>
+Status launch_tile(const FewRowsProduct& call) {
+  static_assert(sizeof(Memory<S>) <= 227 * 1024, "more shared memory than an SM has");
+  const int64_t clusters = steps(call.columns, S::kColumns * S::kCluster);
+  const dim3 grid = grid_of(clusters * S::kCluster, steps(call.rows, S::kRows), call.part_count);
   CUtensorMap a_map, b_map;
-  Status status = map_rows(&a_map, call, call.x, call.rows, kRows);
-  if (status.code == StatusCode::ok) status = map_rows(&b_map, call, call.weight, call.columns, kColumns);
+  Status status = map_rows(&a_map, call, call.x, call.rows, S::kShare);
+  if (status.code == StatusCode::ok) status = map_rows(&b_map, call, call.weight, call.columns, S::kColumns);
   if (status.code != StatusCode::ok) return status;
-  return launch_after(call.dependent != 0, product_kernel<T>, grid, kThreads, kMemory, call.stream, call, a_map, b_map);
+  return launch_after(call.dependent != 0, product_kernel<T, S>, grid, S::kThreads, sizeof(Memory<S>), call.stream,
+                      call, a_map, b_map);
+}
+
+template <class T, int INDEX = 0>
+Status launch_product(const FewRowsProduct& call) {
+  if constexpr (INDEX == kProductTileCount)
+    return {StatusCode::bad_value, "few_rows_product: tile: expected an index into the table of tiles"};
+  else
+    return call.tile == INDEX ? launch_tile<T, Shape<INDEX>>(call) : launch_product<T, INDEX + 1>(call);
 }
 
 Status check(const FewRowsProduct& call) {
@@ -251,8 +281,8 @@ Status few_rows_product(const FewRowsProduct& call) {
   if (status.code != StatusCode::ok) return status;
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
-  if (call.dtype == DType::bf16) return launch<bf16_t>(call);
-  return call.dtype == DType::f16 ? launch<f16_t>(call) : unknown_dtype();
+  if (call.dtype == DType::bf16) return launch_product<bf16_t>(call);
+  return call.dtype == DType::f16 ? launch_product<f16_t>(call) : unknown_dtype();
 }
 
 }  // namespace cuda

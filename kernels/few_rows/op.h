@@ -27,7 +27,7 @@ struct FewRowsProduct {
   int64_t rows;        // M
   int64_t columns;     // N
   int64_t inner;       // K
-  int tile;            // 0 for few_rows::kSmallTile, or one more than an index into kPipelinedTiles
+  int tile;            // an index into few_rows::kProductTiles
   int part_count;      // number of parts into which K is split; 1 if `parts` is null
   int activates;       // not 0 to apply the activation
   Activation activation;

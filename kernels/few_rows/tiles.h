@@ -1,5 +1,5 @@
-// The tile of the GEMMs of up to 16 rows, and which element of a tile each thread loads or holds. The index arithmetic
-// also compiles for the host, where tests cover it.
+// Which element of a tile each thread of the kernels for few rows loads or holds. The index arithmetic also compiles
+// for the host, where tests cover it.
 #pragma once
 
 #include <cstdint>
@@ -19,24 +19,6 @@ constexpr int kTileChunks = 8;  // chunks in a row of a stage
 
 // The number of steps of `step` that cover `count`.
 constexpr int64_t steps(int64_t count, int64_t step) { return (count + step - 1) / step; }
-
-// The tile of a GEMM of up to 16 rows (cuda_product.cu). A block computes rows x columns of the result. Its warps form
-// inner_groups groups of warp_columns warps. Each group computes the whole tile over its part of every stage, and the
-// first group adds the sums.
-struct Tile {
-  int rows, columns;
-  int warp_columns;
-  int inner_groups;
-  int stages;
-};
-
-// The shared memory of an SM fits only one block, so blocks of a kernel that starts early run on other SMs.
-constexpr Tile kSmallTile{16, 32, 2, 4, 19};
-
-constexpr int threads_of(const Tile& tile) { return 32 * tile.warp_columns * tile.inner_groups; }
-constexpr int stage_bytes(const Tile& tile) { return (tile.rows + tile.columns) * kInner * 2; }
-// Bytes of shared memory: the stages, and an mbarrier for each.
-constexpr int memory_of(const Tile& tile) { return tile.stages * (stage_bytes(tile) + 8); }
 
 // The byte offset of a 16-byte chunk in a tile whose rows have `chunks` chunks (4, 8 or 16). Chunks are swizzled within
 // 128 bytes, so that the same chunk of eight consecutive rows is in different banks.

@@ -61,7 +61,7 @@ class FewRowsForward {
   using Region = baseline::transformer::ForwardRegion;
 
   few_rows::Plan plan(int64_t columns, int64_t inner, bool partial) const {
-    few_rows::Plan found = few_rows::plan_product(call_.tokens, columns, inner, call_.processors, partial);
+    few_rows::Plan found = few_rows::plan_product(call_.tokens, {columns, inner, partial}, call_.processors);
     const int64_t most = kGemmWorkspace / (4 * call_.tokens * columns);  // number of parts that fit into the workspace
     if (partial) found.parts = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(found.parts, most)));
     return found;

@@ -12,7 +12,7 @@ import pytest
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++")
-PROGRAMS = ["window_tiles", "short_attention", "product_turns", "pipelined_result", "gelu_tail"]
+PROGRAMS = ["window_tiles", "short_attention", "product_turns", "product_result", "chunk_banks", "gelu_tail"]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="requires a C++ compiler")

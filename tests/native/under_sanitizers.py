@@ -309,7 +309,7 @@ def test_short_attention(head_dim: int, window: tuple[int, int]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tile", [pytest.param(tile, id=f"few_rows-producer-{tile}") for tile in range(1, 9)])
+@pytest.mark.parametrize("tile", [pytest.param(tile, id=f"few_rows-producer-{tile}") for tile in range(10)])
 def test_few_rows_with_a_producer(tile: int, dtype: torch.dtype) -> None:
     """Tiles that rows and columns do not fill, and more stages than the ring buffer has, in one and in two parts."""
     randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))

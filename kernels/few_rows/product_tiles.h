@@ -1,6 +1,5 @@
-// The tiles of the GEMMs of more than 16 rows, in which a producer warp loads the stages (cuda_pipelined.cu), and how
-// a warp passes its result through shared memory. The index arithmetic also compiles for the host, where tests cover
-// it.
+// The tiles of the GEMMs for few rows (cuda_product.cu), and how a warp passes its result through shared memory. The
+// index arithmetic also compiles for the host, where tests cover it.
 #pragma once
 
 #include "few_rows/tiles.h"
@@ -9,19 +8,18 @@ namespace fasttfm {
 namespace few_rows {
 
 // Each consumer warpgroup computes 64 of the rows. `cluster` blocks have neighbouring columns and share the rows of x.
-struct PipelinedTile {
+struct ProductTile {
   int rows, columns;
   int stages;
   int cluster;
 };
 
-// In calls their indices start at 1, after kSmallTile. On an H200 one of these eight is within 6% of the fastest of
-// sixteen such tiles for each GEMM of BERT-base with 32 to 1,152 rows.
-constexpr PipelinedTile kPipelinedTiles[] = {
-    {64, 64, 12, 2}, {64, 96, 10, 2},  {128, 64, 8, 2},  {64, 128, 8, 2},
-    {128, 96, 7, 1}, {128, 128, 6, 1}, {128, 192, 5, 1}, {128, 256, 4, 2},
+// plan.h chooses one of them.
+constexpr ProductTile kProductTiles[] = {
+    {64, 32, 12, 4}, {64, 64, 12, 2}, {64, 64, 12, 4},  {64, 96, 10, 2},  {128, 64, 8, 2},
+    {64, 128, 8, 2}, {128, 96, 7, 1}, {128, 128, 6, 1}, {128, 192, 5, 1}, {128, 256, 4, 2},
 };
-constexpr int kPipelinedCount = static_cast<int>(sizeof(kPipelinedTiles) / sizeof(kPipelinedTiles[0]));
+constexpr int kProductTileCount = static_cast<int>(sizeof(kProductTiles) / sizeof(kProductTiles[0]));
 
 // Bytes between rows of the result in shared memory: with an odd number of chunks of 16 bytes, the same chunk of eight
 // consecutive rows is in different banks.

@@ -1,11 +1,11 @@
-// How warps of the GEMMs for few rows with a producer warp (few_rows/cuda_pipelined.cu) pass their results through
+// How warps of the GEMMs for few rows (few_rows/cuda_product.cu) pass their results through
 // shared memory, on the host: every accumulator is stored once and read as the element that it is, without bank
 // conflicts, and a tile's result fits into its stages.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
-#include "few_rows/pipelined_tiles.h"
+#include "few_rows/product_tiles.h"
 
 using namespace fasttfm::few_rows;
 
@@ -55,7 +55,7 @@ void check(int columns) {
 }  // namespace
 
 int main() {
-  for (const PipelinedTile& tile : kPipelinedTiles) {
+  for (const ProductTile& tile : kProductTiles) {
     check(tile.columns);
     require(tile.rows * result_pitch(tile.columns) <= tile.stages * (tile.rows + tile.columns) * kInner * 2,
             "no room for the result", tile.columns);
