@@ -1,6 +1,7 @@
 #include "few_rows/op.h"
 
 #include "binding.h"
+#include "few_rows/layers_shape.h"
 #include "few_rows/plan.h"
 
 namespace fasttfm {
@@ -15,6 +16,11 @@ FASTTFM_FUNCTION(int64_t, few_rows_tile, int64_t rows, int64_t columns, int64_t 
 FASTTFM_FUNCTION(int64_t, few_rows_parts, int64_t rows, int64_t columns, int64_t inner, int64_t processors,
                  int64_t partial) {
   return few_rows::plan_product(rows, {columns, inner, partial != 0}, processors).parts;
+}
+
+// The bytes of the workspace of few_rows_layers_cuda; 0 if it does not support these sizes.
+FASTTFM_FUNCTION(int64_t, few_rows_layers_workspace, int64_t width, int64_t intermediate, int64_t heads) {
+  return few_rows::layers_workspace(width, intermediate, heads);
 }
 
 #ifdef FASTTFM_WITH_HOPPER
@@ -85,6 +91,30 @@ FASTTFM_FUNCTION(Status, few_rows_attention_cuda, const Tensor& qkv, const Tenso
       .split_keys = split_keys,
       .dtype = qkv.dtype(),
       .dependent = dependent,
+      .device = context.device,
+      .stream = context.stream,
+  });
+}
+
+// `parameters` is a table of addresses.
+FASTTFM_FUNCTION(Status, few_rows_layers_cuda, const int64_t* parameters, int64_t layers, const Tensor& x,
+                 const Tensor& y, const Tensor& cu_seqlens, const Tensor& workspace, int64_t intermediate,
+                 int64_t heads, Activation activation, float eps_a, float eps_b) {
+  return cuda::few_rows_layers({
+      .parameters = parameters,
+      .x = x.data,
+      .y = y.data,
+      .cu_seqlens = cu_seqlens.as<int32_t>(),
+      .workspace = workspace.data,
+      .layers = layers,
+      .tokens = x.shape[0],
+      .width = x.shape[1],
+      .intermediate = intermediate,
+      .heads = heads,
+      .sequences = cu_seqlens.shape[0] - 1,
+      .activation = activation,
+      .eps_a = eps_a,
+      .eps_b = eps_b,
       .device = context.device,
       .stream = context.stream,
   });

@@ -35,6 +35,7 @@ SHARED = {
             "attention_native",
             "embedding_native",
             "few_rows",
+            "few_rows_layers",
             "backends",
             "checks",
             "declare",

@@ -5,6 +5,7 @@
 //   product      y = activation(x weight^T + bias)       x [M, K], weight [N, K]; or fp32 partial sums (split-K)
 //   add_norm     z = residual + sum of parts + bias,  y = LayerNorm(z)
 //   attention    softmax(q k^T scale) v over packed sequences
+//   layers       all layers of a post-LN encoder over up to 32 tokens in one kernel
 #pragma once
 
 #include <cstdint>
@@ -78,11 +79,36 @@ struct FewRowsAttention {
   void* stream;
 };
 
+// Layers of transformer_block/op.h in bf16, without dropout and with full attention, over few tokens. The workspace has
+// few_rows::layers_workspace() bytes. It is zero before the first call, and no two calls use it at the same time.
+struct FewRowsLayers {
+  const int64_t*
+      parameters;  // [layers, kTransformerParameters] addresses of bf16 tensors, in host memory; none is null
+  const void* x;   // [T, C], bf16, contiguous
+  void* y;         // [T, C], bf16, contiguous
+  const int32_t* cu_seqlens;  // [sequences + 1]
+  void* workspace;
+  int64_t layers;        // up to few_rows::kMostLayers
+  int64_t tokens;        // T: up to few_rows::kMostLayersRows
+  int64_t width;         // C
+  int64_t intermediate;  // columns in the feed-forward block
+  int64_t heads;
+  int64_t sequences;
+  Activation activation;  // GELU or its tanh form
+  float eps_a;
+  float eps_b;
+  int device;
+  void* stream;
+};
+
 namespace cuda {
 // Compute capability 9.0. N, K and C are multiples of 8, C is at most 8192; tensors are aligned to 16 bytes.
 Status few_rows_product(const FewRowsProduct&);
 Status few_rows_add_norm(const FewRowsAddNorm&);
 Status few_rows_attention(const FewRowsAttention&);
+// The sizes are those of few_rows::layers_workspace(). The status is does_not_fit if the blocks, which wait for one
+// another, are not all resident at once; nothing has been launched then.
+Status few_rows_layers(const FewRowsLayers&);
 }  // namespace cuda
 
 }  // namespace fasttfm

@@ -1,6 +1,6 @@
 """Parts of the Hopper kernels that programs in C++ check on the host: the tiles of attention with windows, the copies
 and stores of attention of short sequences, which tiles of a GEMM each cluster computes, how results of GEMMs for few
-rows pass through shared memory, and GELU's polynomial."""
+rows pass through shared memory, what the blocks of the kernel for all layers exchange, and GELU's polynomial."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++")
-PROGRAMS = ["window_tiles", "short_attention", "product_turns", "product_result", "chunk_banks", "gelu_tail"]
+PROGRAMS = [
+    *("window_tiles", "short_attention", "product_turns", "product_result", "chunk_banks", "layers_shape"),
+    "gelu_tail",
+]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="requires a C++ compiler")

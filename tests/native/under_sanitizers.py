@@ -20,6 +20,7 @@ from fasttfm.ops import (
     attention,
     cu_seqlens_from_lengths,
     few_rows,
+    few_rows_layers,
     fp8,
     fp8_attention,
     fp8_norm,
@@ -288,6 +289,19 @@ def test_few_rows(rows: int) -> None:
     module = nn.PackedTransformer([nn.PackedLayer(64, 2, 136, device="cuda", dtype=torch.bfloat16)]).eval()
     with torch.inference_mode():
         module(randn(rows, 64).bfloat16().cuda(), cu_seqlens_from_lengths((rows,), device="cuda"), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [pytest.param(width, id=f"few_rows_layers-{width}") for width in (384, 768)])
+def test_layers_in_one_kernel(width: int) -> None:
+    """With each of its tiles, an empty sequence, and tokens after the last sequence."""
+    layers = [nn.PackedLayer(width, 12, 4 * width, device="cuda", dtype=torch.bfloat16) for _ in range(6)]
+    module, workspace = nn.PackedTransformer(layers).eval(), few_rows_layers.Workspace()
+    with torch.inference_mode(), few_rows_layers.using(workspace):
+        for lengths in ((5, 0, 8), (20, 9)):
+            x = torch.randn(sum(lengths) + 3, width).bfloat16().cuda()
+            module(x, cu_seqlens_from_lengths(lengths, device="cuda"), max(lengths))
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ from fasttfm.inference.batches import (
 )
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.results import Wait
+from fasttfm.ops import few_rows_layers
 from fasttfm.ops.graph_launch import HostMemory, LaunchableGraph
 
 Value = TypeVar("Value")
@@ -148,6 +149,7 @@ class Graphs:
         limit: The maximum number of graphs that are kept.
         max_length: The maximum number of tokens in a sequence.
         padding: The id of padding tokens.
+        workspace: That of layers over few tokens; the network's other launches with it are on the same stream.
     """
 
     def __init__(
@@ -155,13 +157,14 @@ class Graphs:
         network: Network,
         stream: torch.cuda.Stream,
         *,
+        workspace: few_rows_layers.Workspace,
         limit: int,
         max_tokens: int,
         max_length: int,
         padding: int,
     ) -> None:
         self._network, self._max_tokens, self._max_length, self._padding = network, max_tokens, max_length, padding
-        self._stream = stream
+        self._stream, self._workspace = stream, workspace
         self._cache: GraphCache[_Graph] = GraphCache(self._capture, limit)
         self._pool = torch.cuda.graph_pool_handle()
         room = bucket_for(max_tokens, max_tokens, 1, max_length)
@@ -209,7 +212,7 @@ class Graphs:
         """Captures a graph of the bucket, which reads the shared inputs."""
         bucket = key.bucket
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), few_rows_layers.using(self._workspace):
             ids, segments, boundaries = split_buffer(self._static, bucket, key.segments)
             ids.zero_()
             if segments is not None:

@@ -30,6 +30,7 @@ from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import TextModel
+from fasttfm.ops import few_rows_layers
 
 _WINDOWS = (256, 4096)  # how many texts are sorted by length together: the first window, and the largest
 _OUTPUTS = {each.value: each for each in Output}
@@ -37,6 +38,7 @@ _IN_FLIGHT = 2  # batches that are launched before the first one is synchronized
 # The default number of tokens in a batch. On a CPU the activations of a batch should fit into its caches.
 _MAX_TOKENS = {"cuda": 16384, "cpu": 2048}
 _GRAPH_TOKENS = 16384  # for larger batches the GPU's time far exceeds the host's for the launches
+_RESET_INTERVAL = 2**22  # batches, each with up to 2^10 tags of the workspace of layers over few tokens
 
 
 @dataclass
@@ -161,7 +163,7 @@ class Session:
         self._lock = threading.Lock()  # guards the device's buffers and the counts
         self._graphs: Graphs | None = None
         if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)
+            self._stream, self._workspace = torch.cuda.Stream(self.device), few_rows_layers.Workspace()
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # until the weights are copied
             if max_graphs > 0:
                 padding = model.config.pad_token_id or 0
@@ -169,6 +171,7 @@ class Session:
                 self._graphs = Graphs(
                     self.network,
                     self._stream,
+                    workspace=self._workspace,
                     limit=max_graphs,
                     max_tokens=graph_tokens,
                     max_length=longest,
@@ -438,10 +441,13 @@ class Session:
         return lambda read=None: rows if read is None else read(rows)
 
     def _run_cuda(self, batch: Packed, output: Output) -> Wait:
+        if self.counts.batches % _RESET_INTERVAL == 0:
+            with torch.cuda.stream(self._stream), torch.inference_mode():
+                self._workspace.reset()
         launched = None if self._graphs is None else self._graphs.launch(output, batch)
         if launched is not None:
             return launched
-        with torch.cuda.stream(self._stream), torch.inference_mode():
+        with torch.cuda.stream(self._stream), torch.inference_mode(), few_rows_layers.using(self._workspace):
             rows = self.network.run(output, Inputs.of(batch, self.device))
             host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             host.copy_(rows, non_blocking=True)

@@ -1,0 +1,103 @@
+// How blocks of the kernel for all layers (cuda_layers.cu) hand data to each other while the grid runs, without
+// barriers.
+//
+// Blocks of different clusters exchange packets of 16 bytes in global memory, of which the last word is a tag that no
+// earlier packet at this address had. A packet is written and read as a whole (accesses of 128 bits are atomic), so a
+// reader that finds the tag has the data, and neither side needs a fence. Blocks of a cluster store into each other's
+// shared memory and count the bytes at an mbarrier.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda/hopper.cuh"
+
+namespace fasttfm {
+namespace cuda {
+namespace layers {
+
+// Ends the kernel with an error after this many polls, which take at least 20 seconds.
+constexpr int kMostPolls = 1 << 26;
+
+class PollLimit {
+ public:
+  __device__ __forceinline__ void count() {
+    if (++polls_ > kMostPolls) __trap();
+  }
+
+ private:
+  int polls_ = 0;
+};
+
+__device__ __forceinline__ uint4 packet_of(uint64_t low, uint64_t high) {
+  return make_uint4(static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
+                    static_cast<uint32_t>(high >> 32));
+}
+__device__ __forceinline__ uint64_t low_half(uint4 v) { return v.x | static_cast<uint64_t>(v.y) << 32; }
+__device__ __forceinline__ uint64_t high_half(uint4 v) { return v.z | static_cast<uint64_t>(v.w) << 32; }
+
+__device__ __forceinline__ uint4 load_packet(const uint4* from) {
+  uint64_t low, high;
+  asm volatile("{ .reg .b128 t; ld.relaxed.gpu.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }"
+               : "=l"(low), "=l"(high)
+               : "l"(from)
+               : "memory");
+  return packet_of(low, high);
+}
+
+__device__ __forceinline__ void store_packet(uint4* to, uint4 v) {
+  asm volatile("{ .reg .b128 t; mov.b128 t, {%0, %1}; st.relaxed.gpu.global.b128 [%2], t; }" ::"l"(low_half(v)),
+               "l"(high_half(v)), "l"(to)
+               : "memory");
+}
+
+// Loads the packet again if it does not have the tag.
+__device__ __forceinline__ void reload_packet(uint4& v, const uint4* from, uint32_t tag) {
+  uint64_t low = low_half(v), high = high_half(v);
+  asm volatile(
+      "{ .reg .pred p; .reg .b128 t; setp.ne.b32 p, %3, %4; mov.b128 t, {%0, %1};"
+      " @p ld.relaxed.gpu.global.b128 t, [%2]; mov.b128 {%0, %1}, t; }"
+      : "+l"(low), "+l"(high)
+      : "l"(from), "r"(v.w), "r"(tag)
+      : "memory");
+  v = packet_of(low, high);
+}
+
+// Polls packets until all have the tag; `from(i)`: the address of the i-th. Those that are already loaded with the tag
+// are not polled.
+template <int COUNT, class From>
+__device__ __forceinline__ void wait_for_packets(uint4 (&v)[COUNT], From from, uint32_t tag) {
+  PollLimit limit;
+  while (true) {
+    bool late = false;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) late |= v[i].w != tag;
+    if (!late) return;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) reload_packet(v[i], from(i), tag);
+    limit.count();
+  }
+}
+
+__device__ __forceinline__ void wait_for(const Mbarrier& barrier, uint32_t parity) {
+  PollLimit limit;
+  while (!barrier.test(parity)) limit.count();
+}
+
+// The address of the same place in the shared memory of another block of the cluster.
+__device__ __forceinline__ uint32_t mapa(uint32_t shared, uint32_t block) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(block));
+  return remote;
+}
+
+// Stores 16 bytes in a block of the cluster, and counts them at its mbarrier.
+__device__ __forceinline__ void st_async(uint32_t remote, uint4 v, uint32_t remote_barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(remote_barrier)
+      : "memory");
+}
+
+}  // namespace layers
+}  // namespace cuda
+}  // namespace fasttfm
