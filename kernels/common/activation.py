@@ -39,7 +39,8 @@ def derivative(u: Tensor, kind: str) -> Tensor:
     """The activation's derivative at ``u``; finite for every finite ``u``."""
     if kind == "gelu":
         density = (u.square() * -0.5).exp() * (1.0 / math.sqrt(2.0 * math.pi))
-        return torch.special.ndtr(u) + u * density
+        # torch.special.ndtr adds 1 to erf, which cancels if u is negative and has a larger error than erfc on Arm.
+        return 0.5 * torch.erfc(u * -math.sqrt(0.5)) + u * density
     if kind == "gelu_tanh":
         near = u.clamp(-20.0, 20.0)  # beyond, the derivative is 0 or 1; u^3 would overflow before that shows
         w = _SLOPE * near * (1.0 + _CUBIC * near.square())
