@@ -65,14 +65,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))
 
 
-@pytest.fixture
-def torch_multiplies_by_blas() -> Iterator[None]:
-    """torch multiplies fp32 matrices on a CPU with its BLAS, as native layers do, so that bits can be compared. On Arm
-    it would call the Arm Compute Library, through oneDNN."""
+@pytest.fixture(autouse=True)
+def restored_onednn() -> Iterator[None]:
+    """After a bf16 GEMM on a CPU without bf16 instructions, torch disables oneDNN in the process, which would
+    change the rounding of fp32 in later tests."""
     before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(before and platform.machine() in ("x86_64", "AMD64"))
     yield
     torch._C._set_mkldnn_enabled(before)
+
+
+@pytest.fixture
+def torch_multiplies_by_blas(restored_onednn: None) -> None:
+    """torch multiplies fp32 matrices on a CPU with its BLAS, as native layers do, so that bits can be compared. On Arm
+    it would call the Arm Compute Library, through oneDNN."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        torch._C._set_mkldnn_enabled(False)
 
 
 @pytest.hookimpl(wrapper=True)
