@@ -129,6 +129,15 @@ class SortedIds(NamedTuple):
         return found
 
 
+def inverse(order: np.ndarray) -> np.ndarray:
+    """The position of each index in a permutation."""
+    if len(order) == 1:
+        return order
+    positions = np.empty_like(order)
+    positions[order] = np.arange(len(order))
+    return positions
+
+
 def sort_ids(sequences: Sequence[Sequence[int]]) -> SortedIds:
     """Sorts and concatenates sequences, which are lists or arrays of ids."""
     found = checked_ids(sequences)

@@ -180,8 +180,8 @@ class Graphs:
     def launch(self, output: Output, batch: Packed) -> Wait | None:
         """Starts the computation of a batch. Returns a function, to be called once, that waits for it and returns the
         rows of the output; None if the batch has to run without a graph."""
-        per_sequence = self._network.is_per_sequence(output)
-        if batch.tokens > (self._max_tokens if per_sequence else min(self._max_tokens, _MAX_TOKEN_ROWS)):
+        per_sequence, tokens = self._network.is_per_sequence(output), batch.tokens
+        if tokens > (self._max_tokens if per_sequence else min(self._max_tokens, _MAX_TOKEN_ROWS)):
             return None
         key = _Key(output, self.bucket(batch), batch.segments is not None)
         try:
@@ -194,7 +194,7 @@ class Graphs:
             return None
         staging = self._free.pop() if self._free else _Staging(len(self._static), self._stream)
         write_bucket(staging.input_array, batch, key.bucket, self._padding)
-        rows = batch.sequences if per_sequence else batch.tokens
+        rows = batch.sequences if per_sequence else tokens
         shape = (rows, *found.shape)
         large = torch.empty(shape, pin_memory=True) if 4 * rows * found.size > _SMALL_RESULT else None
         found.graph.launch(staging, rows, large)

@@ -28,16 +28,10 @@ class SequenceRows:
     def __init__(self, ids: SortedIds, count: int, empty_shape: Callable[[], tuple[int, ...]]) -> None:
         self._order, self._count, self._empty_shape = ids.order, count, empty_shape
         self._found: np.ndarray | None = None
-        self._positions = np.empty_like(ids.order)  # of each sequence in the order of the batches
-        if len(ids.order) == count:
-            self._positions[ids.order] = np.arange(count)
 
     def add(self, first: int, last: int, wait: Wait) -> None:
         """Waits for the batch of the sequences from ``first`` up to ``last``."""
-        if last - first == self._count:  # all of them: faster than assigning them to rows
-            self._found = wait(lambda rows: rows.take(self._positions, 0))
-        else:
-            wait(lambda rows: self._put(self._order[first:last], rows))
+        wait(lambda rows: self._put(self._order[first:last], rows))
 
     def _put(self, indices: np.ndarray, rows: np.ndarray) -> None:
         if self._found is None:

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from fasttfm.data.tokenizer import Tokenizer
-from fasttfm.inference.batches import Packed, SortedIds, checked_ids, concatenate, cut, pack, prefetch, sort_ids
+from fasttfm.inference.batches import (
+    Packed,
+    SortedIds,
+    checked_ids,
+    concatenate,
+    cut,
+    inverse,
+    pack,
+    prefetch,
+    sort_ids,
+)
 from fasttfm.inference.calibration import CALIBRATION, Calibration, calibrate, run_in_fp8
 from fasttfm.inference.dispatch import Dispatcher, register_fork_reset
 from fasttfm.inference.formats import Tokens, segments_of, text_format
@@ -228,9 +238,9 @@ class Session:
         """
         kind = self._output(output)
         if _is_single(inputs):
-            return self._start([inputs], kind)()[0]
+            return self._encode_window([inputs], kind)[0]
         if _is_one_window(inputs):
-            return self._start(inputs, kind)()
+            return self._encode_window(inputs, kind)
         if not isinstance(inputs, Iterable):
             got = type(inputs).__name__
             raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {got}")
@@ -303,12 +313,31 @@ class Session:
         for sequences in prefetch(_windows(inputs), self._tokenize):
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
 
-    def _start(self, inputs: Sequence[Any], output: Output) -> Callable[[], Any]:
-        """Tokenizes inputs and starts their computation, as ``_launch`` does."""
+    def _encode_window(self, inputs: Sequence[Any], output: Output) -> Any:
+        """The results of inputs that are tokenized at once, as ``encode`` returns them."""
         ids = checked_ids(inputs, self._max_positions, self._vocabulary)
-        if ids is not None:  # needs no object for each sequence: that would take longer than the rest
-            return self._launch_ids(ids, len(inputs), output)
-        return self._launch(self._tokenize(inputs), output)
+        if ids is None:
+            return self._launch(self._tokenize(inputs), output)()
+        # needs no object for each sequence: that would take longer than the rest
+        found = self._encode_at_once(ids, len(inputs), output)
+        return self._launch_ids(ids, len(inputs), output)() if found is None else found
+
+    def _encode_at_once(self, ids: SortedIds, count: int, output: Output) -> np.ndarray | None:
+        """The same for ids that are one batch with a row for each sequence, and no sequence is empty; otherwise None.
+        On the host such a call takes half as long as one that may have several batches."""
+        ends, begun = ids.cu_seqlens, time.perf_counter()
+        if len(ids.order) < count or not count or not self.network.is_per_sequence(output):
+            return None
+        if len(cut(ends, self.max_tokens, self.max_batch)) > 1:
+            return None
+        wait = self.run(Packed(ids.ids, None, ends, ends.item(1)), output)
+        positions = inverse(ids.order)  # while the device computes
+        found: np.ndarray = wait(lambda rows: rows.take(positions, 0))
+        with self._lock:
+            self.counts.texts += count
+            self.counts.tokens += len(ids.ids)
+            self.counts.seconds += time.perf_counter() - begun
+        return found
 
     def _tokenize(self, inputs: Sequence[Any]) -> list[Tokens]:
         """The sequences of inputs. Inputs that are lists of ids get no special tokens."""
