@@ -127,7 +127,8 @@ FASTTFM_FUNCTION(int64_t, attention_backward_workspace, const Tensor& q, const O
 #ifdef FASTTFM_WITH_HOPPER
   if (context.is_cuda())
     return cuda::attention_backward_workspace(sequences, heads.heads, heads.head_dim, heads.sequences * heads.tokens,
-                                              std::max(max_seqlen, max_seqlen_k));
+                                              std::max(max_seqlen, max_seqlen_k),
+                                              k.given && Heads(k).heads != heads.heads);
 #endif
   return cpu::attention_backward_workspace(max_seqlen, max_seqlen_k, heads.head_dim, context.threads);
 }
@@ -136,13 +137,33 @@ FASTTFM_FUNCTION(int64_t, attention_backward_workspace, const Tensor& q, const O
 FASTTFM_FUNCTION(int64_t, attention_backward_efficiency, int64_t sequences, int64_t heads, int64_t max_seqlen,
                  int64_t max_seqlen_k, int64_t processors) {
   if (sequences * heads == 0 || max_seqlen_k == 0 || processors == 0) return 1000;  // no work
-  AttentionCall call{};
-  call.sequences = sequences;
-  call.heads = heads;
-  call.queries = call.max_seqlen = max_seqlen;
-  call.keys = call.max_seqlen_k = max_seqlen_k;
   const int most = static_cast<int>(std::min<int64_t>(processors, cuda::hopper_backward::kMaxBlocks));
-  return static_cast<int64_t>(1000 * cuda::hopper_backward::sharing_of(call, false, false, most).efficiency);
+  const cuda::hopper_backward::Units units{sequences * heads, 1, max_seqlen, max_seqlen_k};
+  return static_cast<int64_t>(1000 * cuda::hopper_backward::sharing_of(units, false, false, most).efficiency);
+}
+
+// How many heads dk and dv should have in Hopper's backward if heads of q share those of k and v: see
+// AttentionBackward::gradient_heads. packed: not 0 for cu_seqlens. left, right: of the window; as many as there are
+// tokens, or more, for no limit.
+FASTTFM_FUNCTION(int64_t, attention_backward_gradient_heads, const Tensor& q, const Tensor& k,
+                 const OptionalTensor& seed, int64_t packed, int64_t sequences, int64_t max_seqlen,
+                 int64_t max_seqlen_k, int64_t left, int64_t right, int64_t processors) {
+  const Heads queries(q), keys(k);
+  const int32_t bounds = 0;  // only whether there are any is used
+  AttentionCall call{};
+  call.cu_seqlens = call.cu_seqlens_k = packed != 0 ? &bounds : nullptr;
+  call.seed = seed.as<int64_t>();
+  call.sequences = sequences;
+  call.heads = queries.heads;
+  call.kv_heads = keys.heads;
+  call.head_dim = queries.head_dim;
+  call.queries = queries.tokens;
+  call.keys = keys.tokens;
+  call.max_seqlen = max_seqlen;
+  call.max_seqlen_k = max_seqlen_k;
+  call.window_left = left >= keys.tokens ? -1 : left;
+  call.window_right = right >= queries.tokens ? -1 : right;
+  return call.heads / cuda::hopper_backward::heads_together(call, static_cast<int>(processors));
 }
 
 #ifdef FASTTFM_WITH_HOPPER
@@ -176,6 +197,7 @@ FASTTFM_FUNCTION(Status, attention_backward, const Tensor& dout, const Tensor& q
       gradients.v.sequence_stride,
       gradients.v.token_stride,
       gradients.v.head_stride,
+      gradients.k.heads,
       column_sums.data,
       column_sums.given ? column_sums.dtype() : q.dtype(),
       column_parts.as<float>(),
@@ -212,6 +234,7 @@ FASTTFM_FUNCTION(Status, attention_backward_fp8_cuda, const Tensor& dout, const 
       0,
       3 * width,
       operands.q.head_dim,
+      operands.q.heads,
       column_sums.data,
       column_sums.given ? column_sums.dtype() : qkv.dtype(),
       column_parts.as<float>(),

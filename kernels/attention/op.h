@@ -77,6 +77,9 @@ struct AttentionBackward : AttentionCall {
   int64_t dq_sequence_stride, dq_token_stride, dq_head_stride;
   int64_t dk_sequence_stride, dk_token_stride, dk_head_stride;
   int64_t dv_sequence_stride, dv_token_stride, dv_head_stride;
+  // CUDA: heads of dk and dv, or 0 for kv_heads. A multiple of kv_heads, which divides `heads`: head h of dk and dv has
+  // the sums over the query heads from h * heads / gradient_heads on. The caller adds up those of a head of k and v.
+  int64_t gradient_heads;
   // CUDA, head dim 64, no window: the sums of dq, dk and dv over all tokens, computed before rounding, or null.
   void* column_sums;  // [3, heads, D]
   DType column_sums_dtype;
@@ -96,14 +99,16 @@ namespace cuda {
 // Hopper kernels (compute capability 9.0) for bf16 and fp16. Head dims are 64 and 128, with windows only without
 // dropout; without a window also 32; without window and dropout also 80, 96, 192 and 256. q, k and v are aligned to 16
 // bytes; their strides are multiples of 8 elements and not 0. The forward's workspace is one int32. The backward
-// requires kv_heads == heads, the same alignment of dout, out and the gradients and, with head dim 32, at most 512
-// queries. With head dim 64 and more than 512 queries, it requires that a window's left and right add up to at most 321
-// keys. Its workspace, in floats, depends on the number of queries of all sequences (tokens) and on the longest
-// sequence of queries or keys.
+// requires the same alignment of dout, out and the gradients and, with head dim 32, at most 512 queries. Head dim 32,
+// dropout, column sums and FP8 require kv_heads == heads; windows with head dim 64 require gradient_heads == heads.
+// With head dim 64 and more than 512 queries, it requires that a window's left and right add up to at most 321 keys.
+// Its workspace, in floats, depends on the number of queries of all sequences (tokens) and on the longest sequence of
+// queries or keys.
 Status attention_forward(const AttentionForward&);
 Status attention_backward(const AttentionBackward&);
+// `grouped`: kv_heads differs from heads.
 int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
-                                     int64_t longest);
+                                     int64_t longest, bool grouped = false);
 int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_dim, int64_t max_seqlen);
 }  // namespace cuda
 

@@ -2,7 +2,7 @@
 // Products are of 128 columns: with the smaller head dims the last ones are zeros.
 //
 // A block processes tiles of 128 keys of a (sequence, head) pair. For each tile it iterates over all queries, 64 at a
-// time. It has three warpgroups:
+// time, of one query head or (GROUPED) of several that share k and v. It has three warpgroups:
 //   0  warp 0 loads tiles by TMA, warp 1 accumulates dQ in the workspace, warps 2 and 3 generate dropout's keep bits;
 //     without dropout, warp 2 releases the counters that order the additions to dQ
 //   1, 2  consumers of 64 keys each: they compute S^T = K Q^T and dP^T = V dO^T, from these P^T and dS^T in registers,
@@ -38,10 +38,10 @@ namespace {
 
 constexpr int kProducerRegistersD128 = 24, kConsumerRegistersD128 = 240;
 
-template <class T, bool DROPOUT, Mask MASK, bool NARROW = false>
+template <class T, bool DROPOUT, Mask MASK, bool GROUPED, bool NARROW = false>
 __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __grid_constant__ Parameters p) {
   extern __shared__ __align__(1024) char bytes[];
-  auto& memory = *reinterpret_cast<MemoryD128<MASK>*>(bytes);
+  auto& memory = *reinterpret_cast<MemoryD128<MASK, GROUPED>*>(bytes);
   const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kQueryStages; ++i) {
@@ -81,9 +81,9 @@ __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __
     setmaxnreg_dec<kProducerRegistersD128>();
     const int warp = warp_uniform(threadIdx.x / 32);
     if (warp == 0) {
-      load_tiles_d128<MASK>(p, memory);
+      load_tiles_d128<MASK, GROUPED>(p, memory);
     } else if (warp == 1) {
-      if (threadIdx.x % 32 == 0) sum_dq_d128<DROPOUT, MASK>(p, memory);
+      if (threadIdx.x % 32 == 0) sum_dq_d128<DROPOUT, MASK, GROUPED>(p, memory);
     } else if constexpr (DROPOUT) {
       draw_keep_bits_d128<MASK>(p, memory, warp - 2);
     } else if (warp == 2 && threadIdx.x % 32 == 0 && p.blocks > 1) {
@@ -91,11 +91,11 @@ __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __
     }
   } else {
     setmaxnreg_inc<kConsumerRegistersD128>();
-    KeyWarpgroupD128<T, DROPOUT, MASK, NARROW> keys(p, memory, warpgroup - 1);
+    KeyWarpgroupD128<T, DROPOUT, MASK, GROUPED, NARROW> keys(p, memory, warpgroup - 1);
     if (warpgroup == 2) keys.pass_turn();
     for (int round = 0;; ++round) {
       const int index = unit_of_round(round, blockIdx.x / p.blocks, gridDim.x / p.blocks);
-      if (index >= p.sequences * p.heads) break;
+      if (index >= p.sequences * gradient_heads<GROUPED>(p)) break;
       keys.process_unit(index);
     }
   }
@@ -103,26 +103,22 @@ __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-// The number of blocks per (sequence, head) pair: the one that minimizes the time of the block with the most work. On
-// average, a fraction `met` of the queries attends to a key tile. The blocks of a pair iterate over the same queries,
-// about 2 steps apart. The queries, gradients and sums that they access take 1 KB per token. If those of all pairs in
-// flight do not fit into L2, the first block to access them waits longer.
-int parts_of(int64_t units, int64_t queries, int64_t keys, double met, int processors) {
-  const int64_t key_tiles = std::max<int64_t>((keys + kKeys - 1) / kKeys, 1);
-  const int64_t query_tiles = (queries + kQueries - 1) / kQueries;
-  int best = 1;
-  double least = 0;
-  for (int parts = 1; parts <= std::min<int64_t>(key_tiles, processors); ++parts) {
-    const int64_t groups = processors / parts;
-    const int64_t rounds = (units + groups - 1) / groups * ((key_tiles + parts - 1) / parts);
-    const bool fits = std::min(units, groups) * queries * (parts > 1 ? met : 1.0) <= 36 * 1024;
-    const double time = (met * rounds * query_tiles + 2.1 * parts) * (fits ? 1.0 : 1.0 + 0.4 * met / parts);
-    if (parts == 1 || time < least) {
-      best = parts;
-      least = time;
-    }
+// Starts the kernel of a call without dropout. Query heads that share k and v have one kernel for all head dims.
+template <class T, class Start>
+Status start_without_dropout(const AttentionBackward& call, Start start) {
+  const Mask mask = mask_of(call);
+  const bool causal = mask == Mask::causal;
+  if (is_grouped(call)) {
+    if (mask == Mask::window) return start(backward_kernel_d128<T, false, Mask::window, true>);
+    return causal ? start(backward_kernel_d128<T, false, Mask::causal, true, true>)
+                  : start(backward_kernel_d128<T, false, Mask::full, true, true>);
   }
-  return best;
+  if (call.head_dim < kHeadDim128)
+    return causal ? start(backward_kernel_d128<T, false, Mask::causal, false, true>)
+                  : start(backward_kernel_d128<T, false, Mask::full, false, true>);
+  if (mask == Mask::window) return start(backward_kernel_d128<T, false, Mask::window, false>);
+  return causal ? start(backward_kernel_d128<T, false, Mask::causal, false>)
+                : start(backward_kernel_d128<T, false, Mask::full, false>);
 }
 
 template <class T>
@@ -130,35 +126,24 @@ Status launch_d128(const AttentionBackward& call, Parameters& p) {
   int processors = 0;
   Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
-  status = launch_statistics<T, T, kHeadDim128>(call, p, statistics_in(call, 0), p.turns);
+  if (call.head_dim < kHeadDim128 && (has_window(call) || call.seed != nullptr))
+    return bad_size("attention: head dims 80 and 96 have neither dropout nor windows");
+  float* statistics = statistics_in(call, 0);
+  status = is_grouped(call) ? launch_statistics<T, T, kHeadDim128, true>(call, p, statistics, p.turns)
+                            : launch_statistics<T, T, kHeadDim128>(call, p, statistics, p.turns);
   if (status.code != StatusCode::ok) return status;
-  const int64_t units = call.sequences * call.heads;
-  const Mask mask = mask_of(call);
-  const int64_t queries = std::min(call.max_seqlen, call.queries);
-  const double met = mask == Mask::full     ? 1.0
-                     : mask == Mask::causal ? 0.5
-                                            : std::min(1.0, (kKeys + p.window.left + p.window.right) / (queries + 1.0));
-  p.blocks = parts_of(units, queries, std::min(call.max_seqlen_k, call.keys), met, processors);
-  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units, processors / p.blocks) * p.blocks));
+  const Units units = units_of(call, p.grouping.together);
+  p.blocks = sharing_of_d128(units, attending_fraction(call), processors).blocks;
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units.count, processors / p.blocks) * p.blocks));
   const auto start = [&](auto* kernel) {
     const dim3 block(kThreadsD128);
-    constexpr size_t memory = sizeof(MemoryD128<Mask::window>);  // the largest
+    constexpr size_t memory = sizeof(MemoryD128<Mask::window, true>);  // the largest
     return p.blocks > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
                         : launch(kernel, grid, block, memory, call.stream, p);
   };
-  const bool causal = mask == Mask::causal;
-  if (call.head_dim < kHeadDim128) {
-    if (mask == Mask::window || call.seed != nullptr)
-      return bad_size("attention: head dims 80 and 96 have neither dropout nor windows");
-    return causal ? start(backward_kernel_d128<T, false, Mask::causal, true>)
-                  : start(backward_kernel_d128<T, false, Mask::full, true>);
-  }
-  if (mask == Mask::window) return start(backward_kernel_d128<T, false, Mask::window>);
-  if (call.seed != nullptr)
-    return causal ? start(backward_kernel_d128<T, true, Mask::causal>)
-                  : start(backward_kernel_d128<T, true, Mask::full>);
-  return causal ? start(backward_kernel_d128<T, false, Mask::causal>)
-                : start(backward_kernel_d128<T, false, Mask::full>);
+  if (call.seed == nullptr) return start_without_dropout<T>(call, start);
+  return mask_of(call) == Mask::causal ? start(backward_kernel_d128<T, true, Mask::causal, false>)
+                                       : start(backward_kernel_d128<T, true, Mask::full, false>);
 }
 
 }  // namespace
@@ -173,7 +158,6 @@ int64_t attention_backward_d128_workspace(int64_t sequences, int64_t heads, int6
 }
 
 Status attention_backward_d128(const AttentionBackward& call) {
-  if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
   if (call.sequences == 0 || call.heads == 0) return {};
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
   const DeviceGuard guard(call.device);

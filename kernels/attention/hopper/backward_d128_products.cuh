@@ -29,15 +29,15 @@ __device__ __forceinline__ void store_zeros_d128(T* to, int64_t stride, int rows
 }
 
 // NARROW: the head dim is between 64 and 128. TMA fills the missing columns with zeros, and they are not written.
-template <class T, bool DROPOUT, Mask MASK, bool NARROW>
+template <class T, bool DROPOUT, Mask MASK, bool GROUPED, bool NARROW>
 struct KeyWarpgroupD128 {
   const Parameters& p;
-  MemoryD128<MASK>& memory;
+  MemoryD128<MASK, GROUPED>& memory;
   const int number;       // 0 or 1: which half of a tile's keys and of dQ's columns the warpgroup computes
   uint32_t step, k_step;  // query tiles and key tiles processed so far; they determine stage and parity of all rings
   float dk[64], dv[64];
 
-  __device__ __forceinline__ KeyWarpgroupD128(const Parameters& p, MemoryD128<MASK>& memory, int number)
+  __device__ __forceinline__ KeyWarpgroupD128(const Parameters& p, MemoryD128<MASK, GROUPED>& memory, int number)
       : p(p), memory(memory), number(number), step(0), k_step(0) {}
 
   // Columns of the second tile of a row.
@@ -116,7 +116,7 @@ struct KeyWarpgroupD128 {
   // Passes the completed dQ of a query tile to sum_dq_d128() through the staging tile, or writes it if it is the last
   // addition.
   __device__ __forceinline__ void accumulate_dq(float (&dq)[32], int tile, uint32_t step) {
-    const TurnUnit<MASK>& unit = memory.unit[number];
+    const TurnUnit<MASK, GROUPED>& unit = memory.unit[number];
     arrive_warp(memory.dscores_empty[step % kScoreStages]);
     memory.staging_free[number].wait(step % 2);
     const int use = memory.staging_use;
@@ -141,17 +141,18 @@ struct KeyWarpgroupD128 {
     }
     fence_operand(dq);  // the loads are complete, because their values were used; late_loads.py checks this in the SASS
     arrive_warp(memory.staging_done[number]);
-    const int query = tile * kQueries;
+    const int query = tile_of<GROUPED>(p, tile) * kQueries;
     store_product(dq, p.dq_scale,
-                  row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + query) + number * kTileColumns,
+                  row_of<T>(p.dq, p, unit.sequence, query_head<GROUPED>(p, unit.head, tile), unit.q.first + query) +
+                      number * kTileColumns,
                   p.dq.token, unit.q.stored - query, number == 0 ? kTileColumns : more_columns());
   }
 
   // Computes P^T = exp(S^T - lse) of a query tile in 16 bits, and `left`, the same after dropout.
   __device__ __forceinline__ void compute_weights(float (&scores)[32], uint32_t (&weights)[16], uint32_t (&left)[16],
                                                   int key, int tile, uint32_t step) {
-    const TurnUnit<MASK>& unit = memory.unit[number];
-    mask_scores<MASK>(scores, key, tile * kQueries, unit);
+    const TurnUnit<MASK, GROUPED>& unit = memory.unit[number];
+    mask_scores<MASK>(scores, key, tile_of<GROUPED>(p, tile) * kQueries, unit);
     const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot(step)]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -233,7 +234,7 @@ struct KeyWarpgroupD128 {
   __device__ __forceinline__ void process_query_tile(float (&dweights)[32], float (&scores)[32],
                                                      uint32_t (&weights)[16], uint32_t (&left)[16], int key, int tile) {
     constexpr bool LAST = AFTER == 0;
-    const TurnUnit<MASK>& unit = memory.unit[number];
+    const TurnUnit<MASK, GROUPED>& unit = memory.unit[number];
     uint32_t dscores[16];
     wgmma_wait<LAST ? 0 : 1>();
     fence_operand(dweights);
@@ -245,7 +246,7 @@ struct KeyWarpgroupD128 {
     if constexpr (!LAST) {
       wgmma_wait<0>();
       fence_operand(scores);
-      compute_weights(scores, weights, left, key, unit.after(tile), step + 1);
+      compute_weights(scores, weights, left, key, unit.after(p, tile), step + 1);
     }
     wait_for_turn();
     begin_dk(step, !FIRST);
@@ -264,7 +265,7 @@ struct KeyWarpgroupD128 {
     fence_operand(dk);
     fence_operand(scores);
     arrive_warp(memory.q_empty[q_slot(step)]);
-    if constexpr (!FIRST) accumulate_dq(scores, unit.before(tile), step - 1);
+    if constexpr (!FIRST) accumulate_dq(scores, unit.before(p, tile), step - 1);
     if constexpr (LAST) {
       wgmma_wait<0>();
       fence_operand(dweights);
@@ -281,10 +282,10 @@ struct KeyWarpgroupD128 {
 
   // Processes one key tile.
   __device__ __forceinline__ void process_key_tile(int key_tile) {
-    const TurnUnit<MASK>& unit = memory.unit[number];
+    const TurnUnit<MASK, GROUPED>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
-    int tile = unit.first(key_tile),
-        after = warp_uniform(unit.end(key_tile) - unit.begin(key_tile) - 1);  // number of query tiles that follow
+    int tile = unit.first(p, key_tile),
+        after = warp_uniform(unit.count_steps(p, key_tile) - 1);  // number of query tiles that follow
     float dweights[32], scores[32];
     uint32_t weights[16], left[16];
     memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
@@ -301,7 +302,7 @@ struct KeyWarpgroupD128 {
     const auto over = [&](auto first, auto following) {
       process_query_tile<decltype(first)::value, decltype(following)::value>(dweights, scores, weights, left, key,
                                                                              tile);
-      if (decltype(following)::value > 0) tile = warp_uniform(unit.after(tile));
+      if (decltype(following)::value > 0) tile = warp_uniform(unit.after(p, tile));
     };
     constexpr std::true_type first;
     constexpr std::false_type not_first;
@@ -327,26 +328,30 @@ struct KeyWarpgroupD128 {
     }
     ++k_step;
     const int rows = unit.k.stored - key;
-    store_product_d128(dk, p.dq_scale, row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token,
-                       rows, more_columns());
-    store_product_d128(dv, p.dv_scale, row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token,
-                       rows, more_columns());
+    store_product_d128(dk, p.dq_scale,
+                       row_of<T>(p.dk, p, unit.sequence, gradient_head<GROUPED>(p, unit.head), unit.k.first + key),
+                       p.dk.token, rows, more_columns());
+    store_product_d128(dv, p.dv_scale,
+                       row_of<T>(p.dv, p, unit.sequence, gradient_head<GROUPED>(p, unit.head), unit.k.first + key),
+                       p.dv.token, rows, more_columns());
     // Waits for the staging tile until the other warpgroup's previous dQ has been read from it.
     accumulate_dq(dweights, tile, step - 1);
   }
 
   // Writes zeros to the gradients of `rows` keys from `key` on.
-  __device__ __forceinline__ void store_zero_keys(const TurnUnit<MASK>& unit, int key, int rows) {
+  __device__ __forceinline__ void store_zero_keys(const TurnUnit<MASK, GROUPED>& unit, int key, int rows) {
     const int more = more_columns();
-    store_zeros_d128(row_of<T>(p.dk, p, unit.sequence, unit.head, unit.k.first + key), p.dk.token, rows, more);
-    store_zeros_d128(row_of<T>(p.dv, p, unit.sequence, unit.head, unit.k.first + key), p.dv.token, rows, more);
+    store_zeros_d128(row_of<T>(p.dk, p, unit.sequence, gradient_head<GROUPED>(p, unit.head), unit.k.first + key),
+                     p.dk.token, rows, more);
+    store_zeros_d128(row_of<T>(p.dv, p, unit.sequence, gradient_head<GROUPED>(p, unit.head), unit.k.first + key),
+                     p.dv.token, rows, more);
   }
 
   __device__ __forceinline__ void process_unit(int index) {
     named_barrier_sync(kBackwardD128Unit + number, kWarpgroup);
-    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = TurnUnit<MASK>(p, index);
+    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = TurnUnit<MASK, GROUPED>(p, index);
     named_barrier_sync(kBackwardD128Unit + number, kWarpgroup);
-    const TurnUnit<MASK>& unit = memory.unit[number];
+    const TurnUnit<MASK, GROUPED>& unit = memory.unit[number];
     for (int round = 0; round < unit.rounds(); ++round)
       if (unit.has_tile(round)) process_key_tile(unit.key_tile(round));
     if (unit.part > 0) return;
@@ -357,9 +362,11 @@ struct KeyWarpgroupD128 {
     if (number > 0) return;
     // Queries that attend to no keys, which are the first ones if causal, and rows past the sequence's end.
     const auto zeros = [&](int begin, int end) {
-      if (begin < end)
-        store_zeros_d128(row_of<T>(p.dq, p, unit.sequence, unit.head, unit.q.first + begin), p.dq.token, end - begin,
-                         more_columns());
+      for_each_head<GROUPED>(p, [&](int member) {
+        if (begin < end)
+          store_zeros_d128(row_of<T>(p.dq, p, unit.sequence, unit.head + member, unit.q.first + begin), p.dq.token,
+                           end - begin, more_columns());
+      });
     };
     if (MASK != Mask::full && unit.key_tiles > 0)
       zeros(0, min(unit.begin(unit.first_key_tile()) * kQueries, unit.q.stored));

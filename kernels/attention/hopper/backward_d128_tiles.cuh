@@ -19,7 +19,7 @@ constexpr int kKeyStages = 2, kQueryStages = 3, kGradientStages = 2, kScoreStage
 // Whether an addition to dQ is one of several, the last of several, or the only one.
 enum StagingUse { kAdded, kLast, kAlone };
 
-template <Mask MASK>
+template <Mask MASK, bool GROUPED>
 struct MemoryD128 {
   alignas(1024) char q[kQueryStages][2 * kQueryTileBytes];
   char dout[kGradientStages][2 * kQueryTileBytes];
@@ -32,18 +32,18 @@ struct MemoryD128 {
   Mbarrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kGradientStages], dout_empty[kGradientStages],
       k_full[kKeyStages], k_empty[kKeyStages], v_full, v_empty, raw, dscores_full[kScoreStages],
       dscores_empty[kScoreStages], staging_free[2], staging_done[2], kept_full[2], kept_empty[2];
-  TurnUnit<MASK> unit[2];  // for warpgroups 1 and 2, to save registers
+  TurnUnit<MASK, GROUPED> unit[2];  // for warpgroups 1 and 2, to save registers
   int staging_use;
   Publications publications;
 };
-static_assert(sizeof(MemoryD128<Mask::window>) <= 227 * 1024);
+static_assert(sizeof(MemoryD128<Mask::window, true>) <= 227 * 1024);
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
 // The producer: loads tiles. Rows past a sequence's end may belong to another sequence and are replaced by zeros,
 // because 0 * NaN would be NaN.
-template <Mask MASK>
-__device__ __forceinline__ void load_tiles_d128(const Parameters& p, MemoryD128<MASK>& memory) {
+template <Mask MASK, bool GROUPED>
+__device__ __forceinline__ void load_tiles_d128(const Parameters& p, MemoryD128<MASK, GROUPED>& memory) {
   const bool first_lane = threadIdx.x % 32 == 0;
   const bool foreign = p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr;
   RingPosition<kQueryStages> q_stage;
@@ -72,34 +72,36 @@ __device__ __forceinline__ void load_tiles_d128(const Parameters& p, MemoryD128<
     if (first_lane) full.arrive();
   };
   bool values_due = false;  // v is loaded after the first query tile, because the query tile's stage is free earlier
-  for_each_step<MASK>(
+  for_each_step<MASK, GROUPED>(
       p,
-      [&](const TurnUnit<MASK>& unit, int round) {
+      [&](const TurnUnit<MASK, GROUPED>& unit, int round) {
         const int key_tile = unit.key_tile(round);
         memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
-        start_loads(p.k, memory.k_full[k_stage.slot], memory.k[k_stage.slot], unit.head,
+        start_loads(p.k, memory.k_full[k_stage.slot], memory.k[k_stage.slot], key_head<GROUPED>(p, unit.head),
                     unit.k.first + key_tile * kKeys, p.cu_seqlens == nullptr ? unit.sequence : 0,
                     unit.k.length - key_tile * kKeys, kKeys, nullptr, nullptr);
         k_stage.next();
         values_due = true;
       },
-      [&](const TurnUnit<MASK>& unit, int round, int tile) {
-        const int key_tile = unit.key_tile(round);
+      [&](const TurnUnit<MASK, GROUPED>& unit, int round, int tile) {
+        const int key_tile = unit.key_tile(round), head = query_head<GROUPED>(p, unit.head, tile);
         const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
-        const int valid = unit.q.length - tile * kQueries, first = unit.q.first + tile * kQueries;
-        const float* statistics = p.statistics + static_cast<int64_t>(unit.tile + tile) * 2 * kQueries;
+        const int valid = unit.q.length - tile_of<GROUPED>(p, tile) * kQueries,
+                  first = unit.q.first + tile_of<GROUPED>(p, tile) * kQueries;
+        const float* statistics =
+            p.statistics + static_cast<int64_t>(unit.tile + stored_tile<GROUPED>(p, tile)) * 2 * kQueries;
         memory.q_empty[q_stage.slot].wait(q_stage.parity ^ 1);
-        start_loads(p.q, memory.q_full[q_stage.slot], memory.q[q_stage.slot], unit.head, first, batch, valid, kQueries,
+        start_loads(p.q, memory.q_full[q_stage.slot], memory.q[q_stage.slot], head, first, batch, valid, kQueries,
                     memory.lse[q_stage.slot], statistics);
         q_stage.next();
         memory.dout_empty[dout_stage.slot].wait(dout_stage.parity ^ 1);
-        start_loads(p.dout, memory.dout_full[dout_stage.slot], memory.dout[dout_stage.slot], unit.head, first, batch,
-                    valid, kQueries, memory.delta[dout_stage.slot], statistics + kQueries);
+        start_loads(p.dout, memory.dout_full[dout_stage.slot], memory.dout[dout_stage.slot], head, first, batch, valid,
+                    kQueries, memory.delta[dout_stage.slot], statistics + kQueries);
         dout_stage.next();
         if (!values_due) return;
         memory.v_empty.wait(v_stage.parity ^ 1);
-        start_loads(p.v, memory.v_full, memory.v, unit.head, unit.k.first + key_tile * kKeys, batch,
-                    unit.k.length - key_tile * kKeys, kKeys, nullptr, nullptr);
+        start_loads(p.v, memory.v_full, memory.v, key_head<GROUPED>(p, unit.head), unit.k.first + key_tile * kKeys,
+                    batch, unit.k.length - key_tile * kKeys, kKeys, nullptr, nullptr);
         v_stage.next();
         values_due = false;
       });
@@ -111,8 +113,8 @@ __device__ __forceinline__ void load_tiles_d128(const Parameters& p, MemoryD128<
 // added. For the last one the sum is loaded into the staging tile, and warpgroups 1 and 2 write the result. Runs in one
 // thread, which waits for the previous additions before its own partial sum is complete. With dropout it releases the
 // counters itself, because there is no free warp.
-template <bool DROPOUT, Mask MASK>
-__device__ __forceinline__ void sum_dq_d128(const Parameters& p, MemoryD128<MASK>& memory) {
+template <bool DROPOUT, Mask MASK, bool GROUPED>
+__device__ __forceinline__ void sum_dq_d128(const Parameters& p, MemoryD128<MASK, GROUPED>& memory) {
   const uint32_t staging = shared_address(memory.staging);
   RingPosition<1> step, publication;
   int *counter = nullptr, done = 0;  // published when the addition in flight is complete
@@ -130,13 +132,13 @@ __device__ __forceinline__ void sum_dq_d128(const Parameters& p, MemoryD128<MASK
     }
     fence_proxy_async_global();
   };
-  for_each_step<MASK>(
-      p, [](const TurnUnit<MASK>&, int) {},
-      [&](const TurnUnit<MASK>& unit, int round, int tile) {
-        const int turn = unit.turn(round, tile);
-        int* turns = p.turns + unit.tile + tile;
-        float* sums = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloatsD128;
-        const bool last = turn == unit.last_turn(tile);
+  for_each_step<MASK, GROUPED>(
+      p, [](const TurnUnit<MASK, GROUPED>&, int) {},
+      [&](const TurnUnit<MASK, GROUPED>& unit, int round, int tile) {
+        const int turn = unit.turn(p, round, tile), stored = stored_tile<GROUPED>(p, tile);
+        int* turns = p.turns + unit.tile + stored;
+        float* sums = p.sums + static_cast<int64_t>(unit.tile + stored) * kSumFloatsD128;
+        const bool last = turn == unit.last_turn(p, tile);
         for (int half = 0; half < 2; ++half) {
           float* to = sums + half * (kSumFloatsD128 / 2);
           memory.staging_use = !last ? kAdded : turn == 0 ? kAlone : kLast;
@@ -173,7 +175,7 @@ __device__ __forceinline__ void sum_dq_d128(const Parameters& p, MemoryD128<MASK
 // Generates dropout's keep bits for 64 keys by 64 queries at a time, one word for each thread of warpgroup 1 or 2, in
 // the layout of draw_keep_bits(). One warp computes both tasks of a warpgroup.
 template <Mask MASK>
-__device__ __forceinline__ void draw_keep_bits_d128(const Parameters& p, MemoryD128<MASK>& memory, int number) {
+__device__ __forceinline__ void draw_keep_bits_d128(const Parameters& p, MemoryD128<MASK, false>& memory, int number) {
   const int lane = threadIdx.x % 32;
   const uint64_t seed = static_cast<uint64_t>(*p.seed);
   const uint32_t low = (p.threshold & 127) * 0x01010101u;
@@ -182,9 +184,9 @@ __device__ __forceinline__ void draw_keep_bits_d128(const Parameters& p, MemoryD
   const int t = lane / 4 % 4, part = lane % 4;
   auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[number]) + 4 * t + part;
   uint32_t parity = 1;  // of kept_empty
-  for_each_step<MASK>(
-      p, [](const TurnUnit<MASK>&, int) {},
-      [&](const TurnUnit<MASK>& unit, int round, int tile) {
+  for_each_step<MASK, false>(
+      p, [](const TurnUnit<MASK, false>&, int) {},
+      [&](const TurnUnit<MASK, false>& unit, int round, int tile) {
         const uint32_t block = unit.key_tile(round) * 2 + number, query = tile * kQueries + 16 * part + 2 * t;
 #pragma unroll 1
         for (int task = 0; task < 2; ++task) {

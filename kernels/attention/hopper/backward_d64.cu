@@ -53,7 +53,8 @@ struct Registers {
   static constexpr int kKeys = DROPOUT ? 200 : 208, kSum = MORE_SUM ? 72 : 64, kProducer = 512 - 2 * kKeys - kSum;
 };
 
-template <class T, class G, int HEAD_DIM, bool DROPOUT, Mask MASK, bool ON_CHIP>
+// GROUPED: query heads share k and v. Each is processed on its own.
+template <class T, class G, int HEAD_DIM, bool DROPOUT, Mask MASK, bool ON_CHIP, bool GROUPED>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ Parameters p) {
   extern __shared__ __align__(1024) char bytes[];
   auto& memory = *reinterpret_cast<Memory<ON_CHIP, MASK>*>(bytes);
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     setmaxnreg_dec<Registers<DROPOUT, kFp8<G> && !ON_CHIP>::kProducer>();
     const int warp = warp_uniform(threadIdx.x / 32);
     if (warp == 0)
-      load_tiles<DROPOUT, MASK>(p, memory);
+      load_tiles<DROPOUT, GROUPED, MASK>(p, memory);
     else if constexpr (DROPOUT)
       draw_keep_bits<MASK>(p, memory, warp - 1);
   } else if (warpgroup == 3) {
@@ -87,15 +88,15 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
 
 // ---- launchers -------------------------------------------------------------------------------------------------------
 
-template <class T, class G, int HEAD_DIM, bool DROPOUT, Mask MASK>
+template <class T, class G, int HEAD_DIM, bool DROPOUT, Mask MASK, bool GROUPED>
 Status launch_backward(const AttentionBackward& call, const Parameters& p, int processors) {
   const int64_t groups = std::min<int64_t>(call.sequences * call.heads, processors / p.blocks);
   const dim3 grid(static_cast<unsigned>(groups * p.blocks)), block(kThreads);
   if (call.max_seqlen <= kOnChipQueries)
-    return launch(backward_kernel<T, G, HEAD_DIM, DROPOUT, MASK, true>, grid, block, sizeof(Memory<true, MASK>),
-                  call.stream, p);
+    return launch(backward_kernel<T, G, HEAD_DIM, DROPOUT, MASK, true, GROUPED>, grid, block,
+                  sizeof(Memory<true, MASK>), call.stream, p);
   if constexpr (HEAD_DIM == kHeadDim && DROPOUT) {
-    auto* kernel = backward_kernel<T, G, HEAD_DIM, DROPOUT, MASK, false>;
+    auto* kernel = backward_kernel<T, G, HEAD_DIM, DROPOUT, MASK, false, GROUPED>;
     constexpr size_t memory = sizeof(Memory<false, MASK>);
     return p.blocks > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
                         : launch(kernel, grid, block, memory, call.stream, p);
@@ -104,24 +105,26 @@ Status launch_backward(const AttentionBackward& call, const Parameters& p, int p
 }
 
 // A block may wait for a block that fetched its chunk earlier, so the launch is cooperative.
-template <class T>
+template <class T, bool GROUPED>
 Status launch_window(const AttentionBackward& call, const Parameters& p, int processors) {
   const dim3 grid(static_cast<unsigned>(std::clamp<int64_t>(static_cast<int64_t>(p.slots) * p.heads, 1, processors)));
-  return launch_together(backward_kernel<T, T, kHeadDim, false, Mask::window, true>, grid, dim3(kThreads),
+  return launch_together(backward_kernel<T, T, kHeadDim, false, Mask::window, true, GROUPED>, grid, dim3(kThreads),
                          sizeof(Memory<true, Mask::window>), call.stream, p);
 }
 
-template <class T, class G, int HEAD_DIM>
+template <class T, class G, int HEAD_DIM, bool GROUPED>
 Status launch_kernel(const AttentionBackward& call, const Parameters& p, int processors) {
   const Mask mask = mask_of(call);
   if (HEAD_DIM == kHeadDim && std::is_same_v<T, G> && mask == Mask::window)
-    return launch_window<T>(call, p, processors);
+    return launch_window<T, GROUPED>(call, p, processors);
   const bool causal = mask == Mask::causal;
-  if (call.seed != nullptr)
-    return causal ? launch_backward<T, G, HEAD_DIM, true, Mask::causal>(call, p, processors)
-                  : launch_backward<T, G, HEAD_DIM, true, Mask::full>(call, p, processors);
-  return causal ? launch_backward<T, G, HEAD_DIM, false, Mask::causal>(call, p, processors)
-                : launch_backward<T, G, HEAD_DIM, false, Mask::full>(call, p, processors);
+  if constexpr (!GROUPED) {
+    if (call.seed != nullptr)
+      return causal ? launch_backward<T, G, HEAD_DIM, true, Mask::causal, false>(call, p, processors)
+                    : launch_backward<T, G, HEAD_DIM, true, Mask::full, false>(call, p, processors);
+  }
+  return causal ? launch_backward<T, G, HEAD_DIM, false, Mask::causal, GROUPED>(call, p, processors)
+                : launch_backward<T, G, HEAD_DIM, false, Mask::full, GROUPED>(call, p, processors);
 }
 
 // Sets the parameters of a call with a window. If the queries of a key tile fit into the ring buffer, keys are divided
@@ -161,17 +164,18 @@ Status check_fp8(const AttentionBackward& call) {
   return {};
 }
 
-template <class T, class G, int HEAD_DIM>
+template <class T, class G, int HEAD_DIM, bool GROUPED = false>
 Status launch_typed(const AttentionBackward& call, Parameters p) {
   int processors = 0;
   Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
   processors = std::min(processors, kMaxBlocks);
-  p.blocks = has_window(call) ? 1 : sharing_of(call, mask_of(call) == Mask::causal, false, processors).blocks;
+  const bool causal = mask_of(call) == Mask::causal;
+  p.blocks = has_window(call) ? 1 : sharing_of(units_of(call, 1), causal, false, processors).blocks;
   status = initialize_sums(call, p);
   if (status.code == StatusCode::ok)
     status = launch_statistics<T, G, HEAD_DIM>(call, p, statistics_in(call, kMaxBlocks), p.arrivals);
-  if (status.code == StatusCode::ok) status = launch_kernel<T, G, HEAD_DIM>(call, p, processors);
+  if (status.code == StatusCode::ok) status = launch_kernel<T, G, HEAD_DIM, GROUPED>(call, p, processors);
   return status.code == StatusCode::ok ? sum_columns(call, p) : status;
 }
 
@@ -181,11 +185,12 @@ Status launch_typed(const AttentionBackward& call, Parameters p) {
 using namespace hopper_backward;
 
 int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t head_dim, int64_t tokens,
-                                     int64_t longest) {
+                                     int64_t longest, bool grouped) {
   if (is_wide_head_dim(head_dim)) return attention_backward_wide_workspace(sequences, heads, tokens);
   if (head_dim > kHeadDim) return attention_backward_d128_workspace(sequences, heads, tokens, longest);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // at least as many as for dense sequences
-  const int64_t of_tile = 2 * kQueries + (longest > kOnChipQueries ? kSumFloats + 1 : 0);  // 1: Parameters::arrivals
+  const bool sums = grouped || longest > kOnChipQueries;
+  const int64_t of_tile = 2 * kQueries + (sums ? kSumFloats + 1 : 0);  // 1: Parameters::arrivals or turns
   return (Count(heads) * tiles * of_tile + kMaxBlocks + order_floats(sequences)).value;
 }
 
@@ -196,6 +201,7 @@ int64_t attention_column_parts(int64_t sequences, int64_t heads, int64_t head_di
 
 Status attention_backward(const AttentionBackward& call) {
   Status status = check_hopper_call(call);
+  if (status.code == StatusCode::ok) status = check_heads(call);
   if (status.code != StatusCode::ok) return status;
   if (call.head_dim != 32 && call.head_dim != kHeadDim && call.head_dim != 80 && call.head_dim != 96 &&
       call.head_dim != kHeadDim128 && !is_wide_head_dim(call.head_dim))
@@ -207,13 +213,15 @@ Status attention_backward(const AttentionBackward& call) {
   if (status.code != StatusCode::ok) return status;
   if (is_wide_head_dim(call.head_dim)) return attention_backward_wide(call);
   if (call.head_dim > kHeadDim) return attention_backward_d128(call);
-  if (call.kv_heads != call.heads) return bad_size("kv_heads differs from heads");
   if (call.sequences == 0 || call.heads == 0) return {};
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
-  if (call.head_dim == kHeadDim && call.max_seqlen > kOnChipQueries && call.seed == nullptr && !has_window(call))
+  const bool together = gradient_heads_of(call) != call.heads;
+  if (call.head_dim == kHeadDim && (together || call.max_seqlen > kOnChipQueries) && call.seed == nullptr &&
+      !has_window(call))
     return attention_backward_long(call);
+  if (together) return bad_size("attention: this Hopper backward has one query head per head of dk and dv");
   Parameters p{};
   status = set_parameters_d64(call, &p);
   if (status.code != StatusCode::ok) return status;
@@ -222,6 +230,9 @@ Status attention_backward(const AttentionBackward& call) {
   if (has_window(call)) status = set_window(call, &p);
   if (status.code != StatusCode::ok) return status;
   if (call.fp8.scale != nullptr) return launch_typed<bf16_t, fp8_t, kHeadDim>(call, p);
+  if (is_grouped(call))
+    return call.dtype == DType::bf16 ? launch_typed<bf16_t, bf16_t, kHeadDim, true>(call, p)
+                                     : launch_typed<f16_t, f16_t, kHeadDim, true>(call, p);
   if (call.dtype == DType::bf16)
     return call.head_dim == 32 ? launch_typed<bf16_t, bf16_t, 32>(call, p)
                                : launch_typed<bf16_t, bf16_t, kHeadDim>(call, p);

@@ -108,6 +108,7 @@ __device__ __forceinline__ void prevent_sink(const uint32_t (&word)[COUNT]) {
 template <class T, class G, int HEAD_DIM, Mask MASK, class BlockMemory>
 class KeyTiles {
  protected:
+  static constexpr bool kGrouped = decltype(BlockMemory::task[0].unit)::kGrouped;
   // `number`: 0 or 1, which half of a tile's keys the warpgroup processes.
   __device__ __forceinline__ KeyTiles(const Parameters& p, BlockMemory& memory, int number)
       : p(p), memory(memory), number(number) {}
@@ -141,11 +142,13 @@ class KeyTiles {
     if constexpr (!kFp8<G>) {  // which has no rows without keys
       const int row = unit().k.first + first_key(), rows = min(unit().k.stored - first_key(), 64);
       constexpr auto zeros = store_zeros<kWarpgroup, HEAD_DIM, G>;
-      zeros(row_of<G>(p.dk, p, unit().sequence, unit().head, row), p.dk.token, rows, HEAD_DIM);
-      zeros(row_of<G>(p.dv, p, unit().sequence, unit().head, row), p.dv.token, rows, HEAD_DIM);
+      zeros(row_of<G>(p.dk, p, unit().sequence, gradient_head<kGrouped>(p, unit().head), row), p.dk.token, rows,
+            HEAD_DIM);
+      zeros(row_of<G>(p.dv, p, unit().sequence, gradient_head<kGrouped>(p, unit().head), row), p.dv.token, rows,
+            HEAD_DIM);
     }
     const uint32_t nothing[16] = {};
-    int left = task_end(unit(), key_tile) - task_begin(unit(), key_tile);
+    int left = unit().count_steps(p, key_tile);
     for (; left > 0; --left) {  // the task may be overwritten after the last step
       each_step();
       memory.stage_full[stage.slot].wait(stage.parity);
@@ -184,7 +187,8 @@ class KeyTiles {
 
   // The rows of dk and dv of a key tile.
   __device__ __forceinline__ GradientRows key_rows() const {
-    return {unit().sequence, unit().head, unit().k.first + first_key(), unit().k.stored - first_key()};
+    return {unit().sequence, gradient_head<kGrouped>(p, unit().head), unit().k.first + first_key(),
+            unit().k.stored - first_key()};
   }
   // Writes a gradient of a key tile, dk (1) or dv (2), and adds to its column sums.
   __device__ __forceinline__ void store_gradient(const float (&value)[HEAD_DIM / 2], float factor, const Output& to,

@@ -37,7 +37,7 @@ __device__ __forceinline__ void rank_sequence(const Parameters& p, int sequence)
 }
 
 // Writes zeros to the gradients of a (sequence, head) pair that has no queries or no keys. Called by a whole block.
-template <class G, int HEAD_DIM>
+template <class G, int HEAD_DIM, bool GROUPED>
 __device__ __forceinline__ void store_empty_rows(const Parameters& p, int sequence, int head, const StoredSpan& q) {
   const StoredSpan k = span_of(p.cu_seqlens_k, p.lengths_k, sequence, p.keys, p.max_seqlen_k);
   if (q.length > 0 && k.length > 0) return;
@@ -46,13 +46,14 @@ __device__ __forceinline__ void store_empty_rows(const Parameters& p, int sequen
                                               span.stored);
   };
   zeros(p.dq, q);
+  if (GROUPED && head >= p.grouping.gradient_heads) return;
   zeros(p.dk, k);
   zeros(p.dv, k);
 }
 
 // Writes zeros to the gradients of packed rows after the last sequence. The rows are divided among the blocks of the
 // last sequence.
-template <class G, int HEAD_DIM>
+template <class G, int HEAD_DIM, bool GROUPED>
 __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int head) {
   const auto zeros = [&](const Output& output, const int32_t* cu_seqlens, int size) {
     int row = max(cu_seqlens[p.sequences], 0) + static_cast<int>(blockIdx.x) * kQueries;
@@ -62,6 +63,7 @@ __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int h
             row_of<G>(output, p, 0, head, row) + column, output.token, min(size - row, kQueries), p.head_dim - column);
   };
   zeros(p.dq, p.cu_seqlens, p.queries);
+  if (GROUPED && head >= p.grouping.gradient_heads) return;
   zeros(p.dk, p.cu_seqlens_k, p.keys);
   zeros(p.dv, p.cu_seqlens_k, p.keys);
 }
@@ -70,7 +72,7 @@ __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int h
 // dout) / dropout_scale, with one block per query tile of each head and 8 elements per thread. It also zeros
 // p.progress, turns[tile] and the head's partial column sums where they are used, ranks the sequences in p.order, and
 // zeros the gradients, of type G, of rows that belong to no sequence. p.head_dim may be smaller than HEAD_DIM.
-template <class T, class G, int HEAD_DIM>
+template <class T, class G, int HEAD_DIM, bool GROUPED>
 __global__ void __launch_bounds__(kStatisticsThreads)
     statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
                       float delta_scale) {
@@ -84,9 +86,10 @@ __global__ void __launch_bounds__(kStatisticsThreads)
     if (p.column_parts != nullptr) clear_column_parts(p, sequence, head);
     if (p.order != nullptr && head == 0) rank_sequence(p, sequence);
     if constexpr (HEAD_DIM <= kHeadDim)
-      store_empty_rows<G, HEAD_DIM>(p, sequence, head, q);  // kernels for more than 64 columns write them themselves
+      store_empty_rows<G, HEAD_DIM, GROUPED>(p, sequence, head,
+                                             q);  // kernels for more than 64 columns write them themselves
   }
-  if (p.cu_seqlens != nullptr && sequence == p.sequences - 1) store_rows_after_last<G, HEAD_DIM>(p, head);
+  if (p.cu_seqlens != nullptr && sequence == p.sequences - 1) store_rows_after_last<G, HEAD_DIM, GROUPED>(p, head);
   if (first >= q.length) return;
   const int64_t token = (p.cu_seqlens == nullptr ? static_cast<int64_t>(sequence) * p.queries : q.first);
   const float* own_lse = lse + (p.cu_seqlens == nullptr ? (static_cast<int64_t>(sequence) * p.heads + head) * p.queries
@@ -138,24 +141,47 @@ inline float* statistics_in(const AttentionCall& call, int64_t before) {
   return call.workspace + before + order_floats(call.sequences);
 }
 
-template <class T, class G, int HEAD_DIM>
+template <class T, class G, int HEAD_DIM, bool GROUPED = false>
 Status launch_statistics(const AttentionBackward& call, const Parameters& p, float* statistics, int* turns) {
   const int64_t tiles = (std::min(call.max_seqlen, call.queries) + kQueries - 1) / kQueries;
   const dim3 grid(static_cast<unsigned>(std::max<int64_t>(tiles, 1)), static_cast<unsigned>(call.heads),
                   static_cast<unsigned>(call.sequences));
   const float delta_scale = call.dropout_scale > 0 ? 1 / call.dropout_scale : 0.0f;
-  return launch(statistics_kernel<T, G, HEAD_DIM>, grid, dim3(kStatisticsThreads), 0, call.stream, p,
+  return launch(statistics_kernel<T, G, HEAD_DIM, GROUPED>, grid, dim3(kStatisticsThreads), 0, call.stream, p,
                 static_cast<const T*>(call.dout), static_cast<const T*>(call.out), call.lse, statistics, turns,
                 delta_scale);
 }
 
+inline bool is_grouped(const AttentionCall& call) { return call.kv_heads != call.heads; }
+inline int64_t gradient_heads_of(const AttentionBackward& call) {
+  return call.gradient_heads == 0 ? call.kv_heads : call.gradient_heads;
+}
+
+// Checks heads, kv_heads and gradient_heads.
+inline Status check_heads(const AttentionBackward& call) {
+  if (call.heads == 0) return {};
+  const int64_t gradient_heads = gradient_heads_of(call);
+  if (call.kv_heads <= 0 || gradient_heads <= 0 || gradient_heads % call.kv_heads != 0 ||
+      call.heads % gradient_heads != 0)
+    return bad_size("attention: heads of k and v divide those of their gradients, which divide those of q");
+  if (!is_grouped(call)) return {};
+  if (call.column_sums != nullptr || call.fp8.scale != nullptr)
+    return bad_size("attention: column sums and FP8 gradients require as many heads of k and v as of q");
+  if (call.seed != nullptr || call.head_dim < kHeadDim)
+    return bad_size("attention: dropout and head dim 32 require as many heads of k and v as of q");
+  const int64_t together = call.heads / gradient_heads;
+  if (!can_number(units_of(call, together)) || call.heads * together > 1 << 30)
+    return bad_size("attention: too many query tiles of heads that share k and v");
+  return {};
+}
+
 inline Status map_of(CUtensorMap* map, const AttentionCall& call, const void* data, const int64_t (&strides)[3],
-                     int64_t tokens, int rows) {
+                     int64_t heads, int64_t tokens, int rows) {
   if (tokens == 0) return {};
   const bool packed = call.cu_seqlens != nullptr;
   return make_tensor_map(map, {data,
                                call.dtype,
-                               {call.head_dim, call.heads, tokens, packed ? 1 : call.sequences},
+                               {call.head_dim, heads, tokens, packed ? 1 : call.sequences},
                                {strides[2], strides[1], strides[0]},
                                {kTileColumns, 1, rows, 1}});
 }
@@ -167,10 +193,16 @@ inline Status set_parameters(const AttentionBackward& call, Parameters* p, int k
   const int64_t q_strides[3] = {call.q_sequence_stride, call.q_token_stride, call.q_head_stride};
   const int64_t k_strides[3] = {call.k_sequence_stride, call.k_token_stride, call.k_head_stride};
   const int64_t v_strides[3] = {call.v_sequence_stride, call.v_token_stride, call.v_head_stride};
-  Status status = map_of(&p->q, call, call.q, q_strides, call.queries, kQueries);
-  if (status.code == StatusCode::ok) status = map_of(&p->dout, call, call.dout, dout_strides, call.queries, kQueries);
-  if (status.code == StatusCode::ok) status = map_of(&p->k, call, call.k, k_strides, call.keys, key_rows);
-  if (status.code == StatusCode::ok) status = map_of(&p->v, call, call.v, v_strides, call.keys, key_rows);
+  const auto map = [&](CUtensorMap* to, const void* data, const int64_t (&strides)[3]) {
+    return map_of(to, call, data, strides, call.heads, call.queries, kQueries);
+  };
+  const auto map_keys = [&](CUtensorMap* to, const void* data, const int64_t (&strides)[3]) {
+    return map_of(to, call, data, strides, call.kv_heads, call.keys, key_rows);
+  };
+  Status status = map(&p->q, call.q, q_strides);
+  if (status.code == StatusCode::ok) status = map(&p->dout, call.dout, dout_strides);
+  if (status.code == StatusCode::ok) status = map_keys(&p->k, call.k, k_strides);
+  if (status.code == StatusCode::ok) status = map_keys(&p->v, call.v, v_strides);
   p->dq = {call.dq, call.dq_sequence_stride, call.dq_token_stride, call.dq_head_stride};
   p->dk = {call.dk, call.dk_sequence_stride, call.dk_token_stride, call.dk_head_stride};
   p->dv = {call.dv, call.dv_sequence_stride, call.dv_token_stride, call.dv_head_stride};
@@ -181,6 +213,8 @@ inline Status set_parameters(const AttentionBackward& call, Parameters* p, int k
   p->seed = call.seed;
   p->sequences = static_cast<int>(call.sequences);
   p->heads = static_cast<int>(call.heads);
+  const int gradient_heads = static_cast<int>(gradient_heads_of(call)), together = p->heads / gradient_heads;
+  p->grouping = {static_cast<int>(call.heads / call.kv_heads), gradient_heads, together, half_reciprocal(together)};
   p->head_dim = static_cast<int>(call.head_dim);
   p->queries = static_cast<int>(call.queries);
   p->keys = static_cast<int>(call.keys);

@@ -1,8 +1,8 @@
-// attention backward for Hopper, head dim 64, for more than kOnChipQueries queries without dropout or window: one pass
-// with the five products. Formulas: reference.py.
+// attention backward for Hopper, head dim 64, without dropout or window, for more than kOnChipQueries queries and for
+// several query heads that share k and v: one pass with the five products. Formulas: reference.py.
 //
 // A block processes tiles of 128 keys of a (sequence, head) pair. For each tile it iterates over all queries, 64 at a
-// time. It has four warpgroups:
+// time, of one query head or (GROUPED) of several that share k and v. It has four warpgroups:
 //   0  warp 0 loads tiles by TMA, warps 1 to 3 add to dQ in the workspace
 //   1, 2  consumers of 64 keys each: they compute S^T = K Q^T and dP^T = V dO^T, from these P^T and dS^T in registers,
 //         and then dV += P^T dO and dK += dS^T Q. dS^T is stored in shared memory.
@@ -33,10 +33,10 @@ namespace {
 // are 512, the limit of an SM.
 constexpr int kLongProducerRegisters = 32, kLongKeysRegisters = 208, kLongSumRegisters = 64;
 
-template <class T, class G, Mask MASK>
+template <class T, class G, Mask MASK, bool GROUPED>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel_long(const __grid_constant__ Parameters p) {
   extern __shared__ __align__(1024) char bytes[];
-  auto& memory = *reinterpret_cast<LongMemory<MASK>*>(bytes);
+  auto& memory = *reinterpret_cast<LongMemory<MASK, GROUPED>*>(bytes);
   const int warpgroup = warp_uniform(threadIdx.x / kWarpgroup);
   if (threadIdx.x == 0) {
     memory.init();
@@ -51,37 +51,38 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel_long(const __grid
     setmaxnreg_dec<kLongProducerRegisters>();
     const int warp = warp_uniform(threadIdx.x / 32);
     if (warp == 0)
-      load_tiles_long<MASK>(p, memory);
+      load_tiles_long<MASK, GROUPED>(p, memory);
     else if (threadIdx.x % 32 == 0)
-      add_dq_long<MASK>(p, memory, warp - 1);
+      add_dq_long<MASK, GROUPED>(p, memory, warp - 1);
   } else if (warpgroup == 3) {
     setmaxnreg_dec<kLongSumRegisters>();
-    multiply_dq_long<T, G, MASK>(p, memory);
+    multiply_dq_long<T, G, MASK, GROUPED>(p, memory);
     memory.fp8.template finish<G>(p.fp8);
   } else {
     setmaxnreg_inc<kLongKeysRegisters>();
-    LongKeyWarpgroup<T, G, MASK>(p, memory, warpgroup - 1).run();
+    LongKeyWarpgroup<T, G, MASK, GROUPED>(p, memory, warpgroup - 1).run();
     memory.fp8.template finish<G>(p.fp8);
   }
 }
 
-template <class T, class G>
+template <class T, class G, bool GROUPED>
 Status launch_long(const AttentionBackward& call, Parameters p) {
   int processors = 0;
   Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
   const bool causal = mask_of(call) == Mask::causal;
-  p.blocks = sharing_of(call, causal, true, processors).blocks;
-  status = launch_statistics<T, G, kHeadDim>(call, p, statistics_in(call, kMaxBlocks), p.turns);
+  const Units units = units_of(call, p.grouping.together);
+  p.blocks = sharing_of(units, causal, true, processors).blocks;
+  status = launch_statistics<T, G, kHeadDim, GROUPED>(call, p, statistics_in(call, kMaxBlocks), p.turns);
   if (status.code != StatusCode::ok) return status;
-  const int64_t groups = std::min<int64_t>(call.sequences * call.heads, processors / p.blocks);
+  const int64_t groups = std::min<int64_t>(units.count, processors / p.blocks);
   const dim3 grid(static_cast<unsigned>(groups * p.blocks)), block(kThreads);
   const auto start = [&](auto* kernel, size_t memory) {
     return p.blocks > 1 ? launch_together(kernel, grid, block, memory, call.stream, p)
                         : launch(kernel, grid, block, memory, call.stream, p);
   };
-  status = causal ? start(backward_kernel_long<T, G, Mask::causal>, sizeof(LongMemory<Mask::causal>))
-                  : start(backward_kernel_long<T, G, Mask::full>, sizeof(LongMemory<Mask::full>));
+  status = causal ? start(backward_kernel_long<T, G, Mask::causal, GROUPED>, sizeof(LongMemory<Mask::causal, GROUPED>))
+                  : start(backward_kernel_long<T, G, Mask::full, GROUPED>, sizeof(LongMemory<Mask::full, GROUPED>));
   return status.code == StatusCode::ok ? sum_columns(call, p) : status;
 }
 
@@ -95,8 +96,12 @@ Status attention_backward_long(const AttentionBackward& call) {
   const Status status = set_parameters_d64(call, &p);
   if (status.code != StatusCode::ok) return status;
   p.turns = reinterpret_cast<int*>(p.sums + call.heads * static_cast<int64_t>(p.tiles) * kSumFloats);
-  if (call.fp8.scale != nullptr) return launch_long<bf16_t, fp8_t>(call, p);
-  return call.dtype == DType::bf16 ? launch_long<bf16_t, bf16_t>(call, p) : launch_long<f16_t, f16_t>(call, p);
+  if (call.fp8.scale != nullptr) return launch_long<bf16_t, fp8_t, false>(call, p);
+  if (is_grouped(call))
+    return call.dtype == DType::bf16 ? launch_long<bf16_t, bf16_t, true>(call, p)
+                                     : launch_long<f16_t, f16_t, true>(call, p);
+  return call.dtype == DType::bf16 ? launch_long<bf16_t, bf16_t, false>(call, p)
+                                   : launch_long<f16_t, f16_t, false>(call, p);
 }
 
 }  // namespace cuda

@@ -1,5 +1,5 @@
-// attention backward for Hopper, head dim 64, for more than kOnChipQueries queries without dropout or window.
-// attention_backward() forwards to it.
+// attention backward for Hopper, head dim 64, without dropout or window, for more than kOnChipQueries queries or for
+// units of several query heads. attention_backward() forwards to it.
 #pragma once
 
 #include "attention/op.h"

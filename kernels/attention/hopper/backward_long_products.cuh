@@ -11,23 +11,23 @@ namespace hopper_backward {
 
 // Warpgroup 3: computes dQ = dS K of a step and passes it to add_dq_long() through a staging tile, or, if it is the
 // last addition, adds the sum of the others and writes dQ.
-template <class T, class G, Mask MASK>
-__device__ __forceinline__ void multiply_dq_long(const Parameters& p, LongMemory<MASK>& memory) {
+template <class T, class G, Mask MASK, bool GROUPED>
+__device__ __forceinline__ void multiply_dq_long(const Parameters& p, LongMemory<MASK, GROUPED>& memory) {
   RingPosition<2> k_stage;
-  RingPosition<LongMemory<MASK>::kBuffers> step;
-  RingPosition<LongMemory<MASK>::kStagings> staged;
+  RingPosition<LongMemory<MASK, GROUPED>::kBuffers> step;
+  RingPosition<LongMemory<MASK, GROUPED>::kStagings> staged;
   uint32_t loaded_parity = 0;  // one bit per staging tile
   for (;;) {
     memory.k_full[k_stage.slot].wait(k_stage.parity);
-    const LongTask<MASK>& task = memory.task[k_stage.slot];
-    const TurnUnit<MASK>& unit = task.unit;
+    const LongTask<MASK, GROUPED>& task = memory.task[k_stage.slot];
+    const TurnUnit<MASK, GROUPED>& unit = task.unit;
     const int key_tile = task.key_tile;
     if (key_tile < 0) return;
-    int tile = unit.first(key_tile);
-    for (int left = unit.end(key_tile) - unit.begin(key_tile); left > 0;
-         --left, tile = unit.after(tile), step.next(), staged.next()) {
-      const int turn = unit.turn(task.round, tile);
-      const bool last = turn == unit.last_turn(tile);
+    int tile = unit.first(p, key_tile);
+    for (int left = unit.count_steps(p, key_tile); left > 0;
+         --left, tile = unit.after(p, tile), step.next(), staged.next()) {
+      const int turn = unit.turn(p, task.round, tile);
+      const bool last = turn == unit.last_turn(p, tile);
       const uint32_t dscores = shared_address(memory.dscores[warp_uniform(step.slot)]);
       const uint32_t k = shared_address(memory.k[warp_uniform(k_stage.slot)]);
       float dq[32];
@@ -65,10 +65,11 @@ __device__ __forceinline__ void multiply_dq_long(const Parameters& p, LongMemory
         fence_operand(dq);
       }
       arrive_warp(memory.staging_full[staged.slot]);
-      const int query = tile * kQueries;
+      const int query = tile_of<GROUPED>(p, tile) * kQueries;
       if constexpr (!kFp8<G>) {
-        store_product(dq, p.dq_scale, row_of<G>(p.dq, p, unit.sequence, unit.head, unit.q.first + query), p.dq.token,
-                      unit.q.stored - query);
+        store_product(dq, p.dq_scale,
+                      row_of<G>(p.dq, p, unit.sequence, query_head<GROUPED>(p, unit.head, tile), unit.q.first + query),
+                      p.dq.token, unit.q.stored - query);
         __syncwarp();  // otherwise the compiler assumes that warps diverge here
       }
       if (p.column_parts != nullptr)
@@ -78,7 +79,7 @@ __device__ __forceinline__ void multiply_dq_long(const Parameters& p, LongMemory
         store_fp8(dq, p.dq_scale, p, memory.fp8, p.dq,
                   {unit.sequence, unit.head, unit.q.first + query, unit.q.stored - query}, 0);
     }
-    if (key_tile == 0) store_zero_rows<G, kHeadDim>(p, static_cast<const Unit<MASK>&>(unit));
+    if (key_tile == 0) store_zero_rows<G, kHeadDim, GROUPED>(p, static_cast<const Unit<MASK>&>(unit));
     arrive_warp(memory.k_empty[k_stage.slot]);
     k_stage.next();
   }
@@ -87,16 +88,16 @@ __device__ __forceinline__ void multiply_dq_long(const Parameters& p, LongMemory
 // Warpgroups 1 and 2. While P of a step is computed, dK of the previous step is in flight, and while dS is computed, dV
 // of this step; then S and dP of the next step are issued, and dK of this one. P and dS have operand registers of their
 // own.
-template <class T, class G, Mask MASK>
-class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK>> {
-  static constexpr int kStages = LongMemory<MASK>::kStages;
-  using Base = KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK>>;
+template <class T, class G, Mask MASK, bool GROUPED>
+class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK, GROUPED>> {
+  static constexpr int kStages = LongMemory<MASK, GROUPED>::kStages;
+  using Base = KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK, GROUPED>>;
   using Base::first_key, Base::pass_turn, Base::has_keys, Base::load_values, Base::next_key_tile, Base::key_rows,
       Base::store_dscores, Base::store_gradient, Base::wait_for_turn, Base::unit;
   using Base::k, Base::key_tile, Base::memory, Base::number, Base::p, Base::stage, Base::step, Base::v;
 
  public:
-  __device__ __forceinline__ LongKeyWarpgroup(const Parameters& p, LongMemory<MASK>& memory, int number)
+  __device__ __forceinline__ LongKeyWarpgroup(const Parameters& p, LongMemory<MASK, GROUPED>& memory, int number)
       : Base(p, memory, number) {}
 
   __device__ __forceinline__ void run() {
@@ -119,12 +120,12 @@ class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK>> {
     stage.next();
     start_scores();
     wgmma_commit();  // an empty wgmma group in place of that of dK
-    int tile = unit().first(key_tile), left = count_steps();
+    int tile = unit().first(p, key_tile), left = unit().count_steps(p, key_tile);
     bool first = true;
     for (;;) {
       __syncwarp();  // otherwise the compiler assumes that warps diverge here
       const int slot = warp_uniform(stage.slot);
-      compute_weights(slot, tile * kQueries);
+      compute_weights(slot, tile_of<GROUPED>(p, tile) * kQueries);
       start_dv(slot, first);
       stage.next();
       compute_dscores(slot);
@@ -132,7 +133,7 @@ class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK>> {
         start_scores();
         store_dscores(dscores);
         start_dk(slot, first);
-        tile = unit().after(tile);
+        tile = unit().after(p, tile);
         first = false;
         step.next();
         continue;
@@ -154,14 +155,11 @@ class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK>> {
       start_scores();
       wgmma_commit();  // an empty wgmma group in place of that of dK
       if (!kFp8<G>) store_gradients(own);
-      tile = unit().first(key_tile);
-      left = count_steps();
+      tile = unit().first(p, key_tile);
+      left = unit().count_steps(p, key_tile);
       first = true;
     }
   }
-
-  // The number of steps of the key tile, at least 1.
-  __device__ __forceinline__ int count_steps() const { return unit().end(key_tile) - unit().begin(key_tile); }
 
   // Issues S^T and dP^T of the query tile in the current stage.
   __device__ __forceinline__ void start_scores() {

@@ -10,14 +10,14 @@ namespace cuda {
 namespace hopper_backward {
 
 // A key tile for this block.
-template <Mask MASK>
+template <Mask MASK, bool GROUPED>
 struct LongTask {
-  TurnUnit<MASK> unit;
+  TurnUnit<MASK, GROUPED> unit;
   int key_tile;  // -1: there are no more
   int round;     // of the unit
 };
 
-template <Mask MASK>
+template <Mask MASK, bool GROUPED>
 struct LongMemory {
   static constexpr int kStages = 5;    // each holds a tile of q and one of dout, or a tile of v
   static constexpr int kBuffers = 2;   // for dS
@@ -27,7 +27,7 @@ struct LongMemory {
   char dscores[kBuffers][kKeyTileBytes];     // [keys, queries]
   float4 staging[kStagings][8][kWarpgroup];  // tiles of dQ; each thread of warpgroup 3 has its own elements
   float statistics[kStages][2][kQueries];
-  LongTask<MASK> task[2];  // task of the k tile in the same stage, valid when k_full completes
+  LongTask<MASK, GROUPED> task[2];  // task of the k tile in the same stage, valid when k_full completes
   Mbarrier stage_full[kStages], stage_empty[kStages], k_full[2], k_empty[2], raw[3], dscores_full[kBuffers][2],
       dscores_empty[kBuffers][2], staging_full[kStagings], staging_empty[kStagings], loaded[kStagings];
   Fp8Memory fp8;
@@ -61,20 +61,22 @@ struct LongMemory {
     fence_mbarrier_init();
   }
 };
-static_assert(sizeof(LongMemory<Mask::full>) <= 227 * 1024);
+static_assert(sizeof(LongMemory<Mask::full, true>) <= 227 * 1024);
 
 // Warp 0: loads tiles and publishes tasks.
-template <Mask MASK>
-__device__ __forceinline__ void load_tiles_long(const Parameters& p, LongMemory<MASK>& memory) {
-  TileLoader<LongMemory<MASK>> loader(p, memory);
-  for_each_step<MASK>(
+template <Mask MASK, bool GROUPED>
+__device__ __forceinline__ void load_tiles_long(const Parameters& p, LongMemory<MASK, GROUPED>& memory) {
+  TileLoader<LongMemory<MASK, GROUPED>> loader(p, memory);
+  for_each_step<MASK, GROUPED>(
       p,
-      [&](const TurnUnit<MASK>& unit, int round) {
-        loader.load_keys(unit, unit.key_tile(round), [&](int slot) {
+      [&](const TurnUnit<MASK, GROUPED>& unit, int round) {
+        loader.template load_keys<GROUPED>(unit, unit.key_tile(round), [&](int slot) {
           if (threadIdx.x % 32 == 0) memory.task[slot] = {unit, unit.key_tile(round), round};
         });
       },
-      [&](const TurnUnit<MASK>& unit, int, int tile) { loader.load_queries(unit, tile); });
+      [&](const TurnUnit<MASK, GROUPED>& unit, int, int tile) {
+        loader.load_queries(unit, tile_of<GROUPED>(p, tile), member_of<GROUPED>(p, tile));
+      });
   loader.finish([&](int slot) {
     if (threadIdx.x % 32 == 0) memory.task[slot].key_tile = -1;
   });
@@ -85,20 +87,20 @@ __device__ __forceinline__ void load_tiles_long(const Parameters& p, LongMemory<
 // writes the result. The threads take the block's steps in turn, so while one waits until its addition is complete and
 // releases the counter, the others make the next ones. An addition is published as soon as it is complete, so the first
 // of all outstanding additions can always be made, and because the launch is cooperative, there is no deadlock.
-template <Mask MASK>
-__device__ __forceinline__ void add_dq_long(const Parameters& p, LongMemory<MASK>& memory, int slot) {
+template <Mask MASK, bool GROUPED>
+__device__ __forceinline__ void add_dq_long(const Parameters& p, LongMemory<MASK, GROUPED>& memory, int slot) {
   const uint32_t staging = shared_address(memory.staging[slot]);
   uint32_t parity = 0;
   int skipped = slot;  // steps of the other threads before the next one of this thread
-  for_each_step<MASK>(
-      p, [](const TurnUnit<MASK>&, int) {},
-      [&](const TurnUnit<MASK>& unit, int round, int tile) {
+  for_each_step<MASK, GROUPED>(
+      p, [](const TurnUnit<MASK, GROUPED>&, int) {},
+      [&](const TurnUnit<MASK, GROUPED>& unit, int round, int tile) {
         if (skipped-- > 0) return;
-        skipped = LongMemory<MASK>::kStagings - 1;
-        const int turn = unit.turn(round, tile);
-        int* turns = p.turns + unit.tile + tile;
-        float* sums = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats;
-        const bool last = turn == unit.last_turn(tile);
+        skipped = LongMemory<MASK, GROUPED>::kStagings - 1;
+        const int turn = unit.turn(p, round, tile), stored = stored_tile<GROUPED>(p, tile);
+        int* turns = p.turns + unit.tile + stored;
+        float* sums = p.sums + static_cast<int64_t>(unit.tile + stored) * kSumFloats;
+        const bool last = turn == unit.last_turn(p, tile);
         if (turn > 0) {
           while (load_acquire(turns) < turn) {
           }

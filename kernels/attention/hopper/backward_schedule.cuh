@@ -37,6 +37,15 @@ struct Fp8Output {
   int e5m2;
 };
 
+// Of calls in which query heads share k and v, for kernels with GROUPED. A unit of work is then a (sequence, head of dk
+// and dv) pair with `together` consecutive query heads.
+struct Grouping {
+  int group;                 // heads / kv_heads
+  int gradient_heads;        // of dk and dv
+  int together;              // heads / gradient_heads
+  uint32_t half_reciprocal;  // of together: see split()
+};
+
 struct Parameters {
   CUtensorMap q, k, v, dout;
   Output dq, dk, dv;
@@ -61,6 +70,7 @@ struct Parameters {
   int* arrivals;  // [heads, tiles], head dim 64: number of warps that have stored a partial dQ for another block
   int tasks;      // head dims 192 and 256: see backward_wide_tasks.cuh, also for `slots`
   Fp8Output fp8;  // if the kernel writes FP8
+  Grouping grouping;
 };
 
 // The tokens of a sequence, and the number of result rows to write for it, which includes padding.
@@ -85,6 +95,62 @@ __device__ __forceinline__ int first_tile(const int32_t* cu_seqlens, int sequenc
   return cu_seqlens == nullptr ? sequence * divide_up(queries, kQueries) : first / kQueries + sequence;
 }
 
+// What is known without GROUPED is a constant here, so that kernels without it have no code for groups.
+template <bool GROUPED>
+__device__ __forceinline__ int heads_of_unit(const Parameters& p) {
+  return GROUPED ? p.grouping.together : 1;
+}
+// Calls each(0), each(1) and so on for the query heads of a unit.
+template <bool GROUPED, class Each>
+__device__ __forceinline__ void for_each_head(const Parameters& p, Each each) {
+  if constexpr (GROUPED)
+    for (int member = 0; member < p.grouping.together; ++member) each(member);
+  else
+    each(0);
+}
+template <bool GROUPED>
+__device__ __forceinline__ int gradient_heads(const Parameters& p) {
+  return GROUPED ? p.grouping.gradient_heads : p.heads;
+}
+// The head of k and v that a query head attends to.
+template <bool GROUPED>
+__device__ __forceinline__ int key_head(const Parameters& p, int head) {
+  return GROUPED ? head / p.grouping.group : head;
+}
+// A unit's query tile: its index among the tiles of its head, and which of the unit's query heads it is.
+template <bool GROUPED>
+__device__ __forceinline__ int tile_of(const Parameters& p, int tile) {
+  if constexpr (GROUPED) return split(tile, p.grouping.together, p.grouping.half_reciprocal).tile;
+  return tile;
+}
+template <bool GROUPED>
+__device__ __forceinline__ int member_of(const Parameters& p, int tile) {
+  if constexpr (GROUPED) return split(tile, p.grouping.together, p.grouping.half_reciprocal).member;
+  return 0;
+}
+// The query head of a query tile, of a unit whose first query head is `head`.
+template <bool GROUPED>
+__device__ __forceinline__ int query_head(const Parameters& p, int head, int tile) {
+  if constexpr (GROUPED) return head + member_of<true>(p, tile);
+  return head;
+}
+// The index of a query tile in statistics and sums, counted from Unit::tile.
+template <bool GROUPED>
+__device__ __forceinline__ int stored_tile(const Parameters& p, int tile) {
+  if constexpr (GROUPED) return member_of<true>(p, tile) * p.tiles + tile_of<true>(p, tile);
+  return tile;
+}
+// The head of dk and dv of a unit's first query head.
+template <bool GROUPED>
+__device__ __forceinline__ int gradient_head(const Parameters& p, int head) {
+  return tile_of<GROUPED>(p, head);
+}
+
+template <bool GROUPED>
+__device__ __forceinline__ int sequence_of(const Parameters& p, int unit) {
+  return p.order == nullptr ? unit / gradient_heads<GROUPED>(p) : p.order[unit / gradient_heads<GROUPED>(p)];
+}
+
 // The part of Unit that only windows need: the window, and the chunk of keys that a block processes.
 template <Mask MASK>
 struct UnitWindow {};
@@ -96,17 +162,19 @@ struct UnitWindow<Mask::window> {
   Tiles query_range;  // head dim 64: query tiles of the task's key tile
 };
 
-// A (sequence, head) pair, and which query tiles attend to which key tiles.
+// A (sequence, head) pair, and which query tiles attend to which key tiles. Of several query heads that share k and v
+// it is the first one.
 template <Mask MASK>
 struct Unit : UnitWindow<MASK> {
   static constexpr bool kCausal = MASK == Mask::causal, kWindow = MASK == Mask::window;
+  static constexpr bool kGrouped = false;  // one head of dk and dv for each query head
   int sequence, head;
   StoredSpan q, k;
   int query_tiles, key_tiles, tile;  // tile: index of the first one in statistics and sums
 
   Unit() = default;
   __device__ __forceinline__ Unit(const Parameters& p, int unit)
-      : Unit(p, p.order == nullptr ? unit / p.heads : p.order[unit / p.heads], unit % p.heads) {}
+      : Unit(p, sequence_of<false>(p, unit), unit % p.heads) {}
   __device__ __forceinline__ Unit(const Parameters& p, int own_sequence, int own_head)
       : sequence(own_sequence),
         head(own_head),
@@ -119,6 +187,11 @@ struct Unit : UnitWindow<MASK> {
   }
 
   __device__ __forceinline__ int offset() const { return k.length - q.length; }
+  // The number of steps of a task's key tile.
+  __device__ __forceinline__ int count_steps(const Parameters&, int key_tile) const {
+    if constexpr (kWindow) return this->query_range.end - this->query_range.begin;
+    return end(key_tile) - begin(key_tile);
+  }
   // Window: the query tiles that attend to a key tile.
   __device__ __forceinline__ Tiles queries_of(int key_tile) const {
     return attending_tiles<kQueries>(this->window, key_tile * kKeys, kKeys, q.length, k.length);

@@ -8,24 +8,32 @@ namespace cuda {
 namespace hopper_backward {
 
 // Writes zeros to the gradients of queries that attend to no keys, of keys to which no query attends, and of rows past
-// the sequence's end. This is for (sequence, head) pairs that have queries and keys; statistics_kernel() writes the
+// the sequence's end. This is for units that have queries and keys; statistics_kernel() writes the
 // zeros of the others.
-template <class G, int HEAD_DIM, Mask MASK>
+template <class G, int HEAD_DIM, bool GROUPED, Mask MASK>
 __device__ __forceinline__ void store_zero_rows(const Parameters& p, const Unit<MASK>& unit) {
   if constexpr (kFp8<G>) return;  // packed self-attention has no such rows
-  const auto zeros = [&](const Output& output, const StoredSpan& span, int begin, int end) {
-    if (begin < end)
-      store_zeros<kWarpgroup, HEAD_DIM>(row_of<G>(output, p, unit.sequence, unit.head, span.first + begin),
-                                        output.token, end - begin);
+  const auto zero_queries = [&](int begin, int end) {
+    for_each_head<GROUPED>(p, [&](int member) {
+      if (begin < end)
+        store_zeros<kWarpgroup, HEAD_DIM>(row_of<G>(p.dq, p, unit.sequence, unit.head + member, unit.q.first + begin),
+                                          p.dq.token, end - begin);
+    });
   };
-  if (MASK != Mask::full) zeros(p.dq, unit.q, 0, min(unit.begin(unit.first_key_tile()) * kQueries, unit.q.stored));
+  const auto zero_keys = [&](const Output& output, int begin, int end) {
+    if (begin < end)
+      store_zeros<kWarpgroup, HEAD_DIM>(
+          row_of<G>(output, p, unit.sequence, gradient_head<GROUPED>(p, unit.head), unit.k.first + begin), output.token,
+          end - begin);
+  };
+  if (MASK != Mask::full) zero_queries(0, min(unit.begin(unit.first_key_tile()) * kQueries, unit.q.stored));
   if (MASK == Mask::window) {
-    zeros(p.dk, unit.k, 0, unit.first_key_tile() * kKeys);
-    zeros(p.dv, unit.k, 0, unit.first_key_tile() * kKeys);
+    zero_keys(p.dk, 0, unit.first_key_tile() * kKeys);
+    zero_keys(p.dv, 0, unit.first_key_tile() * kKeys);
   }
-  zeros(p.dq, unit.q, unit.query_tiles * kQueries, unit.q.stored);
-  zeros(p.dk, unit.k, unit.key_tiles * kKeys, unit.k.stored);
-  zeros(p.dv, unit.k, unit.key_tiles * kKeys, unit.k.stored);
+  zero_queries(unit.query_tiles * kQueries, unit.q.stored);
+  zero_keys(p.dk, unit.key_tiles * kKeys, unit.k.stored);
+  zero_keys(p.dv, unit.key_tiles * kKeys, unit.k.stored);
 }
 
 // dQ in shared memory. Each thread has its own FLOATS elements of a tile.
@@ -183,7 +191,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK
         sums.add(dq, sum, addition + tile, rank == 0 ? unit.query_tiles : 0, key_tile == 0);
       }
     }
-    if (key_tile == unit.first_key_tile()) store_zero_rows<G, HEAD_DIM>(p, unit);
+    if (key_tile == unit.first_key_tile()) store_zero_rows<G, HEAD_DIM, false>(p, unit);
     arrive_warp(memory.k_empty[k_stage.slot]);
     k_stage.next();
   }

@@ -120,9 +120,10 @@ class TileLoader {
       : p(p), memory(memory), foreign(p.cu_seqlens != nullptr || p.lengths != nullptr || p.lengths_k != nullptr) {}
 
   // Starts the loads of k and v of a key tile. publish(slot) publishes the task of the tile.
-  template <Mask MASK, class Publish>
+  template <bool GROUPED, Mask MASK, class Publish>
   __device__ __forceinline__ void load_keys(const Unit<MASK>& unit, int key_tile, Publish publish) {
     const int first_key = unit.k.first + key_tile * kKeys, batch = batch_of(unit);
+    const int head = key_head<GROUPED>(p, unit.head);
     valid_keys = unit.k.length - key_tile * kKeys;
     clear_keys = foreign && valid_keys < kKeys;
     k = memory.k[k_stage.slot];
@@ -132,28 +133,30 @@ class TileLoader {
     memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
     publish(k_stage.slot);
     start_loads(clear_keys ? memory.raw[0] : *k_full, kKeyTileBytes,
-                [&](Mbarrier& landed) { tma_load(&p.k, landed, shared_address(k), 0, unit.head, first_key, batch); });
+                [&](Mbarrier& landed) { tma_load(&p.k, landed, shared_address(k), 0, head, first_key, batch); });
     memory.stage_empty[stage.slot].wait(stage.parity ^ 1);
     start_loads(clear_keys ? memory.raw[1] : *v_full, kKeyTileBytes,
-                [&](Mbarrier& landed) { tma_load(&p.v, landed, shared_address(v), 0, unit.head, first_key, batch); });
+                [&](Mbarrier& landed) { tma_load(&p.v, landed, shared_address(v), 0, head, first_key, batch); });
     k_stage.next();
     stage.next();
   }
 
-  // Starts the loads of q, dout and the statistics of a query tile, and finishes those that have rows to clear.
+  // Starts the loads of q, dout and the statistics of a query tile of one of the unit's query heads, and finishes those
+  // that have rows to clear.
   template <Mask MASK>
-  __device__ __forceinline__ void load_queries(const Unit<MASK>& unit, int query_tile) {
+  __device__ __forceinline__ void load_queries(const Unit<MASK>& unit, int query_tile, int member = 0) {
     const int valid = unit.q.length - query_tile * kQueries, first = unit.q.first + query_tile * kQueries;
-    const int batch = batch_of(unit);
+    const int batch = batch_of(unit), head = unit.head + member;
     const bool whole = !foreign || valid >= kQueries;
     char *q = memory.q(stage.slot), *dout = memory.dout(stage.slot);
     Mbarrier& full = memory.stage_full[stage.slot];
     memory.stage_empty[stage.slot].wait(stage.parity ^ 1);
     start_loads(whole ? full : memory.raw[2], 2 * kQueryTileBytes + kStatisticsBytes, [&](Mbarrier& landed) {
-      tma_load(&p.q, landed, shared_address(q), 0, unit.head, first, batch);
-      tma_load(&p.dout, landed, shared_address(dout), 0, unit.head, first, batch);
+      tma_load(&p.q, landed, shared_address(q), 0, head, first, batch);
+      tma_load(&p.dout, landed, shared_address(dout), 0, head, first, batch);
       bulk_load(landed, shared_address(memory.statistics[stage.slot]),
-                p.statistics + static_cast<int64_t>(unit.tile + query_tile) * 2 * kQueries, kStatisticsBytes);
+                p.statistics + static_cast<int64_t>(unit.tile + member * p.tiles + query_tile) * 2 * kQueries,
+                kStatisticsBytes);
     });
     if (clear_keys) {  // the first query tile: all three loads are in flight
       finish_loads(memory.raw[0], raw_keys.parity, *k_full, [&] { clear_rows(k, valid_keys, kKeys); });
@@ -200,7 +203,7 @@ class TileLoader {
 
 // The producer: loads tiles and publishes tasks. With ON_CHIP the block may fetch its next (sequence, head) pair from a
 // counter; it does so early, to hide the latency of the atomic.
-template <bool DROPOUT, Mask MASK, bool ON_CHIP>
+template <bool DROPOUT, bool GROUPED, Mask MASK, bool ON_CHIP>
 __device__ __forceinline__ void load_tiles(const Parameters& p, Memory<ON_CHIP, MASK>& memory) {
   const Share share(p);
   const int units = count_units<MASK>(p, share);
@@ -214,8 +217,8 @@ __device__ __forceinline__ void load_tiles(const Parameters& p, Memory<ON_CHIP, 
          key_tile += p.blocks, addition += unit.query_tiles) {
       if (key_tile >= end_key_tile(unit)) continue;
       if constexpr (MASK == Mask::window) unit.query_range = unit.queries_of(key_tile);
-      loader.load_keys(unit, key_tile,
-                       [&](int slot) { publish_task<DROPOUT>(memory, slot, unit, key_tile, addition); });
+      loader.template load_keys<GROUPED>(
+          unit, key_tile, [&](int slot) { publish_task<DROPOUT>(memory, slot, unit, key_tile, addition); });
       for (int query_tile = task_begin(unit, key_tile); query_tile < task_end(unit, key_tile); ++query_tile)
         loader.load_queries(unit, query_tile);
     }

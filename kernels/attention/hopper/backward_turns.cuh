@@ -1,5 +1,5 @@
-// attention backward for Hopper: the schedule of kernels in which several blocks process the key tiles of one
-// (sequence, head) pair and add to dQ in turns.
+// attention backward for Hopper: the schedule of kernels in which several blocks process the key tiles of one unit and
+// add to dQ in turns.
 #pragma once
 
 #include "attention/hopper/backward_schedule.cuh"
@@ -9,34 +9,49 @@ namespace fasttfm {
 namespace cuda {
 namespace hopper_backward {
 
-// A (sequence, head) pair whose key tiles are distributed over `parts` blocks. In every round each block has one key
-// tile; the order of the blocks alternates between rounds, which balances causal work. For a key tile a block iterates
-// over the query tiles from the last to the first, so the blocks of a pair access the same queries at about the same
-// time, while these are in L2. If all key tiles have the same query tiles, each block starts kSpread query tiles below
-// the previous block and wraps around. The blocks then add to a tile of dQ one after the other without waiting, and the
-// last additions, after which dQ is written, are distributed over the blocks.
-template <Mask MASK>
+// A (sequence, head) pair, or with GROUPED a (sequence, head of dk and dv) pair with all of its query heads, whose key
+// tiles are distributed over `parts` blocks. In every round each block has one key tile; the order of the blocks
+// alternates between rounds, which balances causal work. For a key tile a block iterates over the query tiles of all
+// query heads from the last to the first, so the blocks of a pair access the same queries at about the same time, while
+// these are in L2. If all key tiles have the same query tiles, each block starts kSpread query tiles below the previous
+// block and wraps around. The blocks then add to a tile of dQ one after the other without waiting, and the last
+// additions, after which dQ is written, are distributed over the blocks.
+//
+// Here `tile` is an index among the query tiles of all query heads: see split().
+template <Mask MASK, bool GROUPED>
 struct TurnUnit : Unit<MASK> {
-  static constexpr bool kCausal = MASK == Mask::causal, kWindow = MASK == Mask::window;
+  static constexpr bool kCausal = MASK == Mask::causal, kWindow = MASK == Mask::window, kGrouped = GROUPED;
   int part, parts;
   bool spread;
 
   TurnUnit() = default;
   __device__ __forceinline__ TurnUnit(const Parameters& p, int unit)
-      : Unit<MASK>(p, unit), part(blockIdx.x % p.blocks), parts(p.blocks) {
-    spread = MASK == Mask::full && can_spread(parts, this->query_tiles, this->key_tiles);
+      : Unit<MASK>(p, sequence_of<GROUPED>(p, unit), unit % gradient_heads<GROUPED>(p) * heads_of_unit<GROUPED>(p)),
+        part(blockIdx.x % p.blocks),
+        parts(p.blocks) {
+    spread = MASK == Mask::full && can_spread(parts, all_tiles(p), this->key_tiles);
+  }
+
+  __device__ __forceinline__ int all_tiles(const Parameters& p) const {
+    if constexpr (GROUPED) return this->query_tiles * p.grouping.together;
+    return this->query_tiles;
+  }
+  // The number of query tiles that attend to a key tile.
+  __device__ __forceinline__ int count_steps(const Parameters& p, int key_tile) const {
+    if constexpr (GROUPED) return (this->end(key_tile) - this->begin(key_tile)) * p.grouping.together;
+    return this->end(key_tile) - this->begin(key_tile);
   }
 
   // The first query tile of a key tile, and the query tiles after and before a tile, in the block's order.
-  __device__ __forceinline__ int first(int key_tile) const {
-    if constexpr (kWindow) return this->end(key_tile) - 1;
-    return this->query_tiles - 1 - (spread ? part * kSpread : 0);
+  __device__ __forceinline__ int first(const Parameters& p, int key_tile) const {
+    if constexpr (kWindow) return this->end(key_tile) * heads_of_unit<GROUPED>(p) - 1;
+    return all_tiles(p) - 1 - (spread ? part * kSpread : 0);
   }
-  __device__ __forceinline__ int after(int tile) const {
-    return (MASK != Mask::full || tile > 0 ? tile : this->query_tiles) - 1;
+  __device__ __forceinline__ int after(const Parameters& p, int tile) const {
+    return (MASK != Mask::full || tile > 0 ? tile : all_tiles(p)) - 1;
   }
-  __device__ __forceinline__ int before(int tile) const {
-    return MASK != Mask::full || tile + 1 < this->query_tiles ? tile + 1 : 0;
+  __device__ __forceinline__ int before(const Parameters& p, int tile) const {
+    return MASK != Mask::full || tile + 1 < all_tiles(p) ? tile + 1 : 0;
   }
 
   __device__ __forceinline__ int rounds() const { return divide_up(this->key_tiles, parts); }
@@ -53,33 +68,35 @@ struct TurnUnit : Unit<MASK> {
   // to the first. If the blocks are spread, those that reach the tile before they wrap around come first. With a window
   // the order is that of the keys, because the block with the next key tile has two query tiles to process before the
   // ones that both have.
-  __device__ __forceinline__ int turn(int round, int tile) const {
-    if constexpr (kWindow) return key_tile(round) - this->first_key_tile(tile);
+  __device__ __forceinline__ int turn(const Parameters& p, int round, int tile) const {
+    const int of_head = tile_of<GROUPED>(p, tile);
+    if constexpr (kWindow) return key_tile(round) - this->first_key_tile(of_head);
     const int before = round * parts;
     if (spread) {
-      const int rank = min((this->query_tiles - 1 - tile) / kSpread, parts - 1) - part;
+      const int rank = min((all_tiles(p) - 1 - tile) / kSpread, parts - 1) - part;
       return before + (rank < 0 ? rank + parts : rank);
     }
-    return before + (round % 2 ? parts - 1 : min(parts - 1, this->last_key_tile(tile) - before)) - part;
+    return before + (round % 2 ? parts - 1 : min(parts - 1, this->last_key_tile(of_head) - before)) - part;
   }
-  __device__ __forceinline__ int last_turn(int tile) const {
-    return this->last_key_tile(tile) - this->first_key_tile(tile);
+  __device__ __forceinline__ int last_turn(const Parameters& p, int tile) const {
+    const int of_head = tile_of<GROUPED>(p, tile);
+    return this->last_key_tile(of_head) - this->first_key_tile(of_head);
   }
 };
 
 // Calls step(unit, round, query tile) for all of a block's steps, and start(unit, round) before the steps of a round.
-template <Mask MASK, class Start, class Step>
+template <Mask MASK, bool GROUPED, class Start, class Step>
 __device__ __forceinline__ void for_each_step(const Parameters& p, Start start, Step step) {
   for (int unit_round = 0;; ++unit_round) {
     const int index = unit_of_round(unit_round, blockIdx.x / p.blocks, gridDim.x / p.blocks);
-    if (index >= p.sequences * p.heads) break;
-    const TurnUnit<MASK> unit(p, index);
+    if (index >= p.sequences * gradient_heads<GROUPED>(p)) break;
+    const TurnUnit<MASK, GROUPED> unit(p, index);
     for (int round = 0; round < unit.rounds(); ++round) {
       if (!unit.has_tile(round)) continue;
       start(unit, round);
       const int key_tile = unit.key_tile(round);
-      int tile = unit.first(key_tile);
-      for (int left = unit.end(key_tile) - unit.begin(key_tile); left > 0; --left, tile = unit.after(tile))
+      int tile = unit.first(p, key_tile);
+      for (int left = unit.count_steps(p, key_tile); left > 0; --left, tile = unit.after(p, tile))
         step(unit, round, tile);
     }
   }

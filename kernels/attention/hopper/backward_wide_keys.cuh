@@ -55,7 +55,7 @@ struct WideKeysMemory {
 // ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
 // Loads tiles. Called by a whole warp.
-template <int HEAD_DIM, Mask MASK>
+template <int HEAD_DIM, Mask MASK, bool GROUPED>
 class WideKeysLoader {
   using Memory = WideKeysMemory<HEAD_DIM>;
   using Task = WideTask<MASK>;
@@ -68,8 +68,8 @@ class WideKeysLoader {
     TaskReader reader(memory.queue);
     uint32_t parity = 0;  // of k and v
     for (int index = reader.next(); index < p.tasks; index = reader.next()) {
-      const Task task = task_at<MASK, true>(p, index);
-      const Tiles tiles = queries_of_task(task);
+      const Task task = task_at<MASK, true, GROUPED>(p, index);
+      const Tiles tiles = queries_of_task<GROUPED>(p, task);
       for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         const bool first = tile == tiles.begin;
         if (first) load_keys(p.k, memory.k, memory.k_full, memory.k_empty, parity, task);
@@ -87,7 +87,8 @@ class WideKeysLoader {
                                             uint32_t parity, const Task& task) {
     empty.wait(parity ^ 1);
     start_loads(full, Memory::Ring::kBytes, [&](Mbarrier& landed) {
-      load_wide_tile<HEAD_DIM>(map, landed, to, task.unit.head, task.unit.k.first + task.first, batch_of(p, task.unit));
+      load_wide_tile<HEAD_DIM>(map, landed, to, key_head<GROUPED>(p, task.unit.head), task.unit.k.first + task.first,
+                               batch_of(p, task.unit));
     });
   }
 
@@ -96,9 +97,11 @@ class WideKeysLoader {
   __device__ __forceinline__ void load_queries(const CUtensorMap& map, Loader& loader,
                                                float (&numbers)[Memory::kStages][kWideRows], int which,
                                                const Unit<MASK>& unit, int tile) {
-    const float* statistics = p.statistics + (static_cast<int64_t>(unit.tile + tile) * 2 + which) * kWideRows;
-    loader.load(map, unit.head, unit.q.first + tile * kWideRows, batch_of(p, unit), unit.q.length - tile * kWideRows,
-                p.cu_seqlens != nullptr || p.lengths != nullptr, kNumbersBytes, [&](uint32_t slot, Mbarrier& landed) {
+    const int stored = unit.tile + stored_tile<GROUPED>(p, tile), first = tile_of<GROUPED>(p, tile) * kWideRows;
+    const float* statistics = p.statistics + (static_cast<int64_t>(stored) * 2 + which) * kWideRows;
+    loader.load(map, query_head<GROUPED>(p, unit.head, tile), unit.q.first + first, batch_of(p, unit),
+                unit.q.length - first, p.cu_seqlens != nullptr || p.lengths != nullptr, kNumbersBytes,
+                [&](uint32_t slot, Mbarrier& landed) {
                   bulk_load(landed, shared_address(numbers[slot]), statistics, kNumbersBytes);
                 });
   }
@@ -112,7 +115,7 @@ class WideKeysLoader {
 
 // Warpgroup 1, which computes dV (VALUES), or 2, which computes dK. The first product of a step is S^T or dP^T, the
 // second one adds to dV or dK.
-template <class T, int HEAD_DIM, Mask MASK, bool VALUES>
+template <class T, int HEAD_DIM, Mask MASK, bool GROUPED, bool VALUES>
 class WideKeysWarpgroup {
   using Memory = WideKeysMemory<HEAD_DIM>;
   using Task = WideTask<MASK>;
@@ -130,8 +133,8 @@ class WideKeysWarpgroup {
     TaskReader reader(memory.queue);
     uint32_t parity = 0;  // of k and v
     for (int index = reader.next(); index < p.tasks; index = reader.next()) {
-      const Task task = task_at<MASK, true>(p, index);
-      const Tiles tiles = queries_of_task(task);
+      const Task task = task_at<MASK, true, GROUPED>(p, index);
+      const Tiles tiles = queries_of_task<GROUPED>(p, task);
       const bool computed = tiles.begin < tiles.end;
       if (computed) {
         (VALUES ? memory.k_full : memory.v_full).wait(parity);
@@ -140,8 +143,8 @@ class WideKeysWarpgroup {
         process_steps(task.unit, tiles, task.first);
       }
       if (task.first >= 0)
-        store_wide<T, HEAD_DIM>(p, VALUES ? p.dv : p.dk, task.unit, task.unit.k, task.first,
-                                VALUES ? p.dv_scale : p.dq_scale, computed, sums);
+        store_wide<T, HEAD_DIM>(p, VALUES ? p.dv : p.dk, task.unit, gradient_head<GROUPED>(p, task.unit.head),
+                                task.unit.k, task.first, VALUES ? p.dv_scale : p.dq_scale, computed, sums);
     }
   }
 
@@ -209,7 +212,7 @@ class WideKeysWarpgroup {
 
   // P^T = exp(S^T - lse) of a query tile in 16 bits, as the operand of dV and for warpgroup 2.
   __device__ __forceinline__ void compute_weights(const Unit<MASK>& unit, int key, int tile) {
-    mask_scores<MASK>(product, key, tile * kWideRows, unit);
+    mask_scores<MASK>(product, key, tile_of<GROUPED>(p, tile) * kWideRows, unit);
     const float2* statistics = reinterpret_cast<const float2*>(memory.lse[stage.slot]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

@@ -49,7 +49,7 @@ struct WideQueriesMemory {
 // ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
 // Loads tiles. Called by a whole warp.
-template <int HEAD_DIM, Mask MASK>
+template <int HEAD_DIM, Mask MASK, bool GROUPED>
 class WideQueriesLoader {
   using Memory = WideQueriesMemory<HEAD_DIM>;
 
@@ -61,7 +61,7 @@ class WideQueriesLoader {
     TaskReader reader(memory.queue);
     uint32_t parity = 0;  // of q and dout
     for (int index = reader.next(); index < p.tasks; index = reader.next()) {
-      const auto task = task_at<MASK, false>(p, index);
+      const auto task = task_at<MASK, false, false>(p, index);
       const Tiles tiles = keys_of_task(task);
       const int row = task.unit.q.first + task.first;
       for (int tile = tiles.begin; tile < tiles.end; ++tile) {
@@ -90,8 +90,9 @@ class WideQueriesLoader {
 
   template <class Loader>
   __device__ __forceinline__ void load_keys(const CUtensorMap& map, Loader& loader, const Unit<MASK>& unit, int tile) {
-    loader.load(map, unit.head, unit.k.first + tile * kWideRows, batch_of(p, unit), unit.k.length - tile * kWideRows,
-                p.cu_seqlens_k != nullptr || p.lengths_k != nullptr, 0, [](uint32_t, Mbarrier&) {});
+    loader.load(map, key_head<GROUPED>(p, unit.head), unit.k.first + tile * kWideRows, batch_of(p, unit),
+                unit.k.length - tile * kWideRows, p.cu_seqlens_k != nullptr || p.lengths_k != nullptr, 0,
+                [](uint32_t, Mbarrier&) {});
   }
 
   const Parameters& p;
@@ -224,7 +225,7 @@ struct WideQueriesWarpgroup {
     TaskReader reader(memory.queue);
     uint32_t parity = 0;
     for (int index = reader.next(); index < p.tasks; index = reader.next()) {
-      const auto task = task_at<MASK, false>(p, index);
+      const auto task = task_at<MASK, false, false>(p, index);
       const Tiles tiles = keys_of_task(task);
       const bool computed = tiles.begin < tiles.end;
       const int first = task.first + number * kWideRows;
@@ -232,7 +233,8 @@ struct WideQueriesWarpgroup {
         process_steps(task.unit, tiles, first, parity);
         parity ^= 1;
       }
-      if (task.first >= 0) store_wide<T, HEAD_DIM>(p, p.dq, task.unit, task.unit.q, first, p.dq_scale, computed, dq);
+      if (task.first >= 0)
+        store_wide<T, HEAD_DIM>(p, p.dq, task.unit, task.unit.head, task.unit.q, first, p.dq_scale, computed, dq);
     }
   }
 };

@@ -16,8 +16,8 @@ constexpr int kTaskRows = OF_KEYS ? kWideRows : 2 * kWideRows;
 
 // ---- tasks ----------------------------------------------------------------------------------------------------------
 
-// kTaskRows keys or queries of a (sequence, head) pair. Packed sequences have Parameters::slots tasks per head, some of
-// which have no rows: see first_slot().
+// kTaskRows queries of a (sequence, head) pair, or kTaskRows keys, with GROUPED of several query heads. Packed
+// sequences have Parameters::slots tasks per head, some of which have no rows: see first_slot().
 template <Mask MASK>
 struct WideTask {
   Unit<MASK> unit;
@@ -25,41 +25,44 @@ struct WideTask {
               // then
 };
 
-// The sequence, head and index in the sequence of a task. Without a mask, tasks of a (sequence, head) pair follow one
-// another, because they read the same tiles, which are then in L2. If causal, tasks with more work come first: low keys
-// and high queries.
+// The sequence, (first query) head and index in the sequence of a task. Without a mask, tasks of a (sequence, head)
+// pair follow one another, because they read the same tiles, which are then in L2. If causal, tasks with more work come
+// first: low keys and high queries.
 struct TaskPlace {
   int sequence, head, tile;
 };
-template <Mask MASK, bool OF_KEYS>
+template <Mask MASK, bool OF_KEYS, bool GROUPED>
 __device__ __forceinline__ TaskPlace place_of(const Parameters& p, int index) {
   constexpr bool kCausal = MASK == Mask::causal, kReversed = kCausal && !OF_KEYS;
   const int32_t* bounds = OF_KEYS ? p.cu_seqlens_k : p.cu_seqlens;
   const int size = OF_KEYS ? p.keys : p.queries;
+  const int heads = gradient_heads < OF_KEYS && GROUPED > (p), together = heads_of_unit < OF_KEYS && GROUPED > (p);
   if (bounds != nullptr) {
     const int head = index / p.slots, slot = index - head * p.slots;
     const Chunk chunk =
         chunk_of_slot(bounds, p.sequences, size, kTaskRows<OF_KEYS>, kReversed ? p.slots - 1 - slot : slot);
-    return {chunk.sequence, head, chunk.index};
+    return {chunk.sequence, head * together, chunk.index};
   }
-  const int tiles = divide_up(size, kTaskRows<OF_KEYS>), units = p.sequences * p.heads;
+  const int tiles = divide_up(size, kTaskRows<OF_KEYS>), units = p.sequences * heads;
   const int tile = kCausal ? index / units : index % tiles, unit = kCausal ? index % units : index / tiles;
-  return {unit / p.heads, unit % p.heads, kReversed ? tiles - 1 - tile : tile};
+  return {unit / heads, unit % heads * together, kReversed ? tiles - 1 - tile : tile};
 }
 
-template <Mask MASK, bool OF_KEYS>
+template <Mask MASK, bool OF_KEYS, bool GROUPED>
 __device__ __forceinline__ WideTask<MASK> task_at(const Parameters& p, int index) {
-  const TaskPlace place = place_of<MASK, OF_KEYS>(p, index);
+  const TaskPlace place = place_of<MASK, OF_KEYS, GROUPED>(p, index);
   return {Unit<MASK>(p, place.sequence, place.head), place.tile * kTaskRows<OF_KEYS>};
 }
 
-// The query tiles that attend to a task's keys, and the key tiles to which a task's queries attend.
-template <Mask MASK>
-__device__ __forceinline__ Tiles queries_of_task(const WideTask<MASK>& task) {
+// The query tiles of all query heads (see split()) that attend to a task's keys, and the key tiles to which a task's
+// queries attend.
+template <bool GROUPED, Mask MASK>
+__device__ __forceinline__ Tiles queries_of_task(const Parameters& p, const WideTask<MASK>& task) {
   const Unit<MASK>& unit = task.unit;
   if (task.first < 0 || task.first >= unit.k.length) return {0, 0};
   const int begin = MASK == Mask::causal ? max(task.first - unit.offset(), 0) / kWideRows : 0;
-  return {min(begin, unit.query_tiles), unit.query_tiles};
+  const int together = heads_of_unit<GROUPED>(p);
+  return {min(begin, unit.query_tiles) * together, unit.query_tiles * together};
 }
 template <Mask MASK>
 __device__ __forceinline__ Tiles keys_of_task(const WideTask<MASK>& task) {

@@ -114,13 +114,13 @@ __device__ __forceinline__ void multiply_wide_columns(float (&sum)[COUNT], const
 // Writes 64 rows of a gradient from row `first` of a sequence on: `sums` times `factor`, and zeros past the sequence's
 // end; or only zeros if nothing was computed.
 template <class T, int HEAD_DIM, Mask MASK>
-__device__ __forceinline__ void store_wide(const Parameters& p, const Output& output, const Unit<MASK>& unit,
+__device__ __forceinline__ void store_wide(const Parameters& p, const Output& output, const Unit<MASK>& unit, int head,
                                            const StoredSpan& span, int first, float factor, bool computed,
                                            const float (&sums)[HEAD_DIM / 2]) {
   if (first >= span.stored) return;
   const int rows = computed ? min(max(span.length - first, 0), kWideRows) : 0;
   const int stored = min(span.stored - first, kWideRows);
-  T* to = row_of<T>(output, p, unit.sequence, unit.head, span.first + first);
+  T* to = row_of<T>(output, p, unit.sequence, head, span.first + first);
   if (rows > 0) store_product(sums, factor, to, output.token, rows);
   if (rows < stored) store_zeros<kWarpgroup, HEAD_DIM>(to + rows * output.token, output.token, stored - rows);
 }

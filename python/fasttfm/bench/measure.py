@@ -117,6 +117,11 @@ def directions_of(spec: OpSpec) -> tuple[str, ...]:
     return tuple(name for name in DIRECTIONS if name != "backward" or not spec.gradients_in_forward)
 
 
+def _contenders_in(spec: OpSpec, direction: str, names: Iterable[str]) -> list[str]:
+    backward_only = {peer.name for peer in spec.peers if peer.backward_only}
+    return [name for name in names if direction == "backward" or name not in backward_only]
+
+
 def bench_op(spec: OpSpec, device: torch.device, selection: Selection) -> Iterator[list[Row]]:
     """Measures an op, one list of rows for each case and dtype."""
     for case, dtype in calls_of(spec, device, selection):
@@ -161,13 +166,15 @@ def bench_case(
         rows = []
         for direction in directions_of(spec) if any(calls.wanted[0] for calls in ready.values()) else DIRECTIONS[:1]:
             blank = functools.partial(_blank_row, spec, case, dtype, device, direction, ceilings)
-            measured = _measure_direction(direction, ready, stream, effort)
+            here = _contenders_in(spec, direction, names)
+            calls = {name: ready[name] for name in here if name in ready}
+            measured = _measure_direction(direction, calls, stream, effort)
             unmeasured = {**notes, **measured.failures}
             filled = [
                 _fill_row(blank(name), ready[name], direction, measured)
                 if name in measured.seconds
                 else replace(blank(name), note=unmeasured[name])
-                for name in names
+                for name in here
             ]
             rows += with_ratios([with_limit(row, spec, case, dtype, ceilings) for row in filled])
     return rows

@@ -11,7 +11,10 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem
 from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.launch import multiprocessors
 from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, empty_numbers
+
+_NO_LIMIT = 2**40  # of a window, above any number of tokens
 
 
 def outputs_like(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,21 +58,49 @@ def backward(
 ) -> None:
     """Writes the ``gradients`` dq, dk and dv, and into ``column_sums``, [3 H D], their sums over all tokens.
 
-    The CUDA kernels take as many heads of k and v as of q. If there are fewer, each head of q gets a copy of its k and
-    v, and the gradients of the copies are added up."""
+    If heads of q share those of k and v, a block of the CUDA kernels adds up dk and dv of some query heads of a group,
+    or of all of them, and the rest is added up here."""
     if q.numel() == 0 or k.numel() == 0:
         for gradient in (*gradients, column_sums):
             if gradient is not None:
                 gradient.zero_()
         return
-    group = q.shape[-2] // k.shape[-2]
-    if q.is_cuda and group > 1:
-        copies = [x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1]).flatten(-3, -2) for x in (k, v)]
-        gradients_of_copies = [torch.empty_like(x) for x in copies]
-        backward(dout, q, *copies, out, lse, problem, gradients[0], *gradients_of_copies)
-        for gradient, terms in zip(gradients[1:], gradients_of_copies, strict=True):
-            torch.sum(terms.unflatten(-2, (-1, group)), dim=-2, out=gradient)
+    if not q.is_cuda or k.shape[-2] == q.shape[-2]:
+        _run_backward(dout, q, k, v, out, lse, problem, *gradients, column_sums=column_sums)
         return
+    heads = gradient_heads(q, k, problem, multiprocessors(q))
+    if heads == k.shape[-2]:
+        _run_backward(dout, q, k, v, out, lse, problem, *gradients)
+        return
+    if problem.seed is not None or q.shape[-1] < 64:
+        k, v = (x.repeat_interleave(heads // x.shape[-2], dim=-2) for x in (k, v))
+    terms = [x.new_empty(*x.shape[:-2], heads, x.shape[-1]) for x in (k, v)]
+    _run_backward(dout, q, k, v, out, lse, problem, gradients[0], *terms)
+    for gradient, some in zip(gradients[1:], terms, strict=True):
+        torch.sum(some.unflatten(-2, (gradient.shape[-2], -1)), dim=-2, out=gradient)
+
+
+def gradient_heads(q: Tensor, k: Tensor, problem: AttentionProblem, processors: int) -> int:
+    """How many heads of dk and dv the CUDA kernels write; a group's query heads are divided among those of its head of
+    k. Fewer save the pass that adds them up; more give work to more SMs."""
+    left, right = (_NO_LIMIT if x == UNLIMITED else x for x in (problem.window_left, problem.window_right))
+    sizes = (problem.sequences(q), problem.max_seqlen, problem.max_seqlen_k, left, right, processors)
+    packed = int(problem.cu_seqlens is not None)
+    heads: int = _native.core().attention_backward_gradient_heads(q, k, problem.seed, packed, *sizes)
+    return heads
+
+
+def _run_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: AttentionProblem,
+    *gradients: Tensor,
+    column_sums: Tensor | None = None,
+) -> None:
     workspace, parts = _workspaces(q, k, problem, problem.sequences(q), with_sums=column_sums is not None)
     saved = (contiguous_rows(dout), q, k, v, *_arguments(problem), out, lse)
     _native.core().attention_backward(*saved, *gradients, workspace, column_sums, parts)

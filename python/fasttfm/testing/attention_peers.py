@@ -113,13 +113,15 @@ def varlen(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
     return lambda: varlen_attn(*tensors, **mask)
 
 
-def fa4(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
-    """FlashAttention-4: no dropout, no padding, no bias; its backward adds with atomics."""
+def fa4(inputs: Inputs, options: Mapping[str, Any], deterministic: bool = False) -> Callable[[], Any]:
+    """FlashAttention-4: no dropout, no padding, no bias; its backward adds with atomics, in a fixed order if
+    ``deterministic``."""
     if options.get("dropout_p", 0.0) or "lengths" in inputs or inputs.get("bias") is not None:
         raise PeerUnavailable("FlashAttention-4 has no dropout, no lengths of padded sequences and no bias")
     packed = "cu_seqlens" in inputs
     function = flash_attn_4("flash_attn_varlen_func" if packed else "flash_attn_func")
     named: dict[str, Any] = {"causal": options.get("causal", False), "softmax_scale": options.get("scale")}
+    named["deterministic"] = deterministic
     named["window_size"] = tuple(options.get("window") or (None, None))
     if packed:
         starts, longest = inputs["cu_seqlens"], options["max_seqlen"]

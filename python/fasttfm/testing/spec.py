@@ -57,11 +57,13 @@ class Peer:
     """An implementation that users would otherwise choose.
 
     ``build(inputs, options)`` returns a function of no arguments that runs the forward and returns its output,
-    differentiable in the same inputs; it raises PeerUnavailable if it cannot run.
+    differentiable in the same inputs; it raises PeerUnavailable if it cannot run. A peer that differs from another one
+    in the backward only is measured in that direction only.
     """
 
     name: str
     build: Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]
+    backward_only: bool = False
 
 
 @dataclass(frozen=True)

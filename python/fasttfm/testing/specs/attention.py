@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Mapping
@@ -267,6 +268,7 @@ BENCH_CASES = (
     _packed_bench_case("packed_64to512", dropout_p=0.0),
     _packed_bench_case("packed_64to512_p0.1", dropout_p=0.1),
     _packed_bench_case("packed_64to512_causal", dropout_p=0.0, causal=True),
+    _packed_bench_case("packed_64to512_kv4", dropout_p=0.0, kv_heads=4),
     # The heads of MiniLM, ModernBERT-base (its windows) and ViT-H/14.
     _packed_bench_case("packed_64to512_d32", 12, 32, dropout_p=0.0),
     _case("packed_8192_window128", (8192,) * 2, 12, 64, layout="packed", max_seqlen=8192, window=(64, 64)),
@@ -498,6 +500,7 @@ SPEC = OpSpec(
         Peer("sdpa.efficient", sdpa_forced(SDPBackend.EFFICIENT_ATTENTION)),
         Peer("torch.varlen_attn", varlen),
         Peer("fa4", fa4),
+        Peer("fa4 deterministic", functools.partial(fa4, deterministic=True), backward_only=True),
     ),
     curves=CURVES,
     bad_calls=BAD_CALLS,
