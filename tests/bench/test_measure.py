@@ -405,6 +405,15 @@ def test_a_peer_may_have_its_own_tensors() -> None:
 
 
 @pytest.mark.usefixtures("_fixed_ceilings")
+def test_a_peer_of_the_backward_has_no_other_rows() -> None:
+    spec = _spec(Peer("failing", _failing, backward_only=True))
+    names = ("fasttfm", "failing")
+    rows = measure.bench_case(spec, CASE, torch.float32, CPU, contenders=names, effort=BRIEF)
+    assert [row.direction for row in rows if row.contender == "failing"] == ["backward"]
+    assert [row.direction for row in rows if row.contender == "fasttfm"] == list(measure.DIRECTIONS)
+
+
+@pytest.mark.usefixtures("_fixed_ceilings")
 def test_no_backward_is_measured_if_the_forward_computes_gradients() -> None:
     spec = replace(_spec(), gradients_in_forward=True)
     rows = measure.bench_case(spec, CASE, torch.float32, CPU, contenders=("fasttfm",), effort=BRIEF)
