@@ -10,9 +10,9 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -329,12 +329,10 @@ def launches_from_threads() -> None:
 
     function()
     before = launch_count.value
-    threads = [Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert launch_count.value == before + 800
+    with ThreadPoolExecutor(4) as pool:
+        for finished in [pool.submit(work, number) for number in range(4)]:
+            finished.result()  # raises what the thread has raised
+    assert launch_count.value == before + 800, f"{launch_count.value - before} launches"
 
 
 CASES = (
