@@ -16,6 +16,7 @@ import torch
 
 from fasttfm.bench import measure, report, timing
 from fasttfm.bench.peers import Inputs, PeerUnavailable
+from fasttfm.bench.pytest_bench import bench_test
 from fasttfm.bench.timing import Ceilings, Effort, Work
 from fasttfm.cli.main import main
 from fasttfm.ops import backends
@@ -411,6 +412,12 @@ def test_a_peer_of_the_backward_has_no_other_rows() -> None:
     rows = measure.bench_case(spec, CASE, torch.float32, CPU, contenders=names, effort=BRIEF)
     assert [row.direction for row in rows if row.contender == "failing"] == ["backward"]
     assert [row.direction for row in rows if row.contender == "fasttfm"] == list(measure.DIRECTIONS)
+
+
+def test_a_peer_of_the_backward_has_no_other_benchmarks() -> None:
+    spec = _spec(Peer("failing", _failing, backward_only=True))
+    (mark,) = (each for each in bench_test(spec).pytestmark if each.name == "parametrize")
+    assert {each.values[2] for each in mark.args[1] if each.values[3] == "failing"} == {"backward"}
 
 
 @pytest.mark.usefixtures("_fixed_ceilings")

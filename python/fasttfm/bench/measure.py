@@ -117,7 +117,8 @@ def directions_of(spec: OpSpec) -> tuple[str, ...]:
     return tuple(name for name in DIRECTIONS if name != "backward" or not spec.gradients_in_forward)
 
 
-def _contenders_in(spec: OpSpec, direction: str, names: Iterable[str]) -> list[str]:
+def contenders_in(spec: OpSpec, direction: str, names: Iterable[str]) -> list[str]:
+    """The names of those that are measured in a direction."""
     backward_only = {peer.name for peer in spec.peers if peer.backward_only}
     return [name for name in names if direction == "backward" or name not in backward_only]
 
@@ -166,7 +167,7 @@ def bench_case(
         rows = []
         for direction in directions_of(spec) if any(calls.wanted[0] for calls in ready.values()) else DIRECTIONS[:1]:
             blank = functools.partial(_blank_row, spec, case, dtype, device, direction, ceilings)
-            here = _contenders_in(spec, direction, names)
+            here = contenders_in(spec, direction, names)
             calls = {name: ready[name] for name in here if name in ready}
             measured = _measure_direction(direction, calls, stream, effort)
             unmeasured = {**notes, **measured.failures}

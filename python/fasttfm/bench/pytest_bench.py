@@ -50,7 +50,7 @@ def bench_test(spec: OpSpec) -> Callable[..., None]:
         )
         for index, (case, dtype) in enumerate(measure.calls_of(spec, device, everything))
         for direction in measure.directions_of(spec)
-        for name in contenders
+        for name in measure.contenders_in(spec, direction, contenders)
     ]
 
     @pytest.mark.benchmark(timer=_playback.read)
