@@ -7,6 +7,7 @@ does not know, and kernels that need more than it can give them, are launched by
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import triton
@@ -21,6 +22,9 @@ _VERSIONS = ("3.6.",)
 # Triton's types of arguments, as letters of triton_launch.cpp. A constexpr is not an argument of the compiled kernel.
 _LETTERS = {"constexpr": "-", "i32": "i", "i64": "l", "u1": "b", "fp32": "f"}
 
+# Held while Triton loads a kernel: it sets the launcher first and the function later, and threads share both.
+_loading = threading.Lock()
+
 
 class LaunchedKernel(JITFunction):
     """A function of ``triton.jit`` whose ``kernel[grid](...)`` launches from C++. All else is Triton's: ``run``
@@ -34,7 +38,8 @@ class LaunchedKernel(JITFunction):
         from triton.backends.nvidia.driver import CudaLauncher
 
         compiled = self.run(*args, grid=grid, warmup=True, **kwargs)
-        launcher = getattr(compiled, "run", None)  # loads the kernel; a hook may have kept Triton from compiling it
+        with _loading:
+            launcher = getattr(compiled, "run", None)  # loads it; a hook may have kept Triton from compiling it
         if type(launcher) is not CudaLauncher:
             return None
         if launcher.num_ctas != 1 or launcher.global_scratch_size > 0 or launcher.profile_scratch_size > 0:
