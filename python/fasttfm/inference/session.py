@@ -324,18 +324,17 @@ class Session:
 
     def _encode_at_once(self, ids: SortedIds, count: int, output: Output) -> np.ndarray | None:
         """The same for ids that are one batch with a row for each sequence, and no sequence is empty; otherwise None.
-        On the host such a call takes half as long as one that may have several batches."""
+        On the host such a call takes less time than one that may have several batches."""
         ends, begun = ids.cu_seqlens, time.perf_counter()
         if len(ids.order) < count or not count or not self.network.is_per_sequence(output):
             return None
         if len(cut(ends, self.max_tokens, self.max_batch)) > 1:
             return None
         wait = self.run(Packed(ids.ids, None, ends, ends.item(1)), output)
-        positions = inverse(ids.order)  # while the device computes
+        self._count(ids, count, [])  # while the device computes
+        positions = inverse(ids.order)
         found: np.ndarray = wait(lambda rows: rows.take(positions, 0))
         with self._lock:
-            self.counts.texts += count
-            self.counts.tokens += len(ids.ids)
             self.counts.seconds += time.perf_counter() - begun
         return found
 
