@@ -171,6 +171,9 @@ __device__ __forceinline__ void feed_forward_half(const Params& p, Memory<S>& me
     send<S>(memory, at, S::activation_place(quad.row, at.rank * (S::kUp / kChunk) + quad.quad / 2), value);
   }
   wait_for(memory.gathered, 1);
+  // No thread stores the next rows before all have read the parts, because what they send follows from the parts.
+  // racecheck does not follow st.async to the mbarrier.
+  if (kSanitized) sync_consumers();
   const MatrixRow row = matrix_row_a(at.lane);
   const uint32_t gather = shared_address(memory.gather);
   const auto a = [&](int step) {
