@@ -42,7 +42,7 @@ bool is_plain_tensor(PyObject* object);
 // Adds triton_kernel().
 void bind_triton(pybind11::module_& python);
 
-// Adds sort_ids() and write_bucket().
+// Adds Sequences and write_bucket().
 void bind_sequences(pybind11::module_& python);
 
 }  // namespace fasttfm

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <numeric>
+#include <memory>
 #include <vector>
 
 #include "python.h"
@@ -71,13 +71,22 @@ bool copy_elements(const Ids& ids, int64_t limit, int64_t* target) {
   return signs >> 63 == 0;
 }
 
+// -1 for an integer that does not fit 64 bits.
+int64_t value_of(PyObject* integer) {
+#if PY_VERSION_HEX >= 0x030C0000  // inline functions
+  const auto* small = reinterpret_cast<const PyLongObject*>(integer);
+  if (PyUnstable_Long_IsCompact(small)) return PyUnstable_Long_CompactValue(small);
+#endif
+  int overflow = 0;
+  return PyLong_AsLongLongAndOverflow(integer, &overflow);
+}
+
 bool copy_list(const Ids& ids, int64_t limit, int64_t* target) {
   for (int64_t i = 0; i < ids.length; ++i) {
     PyObject* element = PyList_GET_ITEM(ids.list, i);
     if (!PyLong_CheckExact(element)) return false;
-    int overflow = 0;
-    target[i] = PyLong_AsLongLongAndOverflow(element, &overflow);
-    if (overflow != 0 || target[i] < 0 || target[i] >= limit) return false;
+    target[i] = value_of(element);
+    if (target[i] < 0 || target[i] >= limit) return false;
   }
   return true;
 }
@@ -97,45 +106,37 @@ bool copy_ids(const Ids& ids, int64_t limit, int64_t* target) {
   }
 }
 
-// A tuple of ids int64 [T], boundaries int32 [sequences + 1], and the index int64 [sequences] of each sequence in
-// `given`, longest first; sequences without ids are left out. None if one is neither a list nor an array of integers in
-// [0, vocabulary), or has more than max_length.
-py::object sort_ids(const py::handle& given, int64_t max_length, int64_t vocabulary) {
-  const bool is_list = PyList_CheckExact(given.ptr());
-  if (!is_list && !PyTuple_CheckExact(given.ptr())) return py::none();
-  const int64_t count = is_list ? PyList_GET_SIZE(given.ptr()) : PyTuple_GET_SIZE(given.ptr());
-  std::vector<Ids> all(count);
-  std::vector<int64_t> order;
-  order.reserve(count);
-  int64_t total = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    PyObject* each = is_list ? PyList_GET_ITEM(given.ptr(), i) : PyTuple_GET_ITEM(given.ptr(), i);
-    if (!read_ids(each, all[i]) || all[i].length > max_length) return py::none();
-    if (all[i].length > 0) order.push_back(i);
-    total += all[i].length;
-  }
-  if (total > INT32_MAX) return py::none();
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return all[a].length > all[b].length; });
-
-  const auto sequences = static_cast<py::ssize_t>(order.size());
-  py::array_t<int64_t> ids(total), indices(sequences);
-  py::array_t<int32_t> boundaries(sequences + 1);
-  int64_t* target = ids.mutable_data();
-  int32_t* boundary = boundaries.mutable_data();
-  *boundary = 0;
-  for (const int64_t index : order) {
-    if (!copy_ids(all[index], vocabulary, target)) return py::none();
-    target += all[index].length;
-    boundary[1] = boundary[0] + static_cast<int32_t>(all[index].length);
-    ++boundary;
-  }
-  std::copy(order.begin(), order.end(), indices.mutable_data());
-  return py::make_tuple(ids, boundaries, indices);
-}
-
 // ---- buckets ---------------------------------------------------------------------------------------------------------
 
 using Buffer = py::array_t<int32_t, py::array::c_style>;
+
+// The layout of a bucket in an array of int32: ids int64 [tokens], segments int64 [tokens] if there are any, and
+// boundaries int32 [sequences + 1], at a multiple of 16 bytes. Definition in Python: split_buffer.
+struct BucketArrays {
+  BucketArrays(Buffer& buffer, int64_t tokens, int64_t sequences, bool with_segments, int64_t known)
+      : tokens(tokens), sequences(sequences) {
+    const int64_t first = (2 * tokens * (1 + with_segments) + 3) / 4 * 4;
+    if (tokens < 0 || sequences < known || first + sequences + 1 > buffer.size())
+      throw py::value_error("write_bucket: expected a buffer for the bucket, and a batch that fits it");
+    int32_t* target = buffer.mutable_data();
+    ids = reinterpret_cast<int64_t*>(target);
+    segments = ids + tokens;
+    boundaries = target + first;
+  }
+
+  // Writes the boundaries after those of `known` sequences: those of padding tokens, and of empty sequences.
+  void fill_boundaries(int64_t known, int64_t max_seqlen) {
+    int64_t boundary = boundaries[known];
+    for (int64_t i = known + 1; i <= sequences; ++i) {
+      boundary = std::min(boundary + max_seqlen, tokens);
+      boundaries[i] = static_cast<int32_t>(boundary);
+    }
+  }
+
+  int64_t tokens, sequences;
+  int64_t *ids, *segments;
+  int32_t* boundaries;
+};
 
 // Writes the elements of an array to `target` and `fill` after them.
 void write_padded(const py::array& array, int64_t tokens, int64_t fill, int64_t* target) {
@@ -151,26 +152,137 @@ void write_padded(const py::array& array, int64_t tokens, int64_t fill, int64_t*
 
 void write_bucket(Buffer buffer, const py::array& ids, const py::object& segments, const Buffer& cu_seqlens,
                   int64_t tokens, int64_t sequences, int64_t max_seqlen, int64_t padding) {
-  const bool with_segments = !segments.is_none();
-  const int64_t first = (2 * tokens * (1 + with_segments) + 3) / 4 * 4, known = cu_seqlens.size();
-  if (tokens < 0 || sequences < 0 || first + sequences + 1 > buffer.size() || known < 1 || known > sequences + 1)
-    throw py::value_error("write_bucket: expected a buffer for the bucket, and a batch that fits it");
-  int32_t* target = buffer.mutable_data();
-  write_padded(ids, tokens, padding, reinterpret_cast<int64_t*>(target));
-  if (with_segments) write_padded(segments, tokens, 0, reinterpret_cast<int64_t*>(target) + tokens);
-  int32_t* boundaries = target + first;
-  std::copy_n(cu_seqlens.data(), known, boundaries);
-  int64_t boundary = ids.shape(0);
-  for (int64_t i = known; i <= sequences; ++i) {
-    boundary = std::min(boundary + max_seqlen, tokens);
-    boundaries[i] = static_cast<int32_t>(boundary);
-  }
+  const int64_t known = cu_seqlens.size() - 1;
+  if (known < 0) throw py::value_error("write_bucket: expected boundaries, got none");
+  BucketArrays bucket(buffer, tokens, sequences, !segments.is_none(), known);
+  write_padded(ids, tokens, padding, bucket.ids);
+  if (!segments.is_none()) write_padded(segments, tokens, 0, bucket.segments);
+  std::copy_n(cu_seqlens.data(), known + 1, bucket.boundaries);
+  bucket.fill_boundaries(known, max_seqlen);
 }
+
+// ---- sequences -------------------------------------------------------------------------------------------------------
+
+// Sequences of ids as they were given, in the order of their lengths, longest first; those of the same length in the
+// given order, and those without ids left out. The ids are read when they are written.
+class Sequences {
+ public:
+  // None if one is neither a list nor an array of integers, or has more than max_length.
+  static py::object of(const py::handle& given, int64_t max_length) {
+    const bool is_list = PyList_CheckExact(given.ptr());
+    if (!is_list && !PyTuple_CheckExact(given.ptr())) return py::none();
+    auto found = std::make_unique<Sequences>();
+    found->given_ = is_list ? PyList_GET_SIZE(given.ptr()) : PyTuple_GET_SIZE(given.ptr());
+    found->all_.reserve(found->given_);
+    for (int64_t i = 0; i < found->given_; ++i) {
+      PyObject* each = is_list ? PyList_GET_ITEM(given.ptr(), i) : PyTuple_GET_ITEM(given.ptr(), i);
+      Ids ids;
+      if (!read_ids(each, ids) || ids.length > max_length) return py::none();
+      found->tokens_ += ids.length;
+      if (ids.length > 0) found->all_.push_back({py::reinterpret_borrow<py::object>(each), ids.length, i});
+    }
+    if (found->tokens_ > INT32_MAX) return py::none();
+    std::stable_sort(found->all_.begin(), found->all_.end(),
+                     [](const auto& a, const auto& b) { return a.length > b.length; });
+    return py::cast(std::move(found));
+  }
+
+  // The numbers of ids and of sequences, and the length of the longest one.
+  py::tuple sizes() const { return py::make_tuple(tokens_, count(), all_.empty() ? 0 : all_.front().length); }
+
+  // Writes all sequences and padding. Returns false if an id is not in [0, vocabulary).
+  bool write(Buffer& buffer, int64_t tokens, int64_t sequences, int64_t max_seqlen, int64_t padding,
+             int64_t vocabulary) const {
+    BucketArrays bucket(buffer, tokens, sequences, false, count());
+    if (tokens_ > tokens) throw py::value_error("write_bucket: expected a bucket for all ids");
+    if (!copy(vocabulary, bucket.ids, bucket.boundaries)) return false;
+    std::fill(bucket.ids + tokens_, bucket.ids + tokens, padding);
+    bucket.fill_boundaries(count(), max_seqlen);
+    return true;
+  }
+
+  // Writes sequences into the bucket that `known`, a dictionary from sizes() to tuples of a bucket's three numbers and
+  // an object, has for them. Returns a tuple of the sequences, that object and sizes(); None if there is no such
+  // bucket, as in of(), and if an id is not in [0, vocabulary).
+  static py::object stage(const py::handle& given, const py::dict& known, Buffer buffer, int64_t max_length,
+                          int64_t vocabulary, int64_t padding) {
+    py::object found = of(given, max_length);
+    if (found.is_none()) return found;
+    const auto& sequences = *found.cast<const Sequences*>();
+    const py::tuple sizes = sequences.sizes();
+    PyObject* bucket = PyDict_GetItemWithError(known.ptr(), sizes.ptr());
+    if (bucket == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    if (bucket == nullptr) return py::none();
+    const auto numbers = py::reinterpret_borrow<py::tuple>(bucket);
+    const auto number = [&](size_t i) { return numbers[i].cast<int64_t>(); };
+    if (!sequences.write(buffer, number(0), number(1), number(2), padding, vocabulary)) return py::none();
+    return py::make_tuple(found, numbers[3], sizes);
+  }
+
+  // A tuple of ids int64 [T], boundaries int32 [count + 1], and the index int64 [count] of each sequence among those
+  // that were given. None if an id is not in [0, vocabulary).
+  py::object sorted(int64_t vocabulary) const {
+    py::array_t<int64_t> ids(tokens_), order(count());
+    py::array_t<int32_t> boundaries(count() + 1);
+    if (!copy(vocabulary, ids.mutable_data(), boundaries.mutable_data())) return py::none();
+    int64_t* index = order.mutable_data();
+    for (const Sequence& each : all_) *index++ = each.index;
+    return py::make_tuple(ids, boundaries, order);
+  }
+
+  // Rows of `width` elements, one for each sequence and maybe more, in the order of those that were given: fp32 [given,
+  // width]. Sequences without ids have zeros.
+  py::array_t<float> in_given_order(const py::array_t<float, py::array::c_style>& rows, int64_t width) const {
+    if (width < 0 || rows.size() < count() * width)
+      throw py::value_error("in_given_order: expected a row for each sequence");
+    py::array_t<float> found({given_, width});
+    float* target = found.mutable_data();
+    if (count() < given_) std::fill_n(target, given_ * width, 0.0f);
+    const float* row = rows.data();
+    for (const Sequence& each : all_) {
+      std::memcpy(target + each.index * width, row, width * sizeof(float));
+      row += width;
+    }
+    return found;
+  }
+
+ private:
+  int64_t count() const { return static_cast<int64_t>(all_.size()); }
+
+  struct Sequence {
+    py::object ids;
+    int64_t length;
+    int64_t index;  // among those that were given
+  };
+
+  bool copy(int64_t vocabulary, int64_t* target, int32_t* boundary) const {
+    *boundary = 0;
+    for (const Sequence& each : all_) {
+      Ids ids;
+      if (!read_ids(each.ids.ptr(), ids) || ids.length != each.length)  // another thread has changed it
+        throw py::value_error("Session: inputs: expected lists that do not change during a call");
+      if (!copy_ids(ids, vocabulary, target)) return false;
+      target += each.length;
+      boundary[1] = boundary[0] + static_cast<int32_t>(each.length);
+      ++boundary;
+    }
+    return true;
+  }
+
+  std::vector<Sequence> all_;
+  int64_t tokens_ = 0, given_ = 0;
+};
 
 }  // namespace
 
 void bind_sequences(py::module_& python) {
-  python.def("sort_ids", &sort_ids, py::arg("given"), py::arg("max_length"), py::arg("vocabulary"));
+  py::class_<Sequences>(python, "Sequences")
+      .def_static("of", &Sequences::of, py::arg("given"), py::arg("max_length"))
+      .def("sizes", &Sequences::sizes)
+      .def_static("stage", &Sequences::stage, py::arg("given"), py::arg("known"), py::arg("buffer").noconvert(),
+                  py::arg("max_length"), py::arg("vocabulary"), py::arg("padding"))
+      .def("sorted", &Sequences::sorted, py::arg("vocabulary"))
+      .def("in_given_order", &Sequences::in_given_order, py::arg("rows").noconvert(), py::arg("width"));
   python.def("write_bucket", &write_bucket, py::arg("buffer").noconvert(), py::arg("ids"), py::arg("segments"),
              py::arg("cu_seqlens").noconvert(), py::arg("tokens"), py::arg("sequences"), py::arg("max_seqlen"),
              py::arg("padding"));

@@ -45,14 +45,16 @@ def _no_signature(*_: object) -> None:
 signature: Callable[..., bytes | None] = _no_signature
 # Prepares the launches of a Triton kernel; None without the core.
 triton_kernel: Callable[..., Callable[..., Callable[..., object]]] | None = None
-# Functions of the same names in inference/batches.py; None without the core.
-sort_ids: Callable[..., tuple[Any, Any, Any] | None] | None = None
+# For inference/batches.py; None without the core.
+sequences: Callable[[Any, int], Any] | None = None
+stage_sequences: Callable[..., tuple[Any, Any, tuple[int, int, int]] | None] | None = None
 write_bucket: Callable[..., None] | None = None
 if _core is not None:
     _core.use_torch(torch)
     signature = _core.signature
     triton_kernel = _core.triton_kernel
-    sort_ids = _core.sort_ids
+    sequences = _core.Sequences.of
+    stage_sequences = _core.Sequences.stage
     write_bucket = _core.write_bucket
 
 

@@ -37,14 +37,17 @@ def test_attributes_agree() -> None:
     assert declared == {name: kind for name, kind in found.items() if kind in ("str", "int")}
 
 
-def test_exceptions_agree() -> None:
-    tree = ast.parse(STUB.read_text())
-    declared = {node.name: node.bases[0].id for node in tree.body if isinstance(node, ast.ClassDef)}
+def test_classes_agree() -> None:
+    classes = [node for node in ast.parse(STUB.read_text()).body if isinstance(node, ast.ClassDef)]
+    declared = {node.name: node.bases[0].id if node.bases else "pybind11_object" for node in classes}
     found = {name: value for name, value in vars(_C).items() if isinstance(value, type)}
     assert found
     assert {name: value.__base__.__name__ for name, value in found.items()} == {
         name: base for name, base in declared.items() if not name.startswith("_")
     }
+    for node in classes:
+        methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+        assert methods == {name for name in vars(found[node.name]) if not name.startswith("_")}
 
 
 def test_a_missing_parameter_is_detected() -> None:

@@ -129,15 +129,6 @@ class SortedIds(NamedTuple):
         return found
 
 
-def inverse(order: np.ndarray) -> np.ndarray:
-    """The position of each index in a permutation."""
-    if len(order) == 1:
-        return order
-    positions = np.empty_like(order)
-    positions[order] = np.arange(len(order))
-    return positions
-
-
 def sort_ids(sequences: Sequence[Sequence[int]]) -> SortedIds:
     """Sorts and concatenates sequences, which are lists or arrays of ids."""
     found = checked_ids(sequences)
@@ -154,7 +145,8 @@ def checked_ids(
 ) -> SortedIds | None:
     """The same by the native core, if all sequences are lists of ``int`` or one-dimensional arrays of integers, have
     at most ``max_length`` ids, and these are less than ``vocabulary``; otherwise, and without the core, None."""
-    found = None if _native.sort_ids is None else _native.sort_ids(sequences, max_length, vocabulary)
+    given = None if _native.sequences is None else _native.sequences(sequences, max_length)
+    found = None if given is None else given.sorted(vocabulary)
     return None if found is None else SortedIds(*found)
 
 

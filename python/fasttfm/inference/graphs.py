@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fasttfm import _native
 from fasttfm.inference.batches import (
     Bucket,
     Packed,
@@ -32,6 +32,7 @@ Value = TypeVar("Value")
 _MIN_LOOKUPS = 2  # a key that is looked up this often gets a value
 _DECAY_INTERVAL = 4096  # after this many lookups all counts are halved
 _SMALL_RESULT = 2**18  # a result of up to this many bytes has memory of its own, which saves a kernel
+_MAX_KNOWN = 4096  # sizes of batches
 _MAX_TOKEN_ROWS = 4096  # of a result with a row for each token: a language model has many logits in each
 
 
@@ -44,6 +45,17 @@ class GraphCounts:
     evicted: int = 0
 
 
+class Entry(Generic[Value]):
+    """A key that was looked up in a cache, and its value, if it has one."""
+
+    __slots__ = ("last", "lookups", "value")
+
+    def __init__(self) -> None:
+        self.value: Value | None = None
+        self.lookups = 0  # in the recent past
+        self.last = 0  # the number of the cache's last lookup of it
+
+
 class GraphCache(Generic[Value]):
     """A bounded cache whose values are made when their key is looked up for the second time.
 
@@ -53,43 +65,67 @@ class GraphCache(Generic[Value]):
 
     def __init__(self, make: Callable[[Any], Value], limit: int) -> None:
         self._make, self._limit = make, limit
-        self._values: OrderedDict[Hashable, Value] = OrderedDict()
-        self._seen: Counter[Hashable] = Counter()
+        self._seen: dict[Hashable, Entry[Value]] = {}
+        self._kept: dict[Hashable, Entry[Value]] = {}  # those with a value
         self._lookups = 0
         self.counts = GraphCounts()
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._kept)
 
     def get(self, key: Hashable) -> Value | None:
         """The value of a key; None if the key is not in the cache and not admitted yet."""
-        self._count(key)
-        value = self._values.get(key)
-        if value is None:
-            if not self._is_admitted(key):
-                return None
-            if len(self._values) >= self._limit:
-                self._values.popitem(last=False)
-                self.counts.evicted += 1
-            value = self._values[key] = self._make(key)
+        entry = self._seen.get(key)
+        if entry is None:
+            entry = self._seen[key] = Entry()
+        if self.use(entry) is None and self._admits(entry):
+            entry.value = self._make(key)
+            self._kept[key] = entry
             self.counts.captured += 1
-        self._values.move_to_end(key)
-        self.counts.replayed += 1
-        return value
+            self.counts.replayed += 1
+        return entry.value
 
-    def clear(self) -> None:
-        self._values.clear()
+    def kept(self, key: Hashable) -> Entry[Value] | None:
+        """The entry of a key that has a value, for ``use``. This does not count as a lookup."""
+        return self._kept.get(key)
 
-    def _count(self, key: Hashable) -> None:
+    def use(self, entry: Entry[Value]) -> Value | None:
+        """Looks up the value of an entry, which may have been evicted since."""
         self._lookups += 1
         if self._lookups % _DECAY_INTERVAL == 0:
-            self._seen = Counter({each: count // 2 for each, count in self._seen.items() if count > 1})
-        self._seen[key] += 1
+            self._decay()
+        entry.lookups += 1
+        entry.last = self._lookups
+        if entry.value is not None:
+            self.counts.replayed += 1
+        return entry.value
 
-    def _is_admitted(self, key: Hashable) -> bool:
-        if self._limit < 1 or self._seen[key] < _MIN_LOOKUPS:
+    def clear(self) -> None:
+        for key in list(self._kept):
+            self._drop(key)
+
+    def _drop(self, key: Hashable) -> None:
+        self._kept.pop(key).value = None
+
+    def _decay(self) -> None:
+        for entry in self._seen.values():
+            entry.lookups //= 2
+        self._seen = {key: entry for key, entry in self._seen.items() if entry.lookups > 0} | self._kept
+
+    def _admits(self, candidate: Entry[Value]) -> bool:
+        """Whether the cache has, or makes, room for the value of an entry."""
+        if self._limit < 1 or candidate.lookups < _MIN_LOOKUPS:
             return False
-        return len(self._values) < self._limit or self._seen[key] > self._seen[next(iter(self._values))]
+        if len(self._kept) >= self._limit:
+            oldest = min(self._kept, key=lambda key: self._kept[key].last)
+            if candidate.lookups <= self._kept[oldest].lookups:
+                return False
+            self._drop(oldest)
+            self.counts.evicted += 1
+        return True
+
+
+Sizes = tuple[int, int, int]  # of a batch: the numbers of tokens and sequences, and the length of the longest one
 
 
 class _Key(NamedTuple):
@@ -100,6 +136,7 @@ class _Key(NamedTuple):
 
 class _Graph(NamedTuple):
     graph: LaunchableGraph
+    bucket: Bucket
     # Of a row of the result, which is fp32. If the result is not small, it is in memory that all graphs share, and
     # copied before the next launch.
     shape: tuple[int, ...]
@@ -123,20 +160,43 @@ class _Staging(HostMemory):
 class _Launched:
     """A launch. Called once, it waits for the result and makes its staging memory available to other launches."""
 
-    def __init__(self, staging: _Staging, shape: tuple[int, ...], large: Tensor | None, free: list[_Staging]) -> None:
-        self._staging: _Staging | None = staging  # deleted before `large`, for which it waits
-        self._shape, self._large, self._free = shape, large, free
+    def __init__(self, graph: _Graph, staging: _Staging, rows: int, free: list[_Staging]) -> None:
+        self._graph, self._rows, self._free = graph, rows, free
+        self._large = None
+        if 4 * rows * graph.size > _SMALL_RESULT:
+            self._large = torch.empty(rows * graph.size, pin_memory=True)
+        self._staging: _Staging | None = staging  # deleted before `_large`, for which it waits
+        graph.graph.launch(staging, rows, self._large)
 
     def __call__(self, read: Callable[[np.ndarray], Any] | None = None) -> Any:
+        staging = self._wait()
+        memory = staging.result_array if self._large is None else self._large.numpy()
+        rows = memory[: self._rows * self._graph.size].reshape(self._rows, *self._graph.shape)
+        if read is None:
+            read = np.copy if self._large is None else np.asarray
+        found = read(rows)
+        self._free.append(staging)
+        return found
+
+    def _wait(self) -> _Staging:
         staging, self._staging = self._staging, None
         assert staging is not None
-        staging.done.synchronize()
-        if self._large is not None:
-            rows = self._large.numpy()
-            found = rows if read is None else read(rows)
-        else:
-            rows = staging.result_array[: math.prod(self._shape)].reshape(self._shape)
-            found = rows.copy() if read is None else read(rows)
+        staging.wait()
+        return staging
+
+
+class Replay(_Launched):
+    """A launch of sequences whose ids the native core has written."""
+
+    def __init__(self, graph: _Graph, staging: _Staging, free: list[_Staging], given: Any, sizes: Sizes) -> None:
+        super().__init__(graph, staging, sizes[1], free)
+        self._given, self.sizes = given, sizes
+
+    def finish(self) -> np.ndarray:
+        """Waits, once. Returns a row for each sequence that was given, in their order."""
+        staging = self._wait()
+        memory = staging.result_array if self._large is None else self._large.numpy()
+        found: np.ndarray = self._given.in_given_order(memory, self._graph.size)
         self._free.append(staging)
         return found
 
@@ -148,6 +208,7 @@ class Graphs:
     Args:
         limit: The maximum number of graphs that are kept.
         max_length: The maximum number of tokens in a sequence.
+        vocabulary: The number of ids that the model reads.
         padding: The id of padding tokens.
         workspace: That of layers over few tokens; the network's other launches with it are on the same stream.
     """
@@ -161,6 +222,7 @@ class Graphs:
         limit: int,
         max_tokens: int,
         max_length: int,
+        vocabulary: int,
         padding: int,
     ) -> None:
         self._network, self._max_tokens, self._max_length, self._padding = network, max_tokens, max_length, padding
@@ -170,6 +232,10 @@ class Graphs:
         room = bucket_for(max_tokens, max_tokens, 1, max_length)
         self._static = torch.zeros(buffer_size(room, True), dtype=torch.int32, device=network.device)
         stream.wait_stream(torch.cuda.current_stream(network.device))  # until it is zero
+        self._stage, self._vocabulary = _native.stage_sequences, vocabulary
+        # The buckets and graphs of batches that ``replay`` launches, by their sizes: `Sequences.stage` reads them.
+        self._known: dict[Output, dict[Sizes, tuple[int, int, int, Entry[_Graph] | None]]]
+        self._known = {output: {} for output in Output}
         self._results: dict[Output, Tensor] = {}
         self._free: list[_Staging] = []
 
@@ -192,13 +258,36 @@ class Graphs:
             return None
         if found is None:
             return None
-        staging = self._free.pop() if self._free else _Staging(len(self._static), self._stream)
+        staging = self._staging()
         write_bucket(staging.input_array, batch, key.bucket, self._padding)
-        rows = batch.sequences if per_sequence else tokens
-        shape = (rows, *found.shape)
-        large = torch.empty(shape, pin_memory=True) if 4 * rows * found.size > _SMALL_RESULT else None
-        found.graph.launch(staging, rows, large)
-        return _Launched(staging, shape, large, self._free)
+        if per_sequence and batch.segments is None:
+            self._remember(key, (tokens, batch.sequences, batch.max_seqlen))
+        return _Launched(found, staging, batch.sequences if per_sequence else tokens, self._free)
+
+    def replay(self, output: Output, inputs: Sequence[Any]) -> Replay | None:
+        """Starts the computation of lists or arrays of ids, if ``launch`` has had a batch of the same sizes, with a row
+        for each sequence. Otherwise, without its graph, for other inputs and for wrong ids None."""
+        if self._stage is None:
+            return None
+        known, staging = self._known[output], self._staging()
+        staged = self._stage(inputs, known, staging.input_array, self._max_length, self._vocabulary, self._padding)
+        if staged is not None:
+            given, entry, sizes = staged
+            found = self._cache.use(entry)
+            if found is not None:
+                return Replay(found, staging, self._free, given, sizes)
+            del known[sizes]
+        self._free.append(staging)
+        return None
+
+    def _staging(self) -> _Staging:
+        return self._free.pop() if self._free else _Staging(len(self._static), self._stream)
+
+    def _remember(self, key: _Key, sizes: Sizes) -> None:
+        known = self._known[key.output]
+        if len(known) >= _MAX_KNOWN:
+            known.clear()
+        known[sizes] = (*key.bucket, self._cache.kept(key))
 
     def bucket(self, batch: Packed) -> Bucket:
         return bucket_for(batch.tokens, batch.sequences, batch.max_seqlen, self._max_length)
@@ -231,7 +320,7 @@ class Graphs:
                     result.copy_(rows)
         results, shape = rows if result is None else result, tuple(rows.shape[1:])
         copied = self._static[: buffer_size(bucket, key.segments)]
-        return _Graph(LaunchableGraph(graph, copied, results, self._stream), shape, math.prod(shape))
+        return _Graph(LaunchableGraph(graph, copied, results, self._stream), bucket, shape, math.prod(shape))
 
     def _result(self, output: Output, like: Tensor) -> Tensor:
         """A slice, in the shape of ``like``, of the memory that the graphs of an output share for their results. If it

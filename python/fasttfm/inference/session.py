@@ -24,7 +24,6 @@ from fasttfm.inference.batches import (
     checked_ids,
     concatenate,
     cut,
-    inverse,
     pack,
     prefetch,
     sort_ids,
@@ -48,7 +47,7 @@ _IN_FLIGHT = 2  # batches that are launched before the first one is synchronized
 # The default number of tokens in a batch. On a CPU the activations of a batch should fit into its caches.
 _MAX_TOKENS = {"cuda": 16384, "cpu": 2048}
 _GRAPH_TOKENS = 16384  # for larger batches the GPU's time far exceeds the host's for the launches
-_RESET_INTERVAL = 2**22  # batches, each with up to 2^10 tags of the workspace of layers over few tokens
+_RESET_INTERVAL = 2**22  # launches, each with up to 2^10 tags of the workspace of layers over few tokens
 
 
 @dataclass
@@ -171,27 +170,30 @@ class Session:
         self.calibration = self._in_fp8(calibration) if precision == "fp8" else None
         self.counts = SessionCounts()
         self._lock = threading.Lock()  # guards the device's buffers and the counts
+        self._launches = 0
         self._graphs: Graphs | None = None
         if self.device.type == "cuda":
             self._stream, self._workspace = torch.cuda.Stream(self.device), few_rows_layers.Workspace()
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # until the weights are copied
             if max_graphs > 0:
-                padding = model.config.pad_token_id or 0
-                graph_tokens = min(self.max_tokens, _GRAPH_TOKENS)
-                self._graphs = Graphs(
-                    self.network,
-                    self._stream,
-                    workspace=self._workspace,
-                    limit=max_graphs,
-                    max_tokens=graph_tokens,
-                    max_length=longest,
-                    padding=padding,
-                )
+                self._graphs = self._make_graphs(max_graphs, padding=model.config.pad_token_id or 0)
         self._dispatcher: Dispatcher[_Item] = Dispatcher(
             self._launch_items, max_tokens=self.max_tokens, max_waiting=max_waiting
         )
         self._closed = False
         register_fork_reset(self)
+
+    def _make_graphs(self, limit: int, padding: int) -> Graphs:
+        return Graphs(
+            self.network,
+            self._stream,
+            workspace=self._workspace,
+            limit=limit,
+            max_tokens=min(self.max_tokens, _GRAPH_TOKENS),
+            max_length=self._max_positions,
+            vocabulary=self._vocabulary,
+            padding=padding,
+        )
 
     def take_weights(self, model: PretrainedModel) -> bool:
         """Copies the weights of the model of which this session was made, after they have changed. False if the session
@@ -315,25 +317,28 @@ class Session:
 
     def _encode_window(self, inputs: Sequence[Any], output: Output) -> Any:
         """The results of inputs that are tokenized at once, as ``encode`` returns them."""
+        found = None if self._graphs is None else self._replay(self._graphs, inputs, output)
+        if found is not None:
+            return found
+        # needs no object for each sequence: that would take longer than the rest
         ids = checked_ids(inputs, self._max_positions, self._vocabulary)
         if ids is None:
             return self._launch(self._tokenize(inputs), output)()
-        # needs no object for each sequence: that would take longer than the rest
-        found = self._encode_at_once(ids, len(inputs), output)
-        return self._launch_ids(ids, len(inputs), output)() if found is None else found
+        return self._launch_ids(ids, len(inputs), output)()
 
-    def _encode_at_once(self, ids: SortedIds, count: int, output: Output) -> np.ndarray | None:
-        """The same for ids that are one batch with a row for each sequence, and no sequence is empty; otherwise None.
-        On the host such a call takes less time than one that may have several batches."""
-        ends, begun = ids.cu_seqlens, time.perf_counter()
-        if len(ids.order) < count or not count or not self.network.is_per_sequence(output):
-            return None
-        if len(cut(ends, self.max_tokens, self.max_batch)) > 1:
-            return None
-        wait = self.run(Packed(ids.ids, None, ends, ends.item(1)), output)
-        self._count(ids, count, [])  # while the device computes
-        positions = inverse(ids.order)
-        found: np.ndarray = wait(lambda rows: rows.take(positions, 0))
+    def _replay(self, graphs: Graphs, inputs: Sequence[Any], output: Output) -> np.ndarray | None:
+        """The same for ids that are one batch whose graph is captured; otherwise, and for wrong ids, None. On the host
+        such a call takes less time than one that may have several batches."""
+        begun, count = time.perf_counter(), len(inputs)
+        with self._lock:
+            self._prepare_launch()
+            launched = graphs.replay(output, inputs)
+            if launched is None:
+                return None
+            tokens, sequences, _ = launched.sizes  # while the device computes
+            self.counts.batches += 1
+            self._count(count, tokens, count - sequences)
+        found = launched.finish()
         with self._lock:
             self.counts.seconds += time.perf_counter() - begun
         return found
@@ -441,7 +446,11 @@ class Session:
             launch_next()
 
         def finish() -> Any:
-            self._count(ids, count, [each.cut for each in sequences])  # while the device computes
+            cuts = [each.cut for each in sequences]
+            with self._lock:  # while the device computes
+                self._count(count, len(ids.ids), count - len(ids.order))
+                self.counts.truncated += len(cuts) - cuts.count(0)
+                self.counts.left_out += sum(cuts)
             kind = SequenceRows if self.network.is_per_sequence(output) else TokenRows
             results = kind(ids, count, lambda: self._empty_shape(output))
             while launched:
@@ -460,18 +469,23 @@ class Session:
         """Starts the computation of a packed batch. Returns a function that waits for it and returns the host's
         rows."""
         with self._lock:
-            if self._closed:
-                raise RuntimeError("Session: expected an open session, got a closed one")
+            self._prepare_launch()
             self.counts.batches += 1
             if self.device.type == "cuda":
                 return self._run_cuda(batch, output)
             rows = self.network.run(output, Inputs.of(batch, self.device)).cpu().numpy()
         return lambda read=None: rows if read is None else read(rows)
 
-    def _run_cuda(self, batch: Packed, output: Output) -> Wait:
-        if self.counts.batches % _RESET_INTERVAL == 0:
+    def _prepare_launch(self) -> None:
+        """Called with the lock, before each launch."""
+        if self._closed:
+            raise RuntimeError("Session: expected an open session, got a closed one")
+        self._launches += 1
+        if self._launches % _RESET_INTERVAL == 0 and self.device.type == "cuda":
             with torch.cuda.stream(self._stream), torch.inference_mode():
                 self._workspace.reset()
+
+    def _run_cuda(self, batch: Packed, output: Output) -> Wait:
         launched = None if self._graphs is None else self._graphs.launch(output, batch)
         if launched is not None:
             return launched
@@ -488,14 +502,11 @@ class Session:
 
         return wait
 
-    def _count(self, ids: SortedIds, count: int, cut: list[int]) -> None:
-        with self._lock:
-            counts = self.counts
-            counts.texts += count
-            counts.tokens += len(ids.ids)
-            counts.empty += count - len(ids.order)
-            counts.truncated += len(cut) - cut.count(0)
-            counts.left_out += sum(cut)
+    def _count(self, texts: int, tokens: int, empty: int) -> None:
+        """Called with the lock."""
+        self.counts.texts += texts
+        self.counts.tokens += tokens
+        self.counts.empty += empty
 
     def _output(self, name: str) -> Output:
         output = _OUTPUTS.get(name)

@@ -25,6 +25,10 @@ class HostMemory:
         self.input_address, self.result_address = inputs.data_ptr(), results.data_ptr()
         self.event_address: int = self.done.cuda_event
 
+    def wait(self) -> None:
+        """Waits for the end of the launch."""
+        self.done.synchronize()
+
 
 class LaunchableGraph:
     """A captured graph, made with ``keep_graph=True``, that contains no random numbers.
