@@ -118,7 +118,7 @@ def test_large_batches_run_as_graphs() -> None:
     token have no graphs of this size."""
     generator = np.random.default_rng(0)
     given = [generator.integers(1, VOCABULARY, length).tolist() for length in generator.integers(100, 129, 250)]
-    with Session(small_bert("BertModel", hidden_size=128), device="cuda") as session:
+    with Session(small_bert("BertModel", hidden_size=128), device="cuda", max_tokens=16384) as session:
         found = [session.encode(given) for _ in range(3)][-1]
         assert session.graph_counts.captured > 0
         groups = plan([len(ids) for ids in given], session.max_tokens, session.max_batch)
@@ -178,6 +178,46 @@ def test_threads_share_a_session(sentences: Ids) -> None:
             thread.join()
     together = np.stack([found[index] for index in range(128)])
     assert (together * expected).sum(1).min() > 0.999
+
+
+@pytest.mark.parametrize("labels", [1, 3, 64])
+def test_rows_of_any_width_are_written_to_the_host(labels: int, sentences: Ids) -> None:
+    """By the last kernel of a graph: rows that are not whole vectors, and more than one block's."""
+    model = small_bert(hidden_size=128, num_labels=labels)
+    groups = [sentences[:count] for count in (1, 2, 7, 100)]
+    with Session(model, device="cuda", max_graphs=0) as session:
+        expected = [session.encode(group, output="logits") for group in groups]
+    with Session(model, device="cuda") as session:
+        for _ in range(4):
+            found = [session.encode(group, output="logits") for group in groups]
+        assert session.graph_counts.replayed >= 3 * len(groups)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert np.abs(ours - theirs).max() <= 0.05 * np.abs(theirs).max()
+
+
+def test_threads_replay_the_same_graph() -> None:
+    """With different ids, on one stream and through one slot: every call has the bits of the same ids before."""
+    generator = np.random.default_rng(0)
+    given = [[generator.integers(1, VOCABULARY, length) for length in (70, 9, 33)] for _ in range(8)]
+    failures: list[Any] = []
+    with Session(small_bert("BertModel", hidden_size=128), device="cuda") as session:
+        expected = [[session.encode(ids) for _ in range(3)][-1] for ids in given]
+
+        def ask(start: int) -> None:
+            for turn in range(100):
+                index = (start + turn) % len(given)
+                if not np.array_equal(session.encode(given[index]), expected[index]):
+                    failures.append(index)
+
+        threads = [threading.Thread(target=ask, args=(start,)) for start in range(len(given))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert session.graph_counts.captured == 1
+    assert not failures
+    assert len({each.tobytes() for each in expected}) == len(given)
 
 
 @pytest.mark.parametrize("max_graphs", [0, 8])

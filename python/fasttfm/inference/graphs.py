@@ -26,7 +26,7 @@ from fasttfm.inference.batches import (
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.results import Wait
 from fasttfm.ops import few_rows_layers
-from fasttfm.ops.graph_launch import HostMemory, LaunchableGraph
+from fasttfm.ops.graph_launch import HostMemory, LaunchableGraph, make_slot, write_results
 
 Value = TypeVar("Value")
 _MIN_LOOKUPS = 2  # a key that is looked up this often gets a value
@@ -181,7 +181,7 @@ class _Launched:
     def _wait(self) -> _Staging:
         staging, self._staging = self._staging, None
         assert staging is not None
-        staging.wait()
+        self._graph.graph.wait(staging)
         return staging
 
 
@@ -230,7 +230,9 @@ class Graphs:
         self._cache: GraphCache[_Graph] = GraphCache(self._capture, limit)
         self._pool = torch.cuda.graph_pool_handle()
         room = bucket_for(max_tokens, max_tokens, 1, max_length)
-        self._static = torch.zeros(buffer_size(room, True), dtype=torch.int32, device=network.device)
+        size = -(-buffer_size(room, True) // 4) * 4  # whole vectors of 16 bytes
+        self._static = torch.zeros(size, dtype=torch.int32, device=network.device)
+        self._slot = make_slot(network.device)
         stream.wait_stream(torch.cuda.current_stream(network.device))  # until it is zero
         self._stage, self._vocabulary = _native.stage_sequences, vocabulary
         # The buckets and graphs of batches that ``replay`` launches, by their sizes: `Sequences.stage` reads them.
@@ -318,9 +320,13 @@ class Graphs:
                 rows = self._network.run(key.output, inputs).float().contiguous()
                 if result is not None:
                     result.copy_(rows)
+                elif self._slot is not None:
+                    write_results(rows, self._slot)
         results, shape = rows if result is None else result, tuple(rows.shape[1:])
-        copied = self._static[: buffer_size(bucket, key.segments)]
-        return _Graph(LaunchableGraph(graph, copied, results, self._stream), bucket, shape, math.prod(shape))
+        copied = self._static[: -(-buffer_size(bucket, key.segments) // 4) * 4]
+        slot = self._slot if result is None else None
+        launchable = LaunchableGraph(graph, copied, results, self._stream, slot)
+        return _Graph(launchable, bucket, shape, math.prod(shape))
 
     def _result(self, output: Output, like: Tensor) -> Tensor:
         """A slice, in the shape of ``like``, of the memory that the graphs of an output share for their results. If it

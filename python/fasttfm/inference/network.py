@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fasttfm.inference.batches import Bucket, Packed, buffer_size, split_buffer, write_bucket
 from fasttfm.inference.cpu_linear import pack_linears
 from fasttfm.inference.opening import base_of
-from fasttfm.inference.pooling import POOLING, Layers, Tokens, pooling_names
+from fasttfm.inference.pooling import PADDED, POOLING, Layers, Tokens, pooling_names
 from fasttfm.inference.sentence_folder import Normalize
 from fasttfm.inference.settings import EmbedSettings
 from fasttfm.models.families import FAMILIES
@@ -79,6 +79,7 @@ class Network:
     ) -> None:
         self.settings, self.layers = settings, Layers.of(settings.layers)
         self.pooling = pooling_names(settings.pooling)
+        self.pads = not PADDED.isdisjoint(self.pooling)
         packed = "int8" if int8 else "bfloat16" if device.type == "cpu" and dtype == torch.bfloat16 else None
         self.model = _own_copy(model, device, dtype if packed is None else torch.float32, always=packed is not None)
         if packed is not None:

@@ -87,6 +87,7 @@ POOLING: dict[str, Callable[[Tokens], Tensor]] = {
     "mean-sqrt": _mean_sqrt,
     "weighted": _weighted,
 }
+PADDED = frozenset(("max", "weighted"))  # those that pad the sequences of a batch
 SENTENCE_POOLING = {  # the names of sentence-transformers
     "cls": "first",
     "max": "max",

@@ -44,9 +44,13 @@ from fasttfm.ops import few_rows_layers
 _WINDOWS = (256, 4096)  # how many texts are sorted by length together: the first window, and the largest
 _OUTPUTS = {each.value: each for each in Output}
 _IN_FLIGHT = 2  # batches that are launched before the first one is synchronized
-# The default number of tokens in a batch. On a CPU the activations of a batch should fit into its caches.
-_MAX_TOKENS = {"cuda": 16384, "cpu": 2048}
-_GRAPH_TOKENS = 16384  # for larger batches the GPU's time far exceeds the host's for the launches
+# The default number of tokens in a batch. A GPU's GEMMs over more tokens have a smaller fraction of idle SMs in their
+# last wave of blocks; on a CPU the activations of a batch should fit into its caches.
+_MAX_TOKENS = {"cuda": 40960, "cpu": 2048}
+_MAX_ROWS = 16384  # the default for results with a row for each token: a language model has many logits in each
+# For larger batches the GPU's time far exceeds the host's for the launches. Buckets have more sequences than their
+# batches, and so more padding where pooling pads them.
+_GRAPH_TOKENS, _PADDED_GRAPH_TOKENS = 40960, 16384
 _RESET_INTERVAL = 2**22  # launches, each with up to 2^10 tags of the workspace of layers over few tokens
 
 
@@ -105,8 +109,8 @@ class Session:
             ``"int8"`` computes them in 8 bits on a CPU, with one scale for each row of a weight and one for each token.
         calibration: What the scales of FP8 follow from: inputs of ``encode``, or an earlier session's ``calibration``.
             By default the file of the checkpoint directory that ``session.calibration.save(directory)`` writes.
-        max_tokens: The maximum number of tokens in a batch; a longer text is a batch by itself. By default 16,384 on a
-            GPU and 2,048 on a CPU.
+        max_tokens: The maximum number of tokens in a batch; a longer text is a batch by itself. By default 40,960 on a
+            GPU, 16,384 for results with a row for each token, and 2,048 on a CPU.
         max_batch: The maximum number of sequences in a batch.
         max_graphs: The maximum number of CUDA graphs that are kept; 0 disables them.
         max_waiting: The maximum number of submitted requests in the queue.
@@ -130,6 +134,7 @@ class Session:
         self.device = _device(device, model)
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.max_tokens = _MAX_TOKENS.get(self.device.type, 2048) if max_tokens is None else max_tokens
+        self._max_rows = min(self.max_tokens, _MAX_ROWS) if max_tokens is None else max_tokens
         self.max_batch = max_batch
         if precision not in (None, "int8", "fp8"):
             raise ValueError(f"Session: precision: expected None, 'int8' or 'fp8', got {precision!r}")
@@ -184,12 +189,13 @@ class Session:
         register_fork_reset(self)
 
     def _make_graphs(self, limit: int, padding: int) -> Graphs:
+        most = _PADDED_GRAPH_TOKENS if self.network.pads else _GRAPH_TOKENS
         return Graphs(
             self.network,
             self._stream,
             workspace=self._workspace,
             limit=limit,
-            max_tokens=min(self.max_tokens, _GRAPH_TOKENS),
+            max_tokens=min(self.max_tokens, most),
             max_length=self._max_positions,
             vocabulary=self._vocabulary,
             padding=padding,
@@ -431,7 +437,9 @@ class Session:
     ) -> Callable[[], Any]:
         """The same for the sorted ids of ``count`` sequences; ``sequences`` has their segments and cuts, if any."""
         begun = time.perf_counter()
-        groups = deque(cut(ids.cu_seqlens, self.max_tokens, self.max_batch))
+        per_sequence = self.network.is_per_sequence(output)
+        max_tokens = self.max_tokens if per_sequence else self._max_rows
+        groups = deque(cut(ids.cu_seqlens, max_tokens, self.max_batch))
         launched: deque[tuple[int, int, Wait]] = deque()
 
         def launch_next() -> None:
@@ -451,7 +459,7 @@ class Session:
                 self._count(count, len(ids.ids), count - len(ids.order))
                 self.counts.truncated += len(cuts) - cuts.count(0)
                 self.counts.left_out += sum(cuts)
-            kind = SequenceRows if self.network.is_per_sequence(output) else TokenRows
+            kind = SequenceRows if per_sequence else TokenRows
             results = kind(ids, count, lambda: self._empty_shape(output))
             while launched:
                 batch = launched.popleft()
