@@ -289,6 +289,23 @@ def test_a_graph_is_captured_when_its_shape_repeats() -> None:
     assert (cache.counts.captured, cache.counts.evicted) == (3, 1)
 
 
+def test_an_entry_is_used_until_it_is_evicted() -> None:
+    cache: GraphCache[str] = GraphCache(str.upper, limit=2)
+    for key in "aabb":
+        cache.get(key)
+    first, second = cache.kept("a"), cache.kept("b")
+    assert first is not None
+    assert second is not None
+    assert cache.kept("c") is None
+    assert [cache.use(first) for _ in range(3)] == ["A"] * 3  # b is the least recently used one now
+    assert [cache.get("c") for _ in range(3)] == [None, None, "C"]
+    assert (cache.use(first), cache.use(second)) == ("A", None)
+    assert cache.counts.replayed == 7
+    cache.clear()
+    assert cache.use(first) is None
+    assert len(cache) == 0
+
+
 def test_alternating_shapes_do_not_evict_each_other() -> None:
     """With more shapes than the limit, the existing graphs are kept and used."""
     cache: GraphCache[int] = GraphCache(lambda key: key, limit=8)

@@ -102,6 +102,16 @@ def test_rows_are_in_the_given_order(session: Session, kind: Any, sentences: Ids
     assert session.counts.tokens == 4 * sum(map(len, chosen))
 
 
+def test_a_single_sequence(session: Session, sentences: Ids) -> None:
+    capture(session, sentences[:1])
+    before = replays(session)
+    for kind in (list, np.array, tuple):
+        found = session.encode(kind(sentences[0]) if kind is not tuple else (sentences[0],))
+        assert np.allclose(found, expected(session, sentences[:1])[0], atol=1e-5)
+        assert found.shape == ((session.width,) if kind is not tuple else (1, session.width))
+    assert replays(session) == before + 3
+
+
 def test_a_result_is_not_overwritten(session: Session, sentences: Ids) -> None:
     """By a later call, which uses the same staging memory."""
     capture(session, sentences[:1])

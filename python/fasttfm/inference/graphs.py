@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -178,27 +178,19 @@ class _Launched:
         self._free.append(staging)
         return found
 
+    def in_given_order(self, given: Any) -> np.ndarray:
+        """The same for sequences that ``Graphs.replay`` returned: a row for each of those that were given."""
+        staging = self._wait()
+        memory = staging.result_array if self._large is None else self._large.numpy()
+        found: np.ndarray = given.in_given_order(memory, self._graph.size)
+        self._free.append(staging)
+        return found
+
     def _wait(self) -> _Staging:
         staging, self._staging = self._staging, None
         assert staging is not None
         self._graph.graph.wait(staging)
         return staging
-
-
-class Replay(_Launched):
-    """A launch of sequences whose ids the native core has written."""
-
-    def __init__(self, graph: _Graph, staging: _Staging, free: list[_Staging], given: Any, sizes: Sizes) -> None:
-        super().__init__(graph, staging, sizes[1], free)
-        self._given, self.sizes = given, sizes
-
-    def finish(self) -> np.ndarray:
-        """Waits, once. Returns a row for each sequence that was given, in their order."""
-        staging = self._wait()
-        memory = staging.result_array if self._large is None else self._large.numpy()
-        found: np.ndarray = self._given.in_given_order(memory, self._graph.size)
-        self._free.append(staging)
-        return found
 
 
 class Graphs:
@@ -256,6 +248,7 @@ class Graphs:
             found = self._cache.get(key)
         except RuntimeError as error:
             self._cache = GraphCache(self._capture, 0)  # a later capture would fail too
+            self._known = {each: {} for each in Output}
             warnings.warn(f"Session: runs without CUDA graphs: {error}", stacklevel=2)
             return None
         if found is None:
@@ -266,9 +259,10 @@ class Graphs:
             self._remember(key, (tokens, batch.sequences, batch.max_seqlen))
         return _Launched(found, staging, batch.sequences if per_sequence else tokens, self._free)
 
-    def replay(self, output: Output, inputs: Sequence[Any]) -> Replay | None:
+    def replay(self, output: Output, inputs: Any) -> tuple[_Launched, Any, Sizes] | None:
         """Starts the computation of lists or arrays of ids, if ``launch`` has had a batch of the same sizes, with a row
-        for each sequence. Otherwise, without its graph, for other inputs and for wrong ids None."""
+        for each sequence. Returns the launch, the core's ``Sequences`` and their sizes. None for other inputs, also for
+        wrong ids."""
         if self._stage is None:
             return None
         known, staging = self._known[output], self._staging()
@@ -277,7 +271,7 @@ class Graphs:
             given, entry, sizes = staged
             found = self._cache.use(entry)
             if found is not None:
-                return Replay(found, staging, self._free, given, sizes)
+                return _Launched(found, staging, sizes[1], self._free), given, sizes
             del known[sizes]
         self._free.append(staging)
         return None

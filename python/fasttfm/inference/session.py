@@ -245,17 +245,20 @@ class Session:
             of states or of logits of tokens. Of a single input, its part of it.
         """
         kind = self._output(output)
+        found = None if self._graphs is None else self._replay(self._graphs, inputs, kind)
+        if found is not None:
+            return found
         if _is_single(inputs):
-            return self._encode_window([inputs], kind)[0]
+            return self.encode([inputs], output=output)[0]
         if _is_one_window(inputs):
             return self._encode_window(inputs, kind)
         if not isinstance(inputs, Iterable):
             got = type(inputs).__name__
             raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {got}")
-        found = [result for _, result in self._results(inputs, kind)]
+        results = [result for _, result in self._results(inputs, kind)]
         if self.network.is_per_sequence(kind):
-            return np.stack(found) if found else np.zeros((0, self._width(kind)), np.float32)
-        return found
+            return np.stack(results) if results else np.zeros((0, self._width(kind)), np.float32)
+        return results
 
     def stream(self, inputs: Iterable[Any], *, output: str = "vectors") -> Iterator[np.ndarray]:
         """Yields the results of ``encode`` one by one, in order. Inputs are read lazily, a bounded number ahead. A
@@ -323,28 +326,25 @@ class Session:
 
     def _encode_window(self, inputs: Sequence[Any], output: Output) -> Any:
         """The results of inputs that are tokenized at once, as ``encode`` returns them."""
-        found = None if self._graphs is None else self._replay(self._graphs, inputs, output)
-        if found is not None:
-            return found
-        # needs no object for each sequence: that would take longer than the rest
         ids = checked_ids(inputs, self._max_positions, self._vocabulary)
         if ids is None:
             return self._launch(self._tokenize(inputs), output)()
+        # needs no object for each sequence: that would take longer than the rest
         return self._launch_ids(ids, len(inputs), output)()
 
-    def _replay(self, graphs: Graphs, inputs: Sequence[Any], output: Output) -> np.ndarray | None:
-        """The same for ids that are one batch whose graph is captured; otherwise, and for wrong ids, None. On the host
-        such a call takes less time than one that may have several batches."""
-        begun, count = time.perf_counter(), len(inputs)
+    def _replay(self, graphs: Graphs, inputs: Any, output: Output) -> np.ndarray | None:
+        """The results of lists or arrays of ids that are one batch, if its graph is captured; otherwise, also for wrong
+        ids, None. On the host such a call takes less time than one that may have several batches."""
+        begun = time.perf_counter()
         with self._lock:
             self._prepare_launch()
             launched = graphs.replay(output, inputs)
             if launched is None:
                 return None
-            tokens, sequences, _ = launched.sizes  # while the device computes
+            wait, given, (tokens, sequences, _) = launched
             self.counts.batches += 1
-            self._count(count, tokens, count - sequences)
-        found = launched.finish()
+            self._count(len(inputs), tokens, len(inputs) - sequences)  # while the device computes
+        found = wait.in_given_order(given)
         with self._lock:
             self.counts.seconds += time.perf_counter() - begun
         return found
