@@ -191,8 +191,8 @@ class Sequences {
   py::tuple sizes() const { return py::make_tuple(tokens_, count(), all_.empty() ? 0 : all_.front().length); }
 
   // Writes all sequences and padding. Returns false if an id is not in [0, vocabulary).
-  bool write(Buffer& buffer, int64_t tokens, int64_t sequences, int64_t max_seqlen, int64_t padding,
-             int64_t vocabulary) const {
+  bool write(Buffer& buffer, int64_t tokens, int64_t sequences, int64_t max_seqlen, int64_t vocabulary,
+             int64_t padding) const {
     BucketArrays bucket(buffer, tokens, sequences, false, count());
     if (tokens_ > tokens) throw py::value_error("write_bucket: expected a bucket for all ids");
     if (!copy(vocabulary, bucket.ids, bucket.boundaries)) return false;
@@ -202,8 +202,8 @@ class Sequences {
   }
 
   // Writes sequences into the bucket that `known`, a dictionary from sizes() to tuples of a bucket's three numbers and
-  // an object, has for them. Returns a tuple of the sequences, that object and sizes(); None if there is no such
-  // bucket, as in of(), and if an id is not in [0, vocabulary).
+  // an object, has for them. Returns a tuple of the sequences, that object and sizes(); the object is None, and nothing
+  // is written, if there is no such bucket. None as in of(), and if an id is not in [0, vocabulary).
   static py::object stage(const py::handle& given, const py::dict& known, Buffer buffer, int64_t max_length,
                           int64_t vocabulary, int64_t padding) {
     py::object found = of(given, max_length);
@@ -212,10 +212,10 @@ class Sequences {
     const py::tuple sizes = sequences.sizes();
     PyObject* bucket = PyDict_GetItemWithError(known.ptr(), sizes.ptr());
     if (bucket == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    if (bucket == nullptr) return py::none();
+    if (bucket == nullptr) return py::make_tuple(found, py::none(), sizes);
     const auto numbers = py::reinterpret_borrow<py::tuple>(bucket);
     const auto number = [&](size_t i) { return numbers[i].cast<int64_t>(); };
-    if (!sequences.write(buffer, number(0), number(1), number(2), padding, vocabulary)) return py::none();
+    if (!sequences.write(buffer, number(0), number(1), number(2), vocabulary, padding)) return py::none();
     return py::make_tuple(found, numbers[3], sizes);
   }
 
@@ -279,6 +279,8 @@ void bind_sequences(py::module_& python) {
   py::class_<Sequences>(python, "Sequences")
       .def_static("of", &Sequences::of, py::arg("given"), py::arg("max_length"))
       .def("sizes", &Sequences::sizes)
+      .def("write", &Sequences::write, py::arg("buffer").noconvert(), py::arg("tokens"), py::arg("sequences"),
+           py::arg("max_seqlen"), py::arg("vocabulary"), py::arg("padding"))
       .def_static("stage", &Sequences::stage, py::arg("given"), py::arg("known"), py::arg("buffer").noconvert(),
                   py::arg("max_length"), py::arg("vocabulary"), py::arg("padding"))
       .def("sorted", &Sequences::sorted, py::arg("vocabulary"))

@@ -63,6 +63,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
             workspace=None,  # type: ignore[arg-type]
             limit=2,
             max_tokens=2048,
+            max_batch=60,
             max_length=128,
             vocabulary=VOCABULARY,
             padding=0,
@@ -119,6 +120,22 @@ def test_a_result_is_not_overwritten(session: Session, sentences: Ids) -> None:
     copy = first.copy()
     session.encode([[id % 5 for id in sentences[0]]])
     assert np.array_equal(first, copy)
+
+
+def test_batches_of_other_sizes_use_the_graph_of_their_bucket(session: Session, sentences: Ids) -> None:
+    """Up to the limits of a batch: with more tokens or sequences, and without tokens, it is another call."""
+    capture(session, [sentences[0][:20], sentences[1][:20]])
+    given = [sentences[0][:20], sentences[1][:19]]
+    before = replays(session)
+    for _ in range(2):
+        assert np.allclose(session.encode(given), expected(session, given), atol=1e-5)
+    assert replays(session) == before + 2
+    many = [[1, 2]] * 61  # more than max_batch
+    capture(session, many)
+    before = replays(session)
+    assert session.encode(many).shape == (61, session.width)
+    assert not session.encode([[], []]).any()
+    assert replays(session) == before
 
 
 def test_other_calls_are_not_replayed(session: Session, sentences: Ids) -> None:

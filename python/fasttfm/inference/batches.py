@@ -43,8 +43,7 @@ def cut(boundaries: np.ndarray, max_tokens: int, max_batch: int) -> list[tuple[i
     count, total = len(boundaries) - 1, boundaries.item(-1)
     if not count:
         return []
-    longest = boundaries.item(1)
-    if total <= max_tokens and count <= max_batch and count * longest <= _MAX_PADDED * max_tokens:
+    if is_one_batch(total, count, boundaries.item(1), max_tokens, max_batch):
         return [(0, count)]
     groups = []
     first = 0
@@ -58,6 +57,11 @@ def cut(boundaries: np.ndarray, max_tokens: int, max_batch: int) -> list[tuple[i
         groups.append((first, last))
         first = last
     return groups
+
+
+def is_one_batch(tokens: int, sequences: int, longest: int, max_tokens: int, max_batch: int) -> bool:
+    """Whether sequences are a single group, if they have tokens."""
+    return 0 < tokens <= max_tokens and sequences <= max_batch and sequences * longest <= _MAX_PADDED * max_tokens
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:

@@ -19,6 +19,7 @@ from fasttfm.inference.batches import (
     Packed,
     bucket_for,
     buffer_size,
+    is_one_batch,
     next_power_of_two,
     split_buffer,
     write_bucket,
@@ -199,6 +200,7 @@ class Graphs:
 
     Args:
         limit: The maximum number of graphs that are kept.
+        max_batch: The maximum number of sequences in a batch.
         max_length: The maximum number of tokens in a sequence.
         vocabulary: The number of ids that the model reads.
         padding: The id of padding tokens.
@@ -213,6 +215,7 @@ class Graphs:
         workspace: few_rows_layers.Workspace,
         limit: int,
         max_tokens: int,
+        max_batch: int,
         max_length: int,
         vocabulary: int,
         padding: int,
@@ -226,9 +229,9 @@ class Graphs:
         self._static = torch.zeros(size, dtype=torch.int32, device=network.device)
         self._slot = make_slot(network.device)
         stream.wait_stream(torch.cuda.current_stream(network.device))  # until it is zero
-        self._stage, self._vocabulary = _native.stage_sequences, vocabulary
-        # The buckets and graphs of batches that ``replay`` launches, by their sizes: `Sequences.stage` reads them.
-        self._known: dict[Output, dict[Sizes, tuple[int, int, int, Entry[_Graph] | None]]]
+        self._stage, self._vocabulary, self._max_batch = _native.stage_sequences, vocabulary, max_batch
+        # The buckets and graphs of batches that ``replay`` has launched, by their sizes: `Sequences.stage` reads them.
+        self._known: dict[Output, dict[Sizes, tuple[int, int, int, Entry[_Graph]]]]
         self._known = {output: {} for output in Output}
         self._results: dict[Output, Tensor] = {}
         self._free: list[_Staging] = []
@@ -255,35 +258,43 @@ class Graphs:
             return None
         staging = self._staging()
         write_bucket(staging.input_array, batch, key.bucket, self._padding)
-        if per_sequence and batch.segments is None:
-            self._remember(key, (tokens, batch.sequences, batch.max_seqlen))
         return _Launched(found, staging, batch.sequences if per_sequence else tokens, self._free)
 
     def replay(self, output: Output, inputs: Any) -> tuple[_Launched, Any, Sizes] | None:
-        """Starts the computation of lists or arrays of ids, if ``launch`` has had a batch of the same sizes, with a row
-        for each sequence. Returns the launch, the core's ``Sequences`` and their sizes. None for other inputs, also for
-        wrong ids."""
+        """Starts the computation of lists or arrays of ids that are one batch, with a row for each sequence. Returns
+        the launch, the core's ``Sequences`` and their sizes. None if there is no graph, and for other inputs and wrong
+        ids."""
         if self._stage is None:
             return None
         known, staging = self._known[output], self._staging()
         staged = self._stage(inputs, known, staging.input_array, self._max_length, self._vocabulary, self._padding)
         if staged is not None:
             given, entry, sizes = staged
-            found = self._cache.use(entry)
+            if entry is None:
+                entry = self._write(output, given, sizes, staging)
+            found = None if entry is None else self._cache.use(entry)
             if found is not None:
                 return _Launched(found, staging, sizes[1], self._free), given, sizes
-            del known[sizes]
+            known.pop(sizes, None)
         self._free.append(staging)
         return None
 
-    def _staging(self) -> _Staging:
-        return self._free.pop() if self._free else _Staging(len(self._static), self._stream)
-
-    def _remember(self, key: _Key, sizes: Sizes) -> None:
-        known = self._known[key.output]
+    def _write(self, output: Output, given: Any, sizes: Sizes, staging: _Staging) -> Entry[_Graph] | None:
+        """Writes sequences of unknown sizes into a bucket. Returns the entry of its graph; None as ``replay``."""
+        if not self._network.is_per_sequence(output) or not is_one_batch(*sizes, self._max_tokens, self._max_batch):
+            return None
+        bucket = bucket_for(*sizes, self._max_length)
+        entry = self._cache.kept(_Key(output, bucket, False))
+        if entry is None or not given.write(staging.input_array, *bucket, self._vocabulary, self._padding):
+            return None
+        known = self._known[output]
         if len(known) >= _MAX_KNOWN:
             known.clear()
-        known[sizes] = (*key.bucket, self._cache.kept(key))
+        known[sizes] = (*bucket, entry)
+        return entry
+
+    def _staging(self) -> _Staging:
+        return self._free.pop() if self._free else _Staging(len(self._static), self._stream)
 
     def bucket(self, batch: Packed) -> Bucket:
         return bucket_for(batch.tokens, batch.sequences, batch.max_seqlen, self._max_length)

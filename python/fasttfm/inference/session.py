@@ -196,6 +196,7 @@ class Session:
             workspace=self._workspace,
             limit=limit,
             max_tokens=min(self.max_tokens, most),
+            max_batch=self.max_batch,
             max_length=self._max_positions,
             vocabulary=self._vocabulary,
             padding=padding,
