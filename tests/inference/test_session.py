@@ -22,6 +22,7 @@ from torch import Tensor
 from fasttfm import models
 from fasttfm.data import Tokenizer, load_tokenizer
 from fasttfm.inference import EmbedSettings, Session, cpu_linear
+from fasttfm.inference import session as session_module
 from fasttfm.ops.linear import bf16_products
 from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
 
@@ -181,6 +182,20 @@ def test_a_text_without_tokens(gpt_directory: Path) -> None:
         assert nothing.shape == (0, 64)
         assert len(something) > 0
         assert not session.submit("").result(60).any()
+
+
+def test_a_row_for_each_token_has_smaller_batches_by_default(
+    bert: Any, sentences: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(session_module._MAX_TOKENS, "cpu", 1024)
+    monkeypatch.setattr(session_module, "_MAX_ROWS", 256)
+    for max_tokens in (None, 1024):
+        with Session(bert, max_tokens=max_tokens) as session:
+            session.encode(sentences)
+            batches = session.counts.batches
+            session.encode(sentences, output="states")
+            more = session.counts.batches - batches
+            assert more == batches if max_tokens is not None else more >= 3 * batches
 
 
 def test_rows_of_several_batches_and_of_sequences_without_tokens(bert: Any, sentences: Ids) -> None:
