@@ -4,7 +4,7 @@
     python benchmarks/inference.py --quick --peers eager
     OMP_NUM_THREADS=2 python benchmarks/inference.py --device cpu --out benchmarks/results
 
-Contenders of a case alternate, and the script synchronizes after each call; times are wall-clock medians. Parts:
+Contenders of a case alternate, and each call ends when its result is complete; times are wall-clock medians. Parts:
 
     encoder    BERT-base on a GPU: a call with ids on the host that ends with results on the host ("session"), the model
                and transformers' with tensors on the device. Batches are 56% full, unless they have one sequence.

@@ -36,6 +36,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from small_batch_contenders import (
     INFERENCE,
@@ -87,7 +88,8 @@ class Bench:
     def in_turns(
         self, calls: Mapping[str, Call], *, rounds: int, calls_a_round: int, warmup: int = 3, wait: bool = False
     ) -> dict[str, Any]:
-        """Seconds per call in each round, by contender; with ``wait`` it synchronizes after each call."""
+        """Seconds per call in each round, by contender. With ``wait`` it synchronizes after each call, unless the
+        result is an array on the host, for which the call itself has waited."""
         for call in calls.values():
             for _ in range(warmup):
                 call()
@@ -100,8 +102,8 @@ class Bench:
                     self.synchronize()
                     start = time.perf_counter()
                     for _ in range(calls_a_round):
-                        call()
-                        if wait:
+                        found = call()
+                        if wait and not isinstance(found, np.ndarray):
                             self.synchronize()
                     self.synchronize()
                     seconds[name].append((time.perf_counter() - start) / calls_a_round)
