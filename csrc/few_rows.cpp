@@ -18,6 +18,31 @@ FASTTFM_FUNCTION(int64_t, few_rows_parts, int64_t rows, int64_t columns, int64_t
   return few_rows::plan_product(rows, {columns, inner, partial != 0}, processors).parts;
 }
 
+// Whether layers whose LayerNorms are parts of their GEMMs have at most one block on each SM.
+FASTTFM_FUNCTION(int64_t, few_rows_layer_fits, int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
+  return few_rows::layer_fits(rows, width, intermediate, processors);
+}
+
+// The tile, the blocks that share x and the parts of K of a GEMM of a layer whose LayerNorms are parts of its GEMMs:
+// `product` is 0 to 3 for qkv, out, up and down.
+static few_rows::Plan plan_in_layer(int64_t rows, int64_t width, int64_t intermediate, int64_t processors,
+                                    int64_t product) {
+  const few_rows::LayerPlan plan = few_rows::plan_layer(rows, width, intermediate, processors);
+  return product == 0 ? plan.qkv : product == 1 ? plan.out : product == 2 ? plan.up : plan.down;
+}
+FASTTFM_FUNCTION(int64_t, few_rows_layer_tile, int64_t rows, int64_t width, int64_t intermediate, int64_t processors,
+                 int64_t product) {
+  return plan_in_layer(rows, width, intermediate, processors, product).tile;
+}
+FASTTFM_FUNCTION(int64_t, few_rows_layer_cluster, int64_t rows, int64_t width, int64_t intermediate, int64_t processors,
+                 int64_t product) {
+  return plan_in_layer(rows, width, intermediate, processors, product).cluster;
+}
+FASTTFM_FUNCTION(int64_t, few_rows_layer_parts, int64_t rows, int64_t width, int64_t intermediate, int64_t processors,
+                 int64_t product) {
+  return plan_in_layer(rows, width, intermediate, processors, product).parts;
+}
+
 // The bytes of the workspace of few_rows_layers_cuda; 0 if it does not support these sizes.
 FASTTFM_FUNCTION(int64_t, few_rows_layers_workspace, int64_t width, int64_t intermediate, int64_t heads) {
   return few_rows::layers_workspace(width, intermediate, heads);
@@ -37,6 +62,37 @@ FASTTFM_FUNCTION(Status, few_rows_product_cuda, const Tensor& x, const Tensor& w
       .columns = weight.shape[0],
       .inner = x.shape[1],
       .tile = tile,
+      .part_count = part_count,
+      .activates = activates,
+      .activation = activation,
+      .dtype = x.dtype(),
+      .bias_dtype = bias.given ? bias.dtype() : x.dtype(),
+      .dependent = dependent,
+      .device = context.device,
+      .stream = context.stream,
+  });
+}
+
+// The same with the statistics of x, or, with a residual, of it. `cluster`: 0 for the tile's own number of blocks.
+FASTTFM_FUNCTION(Status, few_rows_normed_product_cuda, const Tensor& x, const Tensor& weight,
+                 const OptionalTensor& bias, const OptionalTensor& statistics, const OptionalTensor& residual,
+                 const OptionalTensor& residual_weight, const Tensor& y, const OptionalTensor& y_statistics, int tile,
+                 int cluster, int part_count, int activates, Activation activation, float eps, int dependent) {
+  return cuda::few_rows_product({
+      .x = x.data,
+      .weight = weight.data,
+      .bias = bias.data,
+      .y = y.data,
+      .statistics = statistics.as<float>(),
+      .residual = residual.data,
+      .residual_weight = residual_weight.as<float>(),
+      .y_statistics = y_statistics.as<float>(),
+      .eps = eps,
+      .rows = x.shape[0],
+      .columns = weight.shape[0],
+      .inner = x.shape[1],
+      .tile = tile,
+      .cluster = cluster,
       .part_count = part_count,
       .activates = activates,
       .activation = activation,

@@ -46,6 +46,14 @@ FASTTFM_FUNCTION(Status, transformer_block_fp8_forward_cuda, TRANSFORMER_SHAPE(F
   const TransformerForward forward{TRANSFORMER_CALL, residual.data, y.data, z.data, few_rows, short_attention};
   return cuda::transformer_block_fp8_forward({forward, fp8, operand.data});
 }
+
+// `folded` is a table of addresses.
+FASTTFM_FUNCTION(Status, transformer_block_folded_forward_cuda, TRANSFORMER_SHAPE(FASTTFM_PARAMETER),
+                 TRANSFORMER_OPTIONS(FASTTFM_PARAMETER), TRANSFORMER_INPUTS(FASTTFM_PARAMETER), const Tensor& y,
+                 int short_attention, const int64_t* folded) {
+  const TransformerForward forward{TRANSFORMER_CALL, nullptr, y.data, nullptr, 1, short_attention};
+  return cuda::transformer_block_folded_forward({forward, folded});
+}
 #endif
 
 // `gradients` is a table of addresses.

@@ -36,6 +36,7 @@ SHARED = {
             "embedding_native",
             "few_rows",
             "few_rows_layers",
+            "folded_layers",
             "backends",
             "checks",
             "declare",

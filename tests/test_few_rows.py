@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(_native.missing_hopper() is not None, reason=f"Hopper: {_native.missing_hopper()}"),
 ]
 TILES = 10
+NORMALIZING = (0, 1, 2, 4)  # tiles that take statistics and residuals
 ROWS = [1, 7, 16, 17, 33, 64, 128, 200, 300, 512, 1280]
 # N and K of the products of BERT-base, BERT-large and MiniLM, and sizes that are no multiples of a tile.
 SIZES = [
@@ -31,6 +32,7 @@ SIZES = [
     (72, 200),
 ]
 TYPES = [torch.bfloat16, torch.float16]
+_EPS = 1e-5
 _FIRST = 0  # the kernel does not depend on the previous one
 
 
@@ -108,6 +110,83 @@ def test_every_tile(tile: int, rows: int, columns: int, inner: int, dtype: torch
         assert same_bits(parts, product(x, weight, partial=True, tile=tile, parts=count))
 
 
+def statistics_of(z: Tensor) -> Tensor:
+    """[columns / 64, rows, 2]: mean and sum of squared deviations of each 64 columns, in fp64."""
+    groups = z.double().unflatten(1, (-1, 64))
+    mean = groups.mean(2)
+    return torch.stack([mean, (groups - mean[..., None]).square().sum(2)], 2).transpose(0, 1).contiguous()
+
+
+def takes_residual(tile: int, cluster: int, parts: int) -> bool:
+    """takes_residual() of kernels/few_rows/product_tiles.h."""
+    rows, joined = 128 if tile == 4 else 64, 2 if tile == 0 else 1  # joined: the columns are no multiple of 64
+    fits = cluster * parts <= 8 and rows // 8 % (joined * parts) == 0
+    return tile in NORMALIZING and cluster % joined == 0 and fits
+
+
+def without_parameters(x: Tensor, wide: torch.dtype) -> Tensor:
+    return functional.layer_norm(x.to(wide), x.shape[1:], eps=_EPS)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+@pytest.mark.parametrize("tile", NORMALIZING)
+def test_products_of_normalized_rows(tile: int, cluster: int, dtype: torch.dtype) -> None:
+    """The weight's rows sum to 0 before they are rounded, so that the mean of x, which is larger than its deviation,
+    has no part in the result but by rounding; the statistics are of 17 groups, more than are loaded at once."""
+    torch.manual_seed(0)
+    rows, columns, inner = 200, 296, 64 * 17
+    x, bias = 3 + 2 * draw(rows, inner, dtype=dtype), draw(columns, dtype=torch.float32)
+    weight = draw(columns, inner, dtype=torch.float64, scale=inner**-0.5)
+    weight = (weight - weight.mean(1, keepdim=True)).to(dtype)
+    rstd = (x.double().var(1, correction=0, keepdim=True) + _EPS).rsqrt()
+    exact = rstd * (x.double() @ weight.double().t()) + bias
+    naive = (rstd.float() * (x.float() @ weight.float().t()) + bias).to(dtype)
+    statistics = statistics_of(x).float()
+    y, again = (x.new_full((rows, columns), torch.nan) for _ in range(2))
+    for out in (y, again):
+        given = (statistics, None, None, out, None, tile, cluster, 1, 0, CODES["gelu"], _EPS, _FIRST)
+        _native.core().few_rows_normed_product_cuda(x, weight, bias, *given)
+    hold("y", y, naive, exact)
+    assert same_bits(y, again)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+@pytest.mark.parametrize("cluster", [1, 2, 4])
+@pytest.mark.parametrize("tile", range(TILES))
+def test_products_with_a_residual(tile: int, cluster: int, parts: int, dtype: torch.dtype) -> None:
+    """Sizes that are no multiples of a tile; the residual is normalized, or added as it is."""
+    torch.manual_seed(0)
+    rows, columns, inner = 200, 320, 520
+    x, weight = draw(rows, inner, dtype=dtype), draw(columns, inner, dtype=dtype, scale=inner**-0.5)
+    bias, gamma = (draw(columns, dtype=torch.float32) for _ in range(2))
+    residual = 3 + draw(rows, columns, dtype=dtype)
+    y, statistics = residual.new_empty(rows, columns), bias.new_empty(columns // 64, rows, 2)
+
+    def launch(norm: Tensor | None, scale: Tensor | None) -> Tensor:
+        y.fill_(torch.nan)
+        given = (norm, residual, scale, y, statistics.fill_(torch.nan), tile, cluster, parts)
+        _native.core().few_rows_normed_product_cuda(x, weight, bias, *given, 0, CODES["gelu"], _EPS, _FIRST)
+        return y.clone()
+
+    def expected(wide: torch.dtype, normalized: bool) -> Tensor:
+        product = x.to(wide) @ weight.to(wide).t() + bias.to(wide)
+        return product + (without_parameters(residual, wide) * gamma.to(wide) if normalized else residual.to(wide))
+
+    norm = statistics_of(residual).float()
+    if not takes_residual(tile, cluster, parts):
+        with pytest.raises(ValueError, match="residual"):
+            launch(norm, gamma)
+        return
+    found = launch(norm, gamma)
+    hold("normalized", found, expected(torch.float32, True).to(dtype), expected(torch.float64, True))
+    exact = statistics_of(found)
+    torch.testing.assert_close(statistics.double(), exact, rtol=1e-5, atol=1e-5)
+    assert same_bits(found, launch(norm, gamma))
+    hold("added", launch(None, None), expected(torch.float32, False).to(dtype), expected(torch.float64, False))
+
+
 def test_a_tile_that_does_not_exist() -> None:
     x, weight = draw(8, 8, dtype=torch.bfloat16), draw(8, 8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="tile: expected an index"):
@@ -117,7 +196,7 @@ def test_a_tile_that_does_not_exist() -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("stream", [torch.float32, None], ids=["fp32", "same"])
 @pytest.mark.parametrize("columns", [8, 384, 768, 1024, 8192])
-@pytest.mark.parametrize("count", [1, 5, 12, 18])
+@pytest.mark.parametrize("count", [0, 1, 5, 12, 18])
 def test_add_norm(count: int, columns: int, stream: torch.dtype | None, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rows = 37

@@ -98,8 +98,8 @@ __global__ void __launch_bounds__(kMostThreads) add_norm_kernel(const __grid_con
 }
 
 Status check(const FewRowsAddNorm& call) {
-  if (call.rows < 1 || call.rows > 0x7fffffff || call.part_count < 1)
-    return bad_size("few_rows_add_norm: rows and part_count are at least 1");
+  if (call.rows < 1 || call.rows > 0x7fffffff || call.part_count < 0)
+    return bad_size("few_rows_add_norm: rows are at least 1, and part_count is not negative");
   if (call.columns < kVector || call.columns % kVector != 0 || call.columns > kMaxRowColumns)
     return bad_size("few_rows_add_norm: columns are a multiple of 8, from 8 to 8192");
   for (const void* tensor : {static_cast<const void*>(call.parts), call.residual, call.linear_bias, call.weight,

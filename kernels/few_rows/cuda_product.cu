@@ -4,65 +4,52 @@
 // warpgroups issue wgmma for 64 rows each and write the result themselves. The blocks of a cluster have neighbouring
 // columns of the same rows: each loads a part of the stage of x and multicasts it to all, because tiles that fill all
 // SMs are small, and without multicast loading them from L2 would take longer than multiplying them.
+//
+// A result to which a residual is added has the parts of K in the blocks of a cluster, too (product_residual.cuh).
 #include <cstdint>
 
 #include "common/cuda/activation.cuh"
 #include "common/cuda/hopper.cuh"
 #include "few_rows/dependent.cuh"
 #include "few_rows/op.h"
+#include "few_rows/product_block.cuh"
+#include "few_rows/product_residual.cuh"
 #include "few_rows/product_tiles.h"
 
 namespace fasttfm {
 namespace cuda {
 namespace {
 
-using namespace few_rows;
+using namespace product;
 
-template <int INDEX>
-struct Shape {
-  static constexpr ProductTile kTile = kProductTiles[INDEX];
-  static constexpr int kRows = kTile.rows, kColumns = kTile.columns, kStages = kTile.stages, kCluster = kTile.cluster;
-  static constexpr int kConsumers = 2 * kRows;  // threads
-  static constexpr int kThreads = kConsumers + 32;
-  static constexpr int kSums = kColumns / 2;  // a consumer's accumulators
-  static constexpr int kShare = kRows / kCluster;
-  static constexpr uint32_t kABytes = kRows * kTileRowBytes, kStageBytes = (kRows + kColumns) * kTileRowBytes;
-  static_assert(kShare % 8 == 0, "whole swizzled groups of rows");
-  static_assert(kRows * result_pitch(kColumns) <= kStages * static_cast<int>(kStageBytes), "room for the result");
-};
-
+// Whether the blocks of a cluster add their sums.
 template <class S>
-struct Memory {
-  char stage[S::kStages][S::kStageBytes];
-  alignas(16) float bias[S::kColumns];
-  Mbarrier full[S::kStages], empty[S::kStages];
-
-  __device__ __forceinline__ void init() {
-    for (int slot = 0; slot < S::kStages; ++slot) {
-      full[slot].init(1);
-      empty[slot].init(S::kConsumers / 32 * S::kCluster);
-    }
-    fence_mbarrier_init();
-  }
-};
-
-// The block's tile and part of K.
-struct Place {
-  int row, column, start, stages;
-};
+__device__ __forceinline__ bool exchanges(const FewRowsProduct& p) {
+  return S::kNormalizes && p.residual != nullptr && S::kJoined * p.part_count > 1;
+}
 
 template <class S>
 __device__ __forceinline__ Place place_of(const FewRowsProduct& p) {
-  const int all = (static_cast<int>(p.inner) + kInner - 1) / kInner;
-  const int start = first_stage(all, blockIdx.z, gridDim.z), end = first_stage(all, blockIdx.z + 1, gridDim.z);
-  return {static_cast<int>(blockIdx.y) * S::kRows, static_cast<int>(blockIdx.x) * S::kColumns, start, end - start};
+  const int all = (static_cast<int>(p.inner) + kInner - 1) / kInner, part = static_cast<int>(blockIdx.z);
+  const int start = first_stage(all, part, p.part_count), end = first_stage(all, part + 1, p.part_count);
+  Place at;
+  at.row = static_cast<int>(blockIdx.y) * S::kRows;
+  at.column = static_cast<int>(blockIdx.x) * S::kColumns;
+  at.part = part;
+  at.start = start;
+  at.stages = end - start;
+  at.sharing = p.cluster;
+  at.neighbour = static_cast<int>(blockIdx.x) % p.cluster;
+  at.first_rank = p.residual != nullptr ? part * p.cluster : 0;
+  return at;
 }
 
 // Called by one thread.
 template <class S>
 __device__ __forceinline__ void produce(Memory<S>& memory, const Place& at, const CUtensorMap* a_map,
                                         const CUtensorMap* b_map) {
-  const int share = static_cast<int>(blockIdx.x) % S::kCluster * S::kShare;
+  const int share = at.neighbour * (S::kRows / at.sharing);
+  const auto blocks = static_cast<uint16_t>(((1 << at.sharing) - 1) << at.first_rank);
   const auto load_weights = [&](int stage, int slot) {
     memory.full[slot].arrive_expect_tx(S::kStageBytes);
     tma_load(b_map, memory.full[slot], shared_address(memory.stage[slot]) + S::kABytes, (at.start + stage) * kInner,
@@ -71,10 +58,10 @@ __device__ __forceinline__ void produce(Memory<S>& memory, const Place& at, cons
   const auto load_rows = [&](int stage, int slot) {
     const uint32_t to = shared_address(memory.stage[slot]) + share * kTileRowBytes;
     const int k = (at.start + stage) * kInner, row = at.row + share;
-    if constexpr (S::kCluster == 1)
+    if (at.sharing == 1)
       tma_load(a_map, memory.full[slot], to, k, row, 0, 0);
     else
-      tma_load_multicast((1 << S::kCluster) - 1, a_map, memory.full[slot], to, k, row, 0, 0);
+      tma_load_multicast(blocks, a_map, memory.full[slot], to, k, row, 0, 0);
   };
   const int ahead = min(S::kStages, at.stages);
   for (int stage = 0; stage < ahead; ++stage) load_weights(stage, stage);
@@ -92,11 +79,11 @@ __device__ __forceinline__ void produce(Memory<S>& memory, const Place& at, cons
 // Accumulates a warpgroup's 64 rows. A slot is released only if it is loaded again, so that no block arrives at an
 // mbarrier of a block that has ended.
 template <class T, class S>
-__device__ __forceinline__ void consume(Memory<S>& memory, int stages, int group, float (&sums)[S::kSums]) {
+__device__ __forceinline__ void consume(Memory<S>& memory, const Place& at, int group, float (&sums)[S::kSums]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   RingPosition<S::kStages> ring;
   uint32_t last = 0;
-  for (int stage = 0; stage < stages; ++stage) {
+  for (int stage = 0; stage < at.stages; ++stage) {
     memory.full[ring.slot].wait(ring.parity);
     const uint32_t tile = shared_address(memory.stage[ring.slot]);
     const uint64_t a = k_major(tile + group * 64 * kTileRowBytes), b = k_major(tile + S::kABytes);
@@ -108,7 +95,8 @@ __device__ __forceinline__ void consume(Memory<S>& memory, int stages, int group
     if (stage > 0) {
       wgmma_wait<1>();
       __syncwarp();
-      if (stage - 1 + S::kStages < stages && lane < S::kCluster) memory.empty[last].arrive_remote(lane);
+      if (stage - 1 + S::kStages < at.stages && lane < at.sharing)
+        memory.empty[last].arrive_remote(at.first_rank + lane);
     }
     last = ring.slot;
     ring.next();
@@ -135,7 +123,7 @@ __device__ __forceinline__ float bias_at(const FewRowsProduct& p, int column) {
   return p.bias_dtype == DType::bf16 ? widen_word(bits, bf16_t{}).x : widen_word(bits, f16_t{}).x;
 }
 
-// Rounds F(sums + bias) and stores a warp's 16 rows through shared memory, in rows of adjacent vectors.
+// Rounds F(rstd * sums + bias) and stores a warp's 16 rows through shared memory, in rows of adjacent vectors.
 template <class T, class S, class F>
 __device__ __forceinline__ void store_rows(const FewRowsProduct& p, Memory<S>& memory, const Place& at, int warp,
                                            const float (&sums)[S::kSums], F of) {
@@ -143,13 +131,16 @@ __device__ __forceinline__ void store_rows(const FewRowsProduct& p, Memory<S>& m
   const uint32_t own = shared_address(memory.stage) + warp * 16 * result_pitch(S::kColumns);
   const uint32_t to = own + result_offset(lane, S::kColumns);
   const float* bias = memory.bias + accumulator_column(lane);
+  const float2* norm = memory.norm + warp * 16 + accumulator_row(lane);
+  const float rstd[2] = {S::kNormalizes ? norm[0].y : 1.0f, S::kNormalizes ? norm[8].y : 1.0f};
 #pragma unroll
   for (int i = 0; i < S::kColumns / 8; i += 2) {  // columns 8 * i to 8 * i + 15
     uint32_t word[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const float2 add = *reinterpret_cast<const float2*>(bias + 8 * (i + k / 2));
-      word[k] = narrow_word(of(sums[4 * i + 2 * k] + add.x), of(sums[4 * i + 2 * k + 1] + add.y), T{});
+      word[k] = narrow_word(of(fmaf(sums[4 * i + 2 * k], rstd[k % 2], add.x)),
+                            of(fmaf(sums[4 * i + 2 * k + 1], rstd[k % 2], add.y)), T{});
     }
     stmatrix_x4(to + 16 * i, word);
   }
@@ -180,17 +171,43 @@ __device__ __forceinline__ void store_part(const FewRowsProduct& p, const Place&
   }
 }
 
-constexpr int kConsumerBarrier = 1;
+// Loads what the epilogue needs in addition to the sums: parameters, and, after the previous kernel, the rows'
+// statistics and the residual.
+template <class T, class S>
+__device__ __forceinline__ void load_epilogue(const FewRowsProduct& p, Memory<S>& memory, const Place& at,
+                                              const Share& share, int warp, Residual<T, S>& residual,
+                                              Norms<T, S>& norms) {
+  const bool adds = S::kNormalizes && p.residual != nullptr;
+  const int column = adds ? share.column : at.column, columns = adds ? S::kJoinedColumns : S::kColumns;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < columns; i += S::kConsumers) {
+    memory.bias[i] = bias_at(p, column + i);
+    if (adds)
+      memory.weight[i] = p.residual_weight != nullptr && column + i < p.columns ? p.residual_weight[column + i] : 1.0f;
+  }
+  if constexpr (S::kNormalizes) {
+    if (adds || p.statistics != nullptr) griddepcontrol_wait();
+    if (adds) residual.load(p, at, share, 0);
+    norms.load(p, at.row + (adds ? share.index * share.rows : 0), adds ? share.rows : S::kRows, warp);
+  }
+}
 
 template <class T, class S>
 __device__ __forceinline__ void multiply(const FewRowsProduct& p, Memory<S>& memory, const Place& at, int warp) {
   // of the stages that do not fit into the ring buffer, while the warps wait for the previous kernel
   prefetch_weights<T, S::kColumns, S::kConsumers>(p, at.column, at.start + S::kStages, at.stages - S::kStages);
-  for (int i = static_cast<int>(threadIdx.x); i < S::kColumns; i += S::kConsumers)
-    memory.bias[i] = bias_at(p, at.column + i);
+  const Share share = share_of<S>(p, memory, at);
+  Residual<T, S> residual;
+  Norms<T, S> norms;
+  load_epilogue<T, S>(p, memory, at, share, warp, residual, norms);
+  if constexpr (S::kNormalizes) norms.store(memory);
   float sums[S::kSums];
-  consume<T, S>(memory, at.stages, warp / 4, sums);
-  if (p.parts != nullptr) return store_part<S>(p, at, warp, sums);
+  consume<T, S>(memory, at, warp / 4, sums);
+  if constexpr (S::kNormalizes) {
+    if (p.residual != nullptr) return store_sums<T, S>(p, memory, at, share, warp, sums, residual);
+  } else {
+    if (p.parts != nullptr) return store_part<S>(p, at, warp, sums);
+  }
   named_barrier_sync(kConsumerBarrier, S::kConsumers);  // the bias is there, and all warps have read the last stages
   if (!p.activates) return store_rows<T, S>(p, memory, at, warp, sums, [](float u) { return u; });
   const auto store = [&](auto tag) {
@@ -207,7 +224,7 @@ __device__ __forceinline__ void multiply(const FewRowsProduct& p, Memory<S>& mem
 
 // Grid (columns / tile, rows / tile, parts of K).
 template <class T, class S>
-__global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThreads, 1)
+__global__ void __launch_bounds__(S::kThreads, 1)
     product_kernel(const __grid_constant__ FewRowsProduct p, const __grid_constant__ CUtensorMap a_map,
                    const __grid_constant__ CUtensorMap b_map) {
   extern __shared__ __align__(1024) char dynamic_memory[];
@@ -215,15 +232,24 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
   griddepcontrol_launch_dependents();
   const int warp = warp_uniform(static_cast<int>(threadIdx.x) / 32);
   const Place at = place_of<S>(p);
-  if (threadIdx.x == 0) memory.init();
+  if (threadIdx.x == 0) {
+    const int blocks = S::kJoined * p.part_count;
+    memory.init(at.sharing, exchanges<S>(p) ? S::kPartBytes / blocks * (blocks - 1) : 0);
+  }
   __syncthreads();
-  if constexpr (S::kCluster > 1) cluster_sync();
+  // Blocks that share the rows of x multicast into each other's memory at once, those that only exchange sums later.
+  const bool waits_later = at.sharing == 1 && exchanges<S>(p);
+  if (waits_later || at.sharing > 1) cluster_arrive_initialized();
+  if (at.sharing > 1) cluster_wait();
   if (warp < S::kConsumers / 32) {
     multiply<T, S>(p, memory, at, warp);
-  } else if (elect_one()) {
-    prefetch_tensormap(&b_map);
-    prefetch_tensormap(&a_map);
-    produce<S>(memory, at, &a_map, &b_map);
+  } else {
+    if (elect_one()) {
+      prefetch_tensormap(&b_map);
+      prefetch_tensormap(&a_map);
+      produce<S>(memory, at, &a_map, &b_map);
+    }
+    if (waits_later) cluster_wait();
   }
 }
 
@@ -237,25 +263,57 @@ dim3 grid_of(int64_t x, int64_t y, int64_t z) {
   return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y), static_cast<unsigned>(z));
 }
 
+Status unknown_tile() {
+  return {StatusCode::bad_value, "few_rows_product: tile: expected an index into the table of tiles"};
+}
+
 template <class T, class S>
 Status launch_tile(const FewRowsProduct& call) {
-  static_assert(sizeof(Memory<S>) <= 227 * 1024, "more shared memory than an SM has");
-  const int64_t clusters = steps(call.columns, S::kColumns * S::kCluster);
-  const dim3 grid = grid_of(clusters * S::kCluster, steps(call.rows, S::kRows), call.part_count);
+  static_assert(kExchangeMemory<S> <= kMostMemory, "more shared memory than an SM has");
+  const bool exchanges = call.residual != nullptr && S::kJoined * call.part_count > 1;
+  const size_t memory = exchanges ? kExchangeMemory<S> : sizeof(Memory<S>);
+  const int64_t clusters = steps(call.columns, S::kColumns * call.cluster);
+  const dim3 grid = grid_of(clusters * call.cluster, steps(call.rows, S::kRows), call.part_count);
+  const dim3 cluster = grid_of(call.cluster, 1, call.residual != nullptr ? call.part_count : 1);
   CUtensorMap a_map, b_map;
-  Status status = map_rows(&a_map, call, call.x, call.rows, S::kShare);
+  Status status = map_rows(&a_map, call, call.x, call.rows, S::kRows / call.cluster);
   if (status.code == StatusCode::ok) status = map_rows(&b_map, call, call.weight, call.columns, S::kColumns);
   if (status.code != StatusCode::ok) return status;
-  return launch_after(call.dependent != 0, product_kernel<T, S>, grid, S::kThreads, sizeof(Memory<S>), call.stream,
-                      call, a_map, b_map);
+  return launch_clusters_after(call.dependent != 0, product_kernel<T, S>, grid, cluster, S::kThreads, memory,
+                               call.stream, call, a_map, b_map);
 }
+
+bool normalizes(const FewRowsProduct& call) { return call.residual != nullptr || call.statistics != nullptr; }
 
 template <class T, int INDEX = 0>
 Status launch_product(const FewRowsProduct& call) {
-  if constexpr (INDEX == kProductTileCount)
-    return {StatusCode::bad_value, "few_rows_product: tile: expected an index into the table of tiles"};
-  else
-    return call.tile == INDEX ? launch_tile<T, Shape<INDEX>>(call) : launch_product<T, INDEX + 1>(call);
+  if constexpr (INDEX < kProductTileCount) {
+    constexpr ProductTile kTile = kProductTiles[INDEX];
+    if (call.tile != INDEX) return launch_product<T, INDEX + 1>(call);
+    // A kernel's instructions take time to load (plan.h), so only calls with a LayerNorm have those for it.
+    if constexpr (kTile.normalizes)
+      if (normalizes(call)) return launch_tile<T, Shape<kTile.rows, kTile.columns, kTile.stages, true>>(call);
+    return launch_tile<T, Shape<kTile.rows, kTile.columns, kTile.stages, false>>(call);
+  }
+  return unknown_tile();
+}
+
+// The number of blocks that share the rows of x, each a multiple of 8 of them.
+bool takes_cluster(const ProductTile& tile, int cluster) {
+  return cluster >= 1 && cluster <= kMostClusterBlocks && tile.rows % (8 * cluster) == 0;
+}
+
+Status check_residual(const FewRowsProduct& call, const ProductTile& tile) {
+  if (!normalizes(call)) return {};
+  const int64_t columns = call.residual != nullptr ? call.columns : call.inner;
+  if (call.parts != nullptr || !tile.normalizes)
+    return {StatusCode::bad_value,
+            "few_rows_product: residual and statistics: expected a tile with the code for them, and no parts"};
+  if (columns % kGroupColumns != 0) return bad_size("few_rows_product: columns with statistics are a multiple of 64");
+  if (call.residual != nullptr && (call.activates || !takes_residual(tile, call.cluster, call.part_count)))
+    return {StatusCode::bad_value,
+            "few_rows_product: residual: expected a tile and parts that the blocks of a cluster can add"};
+  return {};
 }
 
 Status check(const FewRowsProduct& call) {
@@ -265,18 +323,26 @@ Status check(const FewRowsProduct& call) {
   if (call.columns % kChunk != 0 || call.inner % kChunk != 0)
     return bad_size("few_rows_product: columns and inner are multiples of 8");
   if (call.part_count < 1 || call.part_count > (call.inner + kInner - 1) / kInner ||
-      (call.parts == nullptr && call.part_count > 1))
+      (call.parts == nullptr && call.residual == nullptr && call.part_count > 1))
     return {StatusCode::bad_value, "few_rows_product: part_count: expected 1, or at most one part for 64 of K"};
   for (const void* tensor :
-       {call.x, call.weight, call.bias, static_cast<const void*>(call.y), static_cast<const void*>(call.parts)})
+       {call.x, call.weight, call.bias, static_cast<const void*>(call.y), static_cast<const void*>(call.parts),
+        call.residual, static_cast<const void*>(call.residual_weight), static_cast<const void*>(call.statistics),
+        static_cast<const void*>(call.y_statistics)})
     if (reinterpret_cast<uintptr_t>(tensor) % 16 != 0)
       return {StatusCode::bad_alignment, "few_rows_product: tensors start at multiples of 16 bytes"};
-  return {};
+  if (call.tile < 0 || call.tile >= kProductTileCount) return unknown_tile();
+  if (!takes_cluster(kProductTiles[call.tile], call.cluster))
+    return {StatusCode::bad_value, "few_rows_product: cluster: expected blocks that load multiples of 8 rows each"};
+  return check_residual(call, kProductTiles[call.tile]);
 }
 
 }  // namespace
 
-Status few_rows_product(const FewRowsProduct& call) {
+Status few_rows_product(const FewRowsProduct& given) {
+  FewRowsProduct call = given;
+  if (call.cluster == 0 && call.tile >= 0 && call.tile < kProductTileCount)
+    call.cluster = kProductTiles[call.tile].cluster;
   const Status status = check(call);
   if (status.code != StatusCode::ok) return status;
   const DeviceGuard guard(call.device);

@@ -16,6 +16,44 @@ __device__ __forceinline__ void cp_async_zfill(bool wanted, uint32_t shared, con
                : "memory");
 }
 
+// The address of the same place in the shared memory of another block of the cluster.
+__device__ __forceinline__ uint32_t mapa(uint32_t shared, uint32_t block) {
+  uint32_t remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(block));
+  return remote;
+}
+
+// Stores 16 bytes in a block of the cluster, and counts them at its mbarrier.
+__device__ __forceinline__ void st_async(uint32_t remote, uint4 v, uint32_t remote_barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(remote_barrier)
+      : "memory");
+}
+
+// A barrier of the cluster in two halves, both of which all threads execute, after fence_mbarrier_init(). It makes only
+// initialized mbarriers visible; cluster_sync() would also fence all memory.
+__device__ __forceinline__ void cluster_arrive_initialized() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
+// Launches a kernel in clusters; if `dependent`, as launch_after().
+template <class... Parameters, class... Arguments>
+Status launch_clusters_after(bool dependent, void (*kernel)(Parameters...), dim3 grid, dim3 cluster, dim3 block,
+                             size_t memory, void* stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = cluster.x;
+  attributes[0].val.clusterDim.y = cluster.y;
+  attributes[0].val.clusterDim.z = cluster.z;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = launch_config(grid, block, memory, stream, attributes);
+  config.numAttrs = dependent ? 2 : 1;
+  return launch_as(config, kernel, arguments...);
+}
+
 // Prefetches the 128 bytes around an address into L2.
 __device__ __forceinline__ void prefetch_l2(const void* global) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(global));

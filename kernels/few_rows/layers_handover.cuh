@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "common/cuda/hopper.cuh"
+#include "few_rows/dependent.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -81,21 +81,6 @@ __device__ __forceinline__ void wait_for_packets(uint4 (&v)[COUNT], From from, u
 __device__ __forceinline__ void wait_for(const Mbarrier& barrier, uint32_t parity) {
   PollLimit limit;
   while (!barrier.test(parity)) limit.count();
-}
-
-// The address of the same place in the shared memory of another block of the cluster.
-__device__ __forceinline__ uint32_t mapa(uint32_t shared, uint32_t block) {
-  uint32_t remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(block));
-  return remote;
-}
-
-// Stores 16 bytes in a block of the cluster, and counts them at its mbarrier.
-__device__ __forceinline__ void st_async(uint32_t remote, uint4 v, uint32_t remote_barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
-      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(remote_barrier)
-      : "memory");
 }
 
 }  // namespace layers

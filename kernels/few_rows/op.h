@@ -2,7 +2,8 @@
 // of short sequences. Consecutive kernels overlap by programmatic dependent launch: each starts while the previous one
 // still runs, loads data that does not depend on it (weights), and then waits for it.
 //
-//   product      y = activation(x weight^T + bias)       x [M, K], weight [N, K]; or fp32 partial sums (split-K)
+//   product      y = activation(rstd x weight^T + bias)  x [M, K], weight [N, K]; or fp32 partial sums (split-K); or
+//                y = x weight^T + bias + (residual - mean) rstd residual_weight
 //   add_norm     z = residual + sum of parts + bias,  y = LayerNorm(z)
 //   attention    softmax(q k^T scale) v over packed sequences
 //   layers       all layers of a post-LN encoder over up to 32 tokens in one kernel
@@ -25,12 +26,21 @@ struct FewRowsProduct {
   const void* bias;    // [N], bias_dtype, or null for 0; null with parts
   void* y;             // [M, N], dtype, contiguous; null with parts
   float* parts;        // [part_count, M, N]: the partial sums over K, or null
-  int64_t rows;        // M
-  int64_t columns;     // N
-  int64_t inner;       // K
-  int tile;            // an index into few_rows::kProductTiles
-  int part_count;      // number of parts into which K is split; 1 if `parts` is null
-  int activates;       // not 0 to apply the activation
+  // mean and rstd are those of LayerNorm without its parameters, which are part of weight and bias
+  // (few_rows/row_statistics.cuh): of the rows of residual, or, without it, of x.
+  const float* statistics;       // [N / 64, M, 2], or [K / 64, M, 2] without residual; null for mean 0 and rstd 1
+  const void* residual;          // [M, N], dtype, contiguous, or null; N is a multiple of 64
+  const float* residual_weight;  // [N], or null for 1
+  float* y_statistics;           // [N / 64, M, 2]: the statistics of y, or null; only with residual
+  float eps;                     // of the LayerNorm
+  int64_t rows;                  // M
+  int64_t columns;               // N
+  int64_t inner;                 // K
+  int tile;                      // an index into few_rows::kProductTiles
+  int cluster;     // blocks with neighbouring columns that share the rows of x, 0 for the tile's own number
+  int part_count;  // number of parts into which K is split; with residual, the blocks of a cluster add them;
+                   // without it, and without `parts`, 1
+  int activates;   // not 0 to apply the activation
   Activation activation;
   DType dtype;  // bf16 or f16
   DType bias_dtype;
@@ -40,7 +50,7 @@ struct FewRowsProduct {
 };
 
 struct FewRowsAddNorm {
-  const float* parts;       // [part_count, N, C]
+  const float* parts;       // [part_count, N, C]; not read if there are none
   const void* residual;     // [N, C], residual_dtype, contiguous
   const void* linear_bias;  // [C], parameter_dtype, or null for 0
   const void* weight;       // [C], parameter_dtype, or null for 1

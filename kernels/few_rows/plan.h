@@ -19,8 +19,9 @@ constexpr int kMaxParts = 4;
 constexpr int64_t kSameTileRows = 320;
 
 struct Plan {
-  int tile;   // an index into kProductTiles
-  int parts;  // of K
+  int tile;         // an index into kProductTiles
+  int parts;        // of K
+  int cluster = 0;  // blocks that share the rows of x; 0: the tile's own number
 };
 
 struct ProductSize {
@@ -88,6 +89,55 @@ inline Plan plan_product(int64_t rows, const ProductSize& size, int64_t processo
     best = tile;
   }
   return {best, estimate(kProductTiles[best], rows, size, processors).parts};
+}
+
+// ---- layers whose LayerNorms are parts of their GEMMs (product_residual.cuh) ----------------------------------------
+
+struct LayerPlan {
+  Plan qkv, out, up, down;
+};
+
+// All GEMMs of a layer have the same kernel, so few sizes of tiles come into question; the thresholds are those of
+// measurements on an H200 (docs/notes/few_tokens.md). Indices into kProductTiles:
+constexpr int k64x32 = 0, k64x64 = 2, k128x64 = 4;
+constexpr int64_t kNarrow = 512;  // layers up to this width have tiles of half the size
+constexpr int64_t kWide = 1024;   // from this width on, fewer blocks share the rows of x
+
+inline int64_t tiles_in(int tile, int64_t rows, int64_t columns) {
+  return steps(rows, kProductTiles[tile].rows) * steps(columns, kProductTiles[tile].columns);
+}
+
+inline int layer_tile(int64_t rows, int64_t width) {
+  const bool narrow = width <= kNarrow;
+  if (rows <= 64) return narrow ? k64x32 : k64x64;
+  return narrow ? k64x64 : k128x64;
+}
+
+// Whether layers are faster with LayerNorms in their GEMMs than with kernels for them. Up to 32 rows, one kernel runs
+// all layers of common sizes. From 129 to 192 rows, a quarter or more of the rows of two tiles of 128 are empty; from
+// 257 on, BERT-base's layers gain less than 1%. The widest GEMM has a block for each of its tiles at once.
+inline bool layer_fits(int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
+  const bool faster = (rows > 32 && rows <= 128) || (rows > 192 && rows <= 256);
+  return faster && tiles_in(layer_tile(rows, width), rows, std::max(3 * width, intermediate)) <= processors;
+}
+
+// The most parts of K, up to four, with at most `blocks` blocks. More parts take longer to add than they save.
+inline int parts_within(int64_t blocks, int64_t tiles, int64_t inner) {
+  int parts = kMaxParts;
+  while (parts > 1 && (parts * tiles > blocks || parts > steps(inner, kInner))) parts /= 2;
+  return parts;
+}
+
+// Blocks share the rows of x only where each has few of them to multiply: loading x takes most of the time then.
+// Otherwise a cluster has only the parts of K, since its blocks begin together. The out projection, whose sums over K
+// are short, leaves some SMs free, because fewer parts are faster than blocks on all of them.
+inline LayerPlan plan_layer(int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
+  const int tile = layer_tile(rows, width);
+  const int added = rows <= 64 ? 2 : 1, rounded = rows <= 64 && width < kWide ? 4 : added;
+  const int64_t tiles = tiles_in(tile, rows, width);
+  const int64_t filled = resident_blocks(kMaxParts, processors);
+  const int out = parts_within(processors * 3 / 4, tiles, width), down = parts_within(filled, tiles, intermediate);
+  return {{tile, 1, rounded}, {tile, out, added}, {tile, 1, rounded}, {tile, down, added}};
 }
 
 // Whether attention uses blocks of 16 queries whose keys are divided among the warps: if there are at most two such

@@ -8,16 +8,18 @@ namespace fasttfm {
 namespace few_rows {
 
 // Each consumer warpgroup computes 64 of the rows. `cluster` blocks have neighbouring columns and share the rows of x.
+// Tiles that differ only in `cluster` have the same kernels.
 struct ProductTile {
   int rows, columns;
   int stages;
   int cluster;
+  bool normalizes = false;  // whether there is also a kernel with the code for LayerNorms (product_residual.cuh)
 };
 
 // plan.h chooses one of them.
 constexpr ProductTile kProductTiles[] = {
-    {64, 32, 12, 4}, {64, 64, 12, 2}, {64, 64, 12, 4},  {64, 96, 10, 2},  {128, 64, 8, 2},
-    {64, 128, 8, 2}, {128, 96, 7, 1}, {128, 128, 6, 1}, {128, 192, 5, 1}, {128, 256, 4, 2},
+    {64, 32, 12, 4, true}, {64, 64, 12, 2, true}, {64, 64, 12, 4, true}, {64, 96, 10, 2},  {128, 64, 8, 2, true},
+    {64, 128, 8, 2},       {128, 96, 7, 1},       {128, 128, 6, 1},      {128, 192, 5, 1}, {128, 256, 4, 2},
 };
 constexpr int kProductTileCount = static_cast<int>(sizeof(kProductTiles) / sizeof(kProductTiles[0]));
 
@@ -38,6 +40,35 @@ struct ResultVector {
 FASTTFM_HOST_DEVICE constexpr ResultVector result_vector(int index, int columns) {
   return {index / (columns / kChunk), index % (columns / kChunk) * kChunk};
 }
+
+// ---- results with a residual (product_residual.cuh) -----------------------------------------------------------------
+
+constexpr int kGroupColumns = 64;  // whose statistics are written
+constexpr int kMostClusterBlocks = 8;
+
+// The number of blocks with neighbouring columns whose columns are whole groups of 64.
+FASTTFM_HOST_DEVICE constexpr int joined_blocks(int columns) { return columns % kGroupColumns == 0 ? 1 : 2; }
+
+// Whether a cluster of `sharing` blocks with neighbouring columns, times `parts` parts of K, can add sums: the joined
+// blocks of all parts each finish an equal share of the rows, in multiples of 8.
+constexpr bool takes_residual(const ProductTile& tile, int sharing, int parts) {
+  const int joined = joined_blocks(tile.columns);
+  return tile.normalizes && sharing % joined == 0 && sharing * parts <= kMostClusterBlocks &&
+         tile.rows / 8 % (joined * parts) == 0;
+}
+
+// The rank in the cluster of the block that finishes a share of the rows: `joined` blocks, the first of which is the
+// first-th of the `sharing` with neighbouring columns, finish one share after the other, part by part.
+FASTTFM_HOST_DEVICE constexpr int finishing_rank(int share, int joined, int sharing, int first) {
+  return share / joined * sharing + first + share % joined;
+}
+
+// fp32 sums in shared memory: the byte offset of four columns in a row of a multiple of 32 columns. Neighbouring rows
+// have the same columns in different banks.
+FASTTFM_HOST_DEVICE constexpr int sums_offset(int row, int chunk) { return (chunk ^ (row % 2 * 4)) * 16; }
+
+// Which four of a row's columns a lane sends, of tiles i and i + 1 of 8 columns; i is even.
+FASTTFM_HOST_DEVICE constexpr int sent_chunk(int lane, int i) { return 2 * i + lane % 2 * 2 + lane % 4 / 2; }
 
 }  // namespace few_rows
 }  // namespace fasttfm

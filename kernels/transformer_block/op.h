@@ -105,6 +105,27 @@ struct TransformerFp8Forward : TransformerForward {
   void* operand;       // [T, C], e4m3: the inputs of linear layers, one after the other
 };
 
+// The addresses that a layer needs whose LayerNorms are folded into the GEMMs: weights [outputs, inputs] in dtype,
+// vectors in fp32. ops/folded_layers.py computes them. The first layer's x is normalized already: its weight and bias
+// of qkv are the layer's own, its residual weight is 1.
+enum TransformerFolded {
+  kFoldedQkvWeight,
+  kFoldedQkvBias,
+  kFoldedOutBias,
+  kFoldedResidualA,  // the weight of the previous layer's LayerNorm b
+  kFoldedUpWeight,
+  kFoldedUpBias,
+  kFoldedDownBias,
+  kFoldedResidualB,  // the weight of LayerNorm a
+  kTransformerFolded,
+};
+
+// The forward of post-LN layers for inference, whose LayerNorms, except for the last one, are parts of the GEMMs. Of
+// `parameters` the weights of the out and down projections and the last LayerNorm are read.
+struct TransformerFoldedForward : TransformerForward {
+  const int64_t* folded;  // [layers, kTransformerFolded] addresses
+};
+
 // A backward of one layer can be split in two if another backend computes attention's backward: the first part ends
 // with the gradient of attention's output, the second starts with that of qkv.
 enum class BackwardPart : int32_t { whole = 0, before_attention = 1, after_attention = 2 };
@@ -138,6 +159,8 @@ Status transformer_block_forward(const TransformerForward&);
 Status transformer_block_backward(const TransformerBackward&);
 // Requires bf16, no training and no few_rows; C is a multiple of 16, up to 1024, and I a multiple of 16.
 Status transformer_block_fp8_forward(const TransformerFp8Forward&);
+// Requires a post-LN model, no training and no dropout; C is a multiple of 64, and T tokens are few, as for few_rows.
+Status transformer_block_folded_forward(const TransformerFoldedForward&);
 // 1 if NVTX's header was available in the build, so that ranges name the layers in a profile.
 int64_t transformer_block_names_layers();
 }  // namespace cuda

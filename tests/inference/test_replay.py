@@ -61,6 +61,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
         found._graphs = Graphs(
             *(found.network, stream),
             workspace=None,  # type: ignore[arg-type]
+            folded=None,  # type: ignore[arg-type]
             limit=2,
             max_tokens=2048,
             max_batch=60,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,3 +90,64 @@ def test_a_plan_for_more_rows_is_close_to_the_fastest_tile(sizes: tuple[int, int
     rows, columns, inner, partial = sizes
     fastest, times = MEASURED[sizes]
     assert times[plan(rows, columns, inner, int(partial))] <= (1.07 if partial else 1.06) * fastest
+
+
+# ---- layers whose LayerNorms are parts of their GEMMs ----------------------------------------------------------------
+
+FOLDED = ("qkv", "out", "up", "down")
+
+
+def layer_plan(rows: int, width: int, processors: int = 132) -> dict[str, tuple[tuple[int, int], int, int]]:
+    """Of each GEMM: rows and columns of its tile, the blocks that share x, and the parts of K."""
+    core, sizes = _native.core(), (rows, width, 4 * width, processors)
+    found = {}
+    for index, name in enumerate(FOLDED):
+        tile = TILES[core.few_rows_layer_tile(*sizes, index)][:2]
+        found[name] = (tile, core.few_rows_layer_cluster(*sizes, index), core.few_rows_layer_parts(*sizes, index))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("width", "rows", "rounded", "added"),
+    [
+        *((384, rows, ((64, 32), 4, 1), ((64, 32), 2, 4)) for rows in (33, 64)),
+        *((384, rows, ((64, 64), 1, 1), ((64, 64), 1, 4)) for rows in (128, 256)),
+        *((768, rows, ((64, 64), 4, 1), ((64, 64), 2, 4)) for rows in (33, 64)),
+        *((768, rows, ((128, 64), 1, 1), ((128, 64), 1, 4)) for rows in (65, 128, 256)),
+        (1024, 64, ((64, 64), 2, 1), ((64, 64), 2, 4)),
+        (1024, 128, ((128, 64), 1, 1), ((128, 64), 1, 4)),
+        (1024, 256, ((128, 64), 1, 1), ((128, 64), 1, 2)),
+    ],
+)
+def test_the_plan_of_folded_layers_was_measured(width: int, rows: int, rounded: Any, added: Any) -> None:
+    """The fastest on an H200, or within 3% of it: docs/notes/few_tokens.md."""
+    assert layer_plan(rows, width) == {"qkv": rounded, "out": added, "up": rounded, "down": added}
+
+
+@pytest.mark.parametrize("width", [64, 128, 384, 512, 768, 1024, 2048])
+@pytest.mark.parametrize("processors", [16, 132])
+def test_the_gemms_of_folded_layers_have_one_kernel(width: int, processors: int) -> None:
+    for rows in range(1, 257):
+        found = layer_plan(rows, width, processors)
+        ((tile, columns),) = {each for each, _, _ in found.values()}
+        joined = 1 if columns % 64 == 0 else 2
+        for name, (_, sharing, parts) in found.items():
+            assert sharing * parts <= 8
+            assert parts == 1 or (name in ("out", "down") and tile // 8 % (joined * parts) == 0)
+            assert name in ("qkv", "up") or sharing % joined == 0
+            assert parts <= (4 if name == "down" else 1) * width // 64
+
+
+@pytest.mark.parametrize("width", WIDTHS.values())
+def test_the_rows_of_folded_layers(width: int) -> None:
+    """Where they are faster: docs/kernels.md."""
+    fits = _native.core().few_rows_layer_fits
+    assert [rows for rows in range(1, 600) if fits(rows, width, 4 * width, 132)] == [*range(33, 129), *range(193, 257)]
+
+
+def test_folded_layers_have_at_most_one_block_per_sm() -> None:
+    fits = _native.core().few_rows_layer_fits
+    assert fits(64, 768, 3072, 48)
+    assert not fits(64, 768, 3072, 47)
+    assert fits(128, 2048, 8192, 132)
+    assert not fits(256, 2048, 8192, 132)

@@ -21,6 +21,7 @@ from fasttfm.ops import (
     cu_seqlens_from_lengths,
     few_rows,
     few_rows_layers,
+    folded_layers,
     fp8,
     fp8_attention,
     fp8_norm,
@@ -289,6 +290,35 @@ def test_few_rows(rows: int) -> None:
     module = nn.PackedTransformer([nn.PackedLayer(64, 2, 136, device="cuda", dtype=torch.bfloat16)]).eval()
     with torch.inference_mode():
         module(randn(rows, 64).bfloat16().cuda(), cu_seqlens_from_lengths((rows,), device="cuda"), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [pytest.param(tokens, id=f"few_rows-folded-{tokens}") for tokens in (33, 100, 250)])
+@pytest.mark.parametrize("width", [128, 768])
+def test_folded_layers_over_few_tokens(width: int, tokens: int) -> None:
+    """With each tile whose blocks add parts of K, and without graphs, in which layers would not be folded."""
+    layers = [nn.PackedLayer(width, width // 64, 200, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    module, cu_seqlens = nn.PackedTransformer(layers).eval(), cu_seqlens_from_lengths((tokens - 9, 0, 9), device="cuda")
+    with torch.inference_mode(), folded_layers.using(folded_layers.FoldedWeights()):
+        module(torch.randn(tokens, width).bfloat16().cuda(), cu_seqlens, tokens)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+@pytest.mark.parametrize("tile", [pytest.param(tile, id=f"few_rows-residual-{tile}") for tile in (0, 1, 4)])
+def test_few_rows_with_a_residual(tile: int, parts: int) -> None:
+    """Tiles that rows and columns do not fill, and more stages than the ring buffer has, in parts that the blocks of a
+    cluster add; statistics of the residual, and of the result."""
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    x, weight, residual = (randn(*shape).bfloat16().cuda() for shape in ((150, 1096), (320, 1096), (150, 320)))
+    bias, scale, statistics = (randn(*shape).square().cuda() for shape in ((320,), (320,), (5, 150, 2)))
+    y, written, cluster = torch.empty_like(residual), torch.empty_like(statistics), 2 if tile == 0 else 1
+    if tile == 0 and parts == 8:
+        pytest.skip("takes up to eight blocks in a cluster")
+    given = (statistics, residual, scale, y, written, tile, cluster, parts, False, CODES["gelu"], 1e-5, 0)
+    _native.core().few_rows_normed_product_cuda(x, weight, bias, *given)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

@@ -39,7 +39,7 @@ from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import TextModel
-from fasttfm.ops import few_rows_layers
+from fasttfm.ops import few_rows_layers, folded_layers
 
 _WINDOWS = (256, 4096)  # how many texts are sorted by length together: the first window, and the largest
 _OUTPUTS = {each.value: each for each in Output}
@@ -178,7 +178,8 @@ class Session:
         self._launches = 0
         self._graphs: Graphs | None = None
         if self.device.type == "cuda":
-            self._stream, self._workspace = torch.cuda.Stream(self.device), few_rows_layers.Workspace()
+            self._workspace, self._folded = few_rows_layers.Workspace(), folded_layers.FoldedWeights()
+            self._stream = torch.cuda.Stream(self.device)
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # until the weights are copied
             if max_graphs > 0:
                 self._graphs = self._make_graphs(max_graphs, padding=model.config.pad_token_id or 0)
@@ -194,6 +195,7 @@ class Session:
             self.network,
             self._stream,
             workspace=self._workspace,
+            folded=self._folded,
             limit=limit,
             max_tokens=min(self.max_tokens, most),
             max_batch=self.max_batch,
@@ -214,6 +216,8 @@ class Session:
             current = torch.cuda.current_stream(self.device)
             current.wait_stream(self._stream)
             taken = self.network.take_weights(model)
+            if taken:
+                self._folded.refresh()
             self._stream.wait_stream(current)
             return taken
 
@@ -498,7 +502,8 @@ class Session:
         launched = None if self._graphs is None else self._graphs.launch(output, batch)
         if launched is not None:
             return launched
-        with torch.cuda.stream(self._stream), torch.inference_mode(), few_rows_layers.using(self._workspace):
+        few, folded = few_rows_layers.using(self._workspace), folded_layers.using(self._folded)
+        with torch.cuda.stream(self._stream), torch.inference_mode(), few, folded:
             rows = self.network.run(output, Inputs.of(batch, self.device))
             host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             host.copy_(rows, non_blocking=True)

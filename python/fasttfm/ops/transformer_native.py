@@ -307,6 +307,21 @@ def forward_fp8(
     return y, z
 
 
+def forward_folded(batch: Batch, layers: Layers, options: BlockOptions, addresses: array[int]) -> Tensor:
+    """Returns y of layers over few tokens whose LayerNorms are folded into their GEMMs. ``addresses`` are those of the
+    folded weights: kernels/transformer_block/op.h, TransformerFoldedForward."""
+    x = batch.x
+    check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
+    shape = shape_of(batch, layers, options, training=False)
+    kept, scratch, y = _bytes(0, x), _bytes(_memory(True, shape).forward, x), torch.empty_like(x)
+    _native.core().transformer_block_folded_forward_cuda(
+        *(*shape, *layer_options(batch, layers, options)),
+        *(layers.table.buffer_info()[0], x, batch.cu_seqlens, None, kept, scratch),
+        *(y, _has_short_sequences(batch, options), addresses.buffer_info()[0]),
+    )
+    return y
+
+
 def backward(
     batch: Batch,
     layers: Layers,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.rows import contiguous_rows
-from fasttfm.ops import direct_gradients, few_rows_layers, linear, transformer_native
+from fasttfm.ops import direct_gradients, few_rows_layers, folded_layers, linear, transformer_native
 from fasttfm.ops.attention import TABLE as ATTENTION
 from fasttfm.ops.attention import backward_op as attention_backward_op
 from fasttfm.ops.backends import Backend, BackendTable, always
@@ -133,6 +133,8 @@ def _run_native(
 ) -> tuple[Tensor, Tensor | None]:
     if few_rows and (y := _run_in_one_kernel(batch, options, layers)) is not None:
         return y, None
+    if few_rows and (y := _run_folded(batch, options, layers)) is not None:
+        return y, None
     own = _in_type(layers, batch.x.dtype, copies=False)
     y, z, _ = transformer_native.forward(batch, residual, layers, own, options, training=False, few_rows=few_rows)
     return y, z
@@ -145,6 +147,15 @@ def _run_in_one_kernel(batch: Batch, options: BlockOptions, layers: Layers) -> T
     if workspace is None or few_rows_layers.refuse(batch, layers, options) is not None:
         return None
     return few_rows_layers.run(workspace, batch, layers, options)
+
+
+def _run_folded(batch: Batch, options: BlockOptions, layers: Layers) -> Tensor | None:
+    """The result of layers with folded LayerNorms; None if they do not support the call, or outside of
+    ``folded_layers.using``."""
+    weights = folded_layers.current_weights()
+    if weights is None or folded_layers.refuse(batch, layers) is not None:
+        return None
+    return folded_layers.run(weights, batch, layers, options)
 
 
 def _run_with_gradient(

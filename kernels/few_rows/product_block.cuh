@@ -1,0 +1,76 @@
+// What the parts of the GEMM for few rows (cuda_product.cu) share: its shapes, its shared memory, and the block's place
+// in the grid.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda/hopper.cuh"
+#include "few_rows/dependent.cuh"
+#include "few_rows/op.h"
+#include "few_rows/product_tiles.h"
+#include "few_rows/row_statistics.cuh"
+
+namespace fasttfm {
+namespace cuda {
+namespace product {
+
+using namespace few_rows;
+
+static_assert(kGroupColumns == kStatisticsColumns, "columns of a group of statistics");
+
+constexpr int kMostMemory = 227 * 1024;
+
+template <int ROWS, int COLUMNS, int STAGES, bool NORMALIZES>
+struct Shape {
+  static constexpr int kRows = ROWS, kColumns = COLUMNS, kStages = STAGES;
+  static constexpr int kConsumers = 2 * kRows;  // threads
+  static constexpr int kThreads = kConsumers + 32;
+  static constexpr int kSums = kColumns / 2;  // a consumer's accumulators
+  static constexpr uint32_t kABytes = kRows * kTileRowBytes, kStageBytes = (kRows + kColumns) * kTileRowBytes;
+  static_assert(kRows * result_pitch(kColumns) <= kStages * static_cast<int>(kStageBytes), "room for the result");
+
+  // Of results with a residual (product_residual.cuh). An octet of lanes finishes a group of 64 columns of a row.
+  static constexpr bool kNormalizes = NORMALIZES;
+  static constexpr int kJoined = kNormalizes ? joined_blocks(kColumns) : 1, kJoinedColumns = kJoined * kColumns;
+  static_assert(!kNormalizes || kJoinedColumns == kStatisticsColumns, "one group in a row");
+  static constexpr int kOctets = kConsumers / 8;
+  static constexpr int kPartBytes = kRows * kColumns * 4;
+};
+
+template <class S>
+struct Memory {
+  Mbarrier full[S::kStages], empty[S::kStages], received;
+  alignas(16) float bias[S::kJoinedColumns];
+  alignas(16) float weight[S::kNormalizes ? S::kJoinedColumns : 4];  // of the residual
+  float2 norm[S::kNormalizes ? S::kRows : 1];                        // mean and rstd
+  alignas(1024) char stage[S::kStages][S::kStageBytes];
+
+  // `sharing`: the number of blocks that share the rows of x; `bytes` that other blocks send to this one.
+  __device__ __forceinline__ void init(int sharing, uint32_t bytes) {
+    for (int slot = 0; slot < S::kStages; ++slot) {
+      full[slot].init(1);
+      empty[slot].init(S::kConsumers / 32 * sharing);
+    }
+    received.init(1);
+    fence_mbarrier_init();
+    received.arrive_expect_tx(bytes);
+  }
+};
+
+// Where blocks exchange sums, these are after the stages.
+template <class S>
+constexpr size_t kExchangeMemory = sizeof(Memory<S>) + (S::kNormalizes ? S::kPartBytes : 0);
+
+// The block's tile and part of K.
+struct Place {
+  int row, column;
+  int part, start, stages;  // of K: `stages` stages from `start` on
+  int sharing, neighbour;   // the number of blocks that share the rows of x, and which of them this is
+  int first_rank;           // of these blocks in the cluster
+};
+
+constexpr int kConsumerBarrier = 1;
+
+}  // namespace product
+}  // namespace cuda
+}  // namespace fasttfm
