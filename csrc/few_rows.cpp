@@ -18,7 +18,7 @@ FASTTFM_FUNCTION(int64_t, few_rows_parts, int64_t rows, int64_t columns, int64_t
   return few_rows::plan_product(rows, {columns, inner, partial != 0}, processors).parts;
 }
 
-// Whether layers whose LayerNorms are parts of their GEMMs have at most one block on each SM.
+// Not 0 if layers of these sizes are faster with LayerNorms that are parts of their GEMMs: few_rows/plan.h.
 FASTTFM_FUNCTION(int64_t, few_rows_layer_fits, int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
   return few_rows::layer_fits(rows, width, intermediate, processors);
 }

@@ -126,6 +126,11 @@ class GraphCache(Generic[Value]):
         return True
 
 
+def _input_size(bucket: Bucket, segments: bool) -> int:
+    """The number of int32 of a bucket's inputs, in whole vectors of 16 bytes."""
+    return -(-buffer_size(bucket, segments) // 4) * 4
+
+
 Sizes = tuple[int, int, int]  # of a batch: the numbers of tokens and sequences, and the length of the longest one
 
 
@@ -227,8 +232,7 @@ class Graphs:
         self._cache: GraphCache[_Graph] = GraphCache(self._capture, limit)
         self._pool = torch.cuda.graph_pool_handle()
         room = bucket_for(max_tokens, max_tokens, 1, max_length)
-        size = -(-buffer_size(room, True) // 4) * 4  # whole vectors of 16 bytes
-        self._static = torch.zeros(size, dtype=torch.int32, device=network.device)
+        self._static = torch.zeros(_input_size(room, True), dtype=torch.int32, device=network.device)
         self._slot = make_slot(network.device)
         stream.wait_stream(torch.cuda.current_stream(network.device))  # until it is zero
         self._stage, self._vocabulary, self._max_batch = _native.stage_sequences, vocabulary, max_batch
@@ -331,7 +335,7 @@ class Graphs:
                 elif self._slot is not None:
                     write_results(rows, self._slot)
         results, shape = rows if result is None else result, tuple(rows.shape[1:])
-        copied = self._static[: -(-buffer_size(bucket, key.segments) // 4) * 4]
+        copied = self._static[: _input_size(bucket, key.segments)]
         slot = self._slot if result is None else None
         launchable = LaunchableGraph(graph, copied, results, self._stream, slot)
         return _Graph(launchable, bucket, shape, math.prod(shape))

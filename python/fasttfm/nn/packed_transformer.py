@@ -20,8 +20,8 @@ from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import Explanation, explain, requested
 from fasttfm.ops.library import is_plain
 from fasttfm.ops.transformer_block import BlockOptions
-from fasttfm.ops.transformer_native import PARAMETERS
-from fasttfm.ops.transformer_stack import layers_in, run_layers
+from fasttfm.ops.transformer_native import PARAMETERS, layers_in
+from fasttfm.ops.transformer_stack import run_layers
 
 Group = tuple[BlockOptions, list[Tensor | None]]  # consecutive layers with the same options, and their parameters
 

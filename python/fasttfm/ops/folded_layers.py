@@ -23,7 +23,7 @@ from fasttfm.kernels.common.launch import multiprocessors
 from fasttfm.ops import transformer_native
 from fasttfm.ops.backends import dtype_name
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
-from fasttfm.ops.transformer_native import PARAMETERS, Batch, Layers, missing_cuda
+from fasttfm.ops.transformer_native import Batch, Layers, layers_in, missing_cuda
 
 LEAST_LAYERS = 2  # of a single one, the LayerNorm after it would be the same kernel as before
 _GROUP = 64  # columns, which have statistics of their own
@@ -109,8 +109,7 @@ class FoldedWeights:
 
 
 def _fold(layers: Layers) -> list[FoldedLayer]:
-    given: list[Any] = layers.given
-    every = [BlockParameters(*given[first : first + PARAMETERS]) for first in range(0, len(given), PARAMETERS)]
+    every = layers_in(layers.given)
     found: dict[tuple[int, ...], FoldedLayer] = {}  # layers that share their parameters share the folded ones
     folded = []
     for before, own in zip([None, *every], every, strict=False):

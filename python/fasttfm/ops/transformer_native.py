@@ -53,6 +53,11 @@ class Layers(NamedTuple):
         return [each for each in self.given if each is not None]
 
 
+def layers_in(given: list[Any]) -> list[BlockParameters]:
+    """The parameters of each layer, of those of all layers in one list."""
+    return [BlockParameters(*given[first : first + PARAMETERS]) for first in range(0, len(given), PARAMETERS)]
+
+
 # ---- which calls the core supports -----------------------------------------------------------------------------------
 
 

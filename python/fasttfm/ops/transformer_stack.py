@@ -29,7 +29,7 @@ from fasttfm.ops.transformer_block import (
     separate_seeds,
     transformer_block,
 )
-from fasttfm.ops.transformer_native import PARAMETERS, Batch, Layers, versions
+from fasttfm.ops.transformer_native import PARAMETERS, Batch, Layers, layers_in, versions
 
 # The parameters of a layer that are operands of GEMMs, in x's dtype.
 _MULTIPLIED = tuple(
@@ -93,11 +93,6 @@ def _run_op_by_op(
         own = None if seeds is None else seeds[index]
         x, residual = transformer_block(x, residual, cu_seqlens, own, options, parameters)
     return x, residual
-
-
-def layers_in(given: list[Any]) -> list[BlockParameters]:
-    """The parameters of each layer, of those of all layers in one list."""
-    return [BlockParameters(*given[first : first + PARAMETERS]) for first in range(0, len(given), PARAMETERS)]
 
 
 def refused(x: Tensor, residual: Tensor | None, options: BlockOptions, layers: Sequence[BlockParameters]) -> str | None:
