@@ -77,6 +77,13 @@ def test_evaluation_biases_and_other_inputs() -> None:
     assert isinstance(ours(IDS, return_dict=False), tuple)
 
 
+def test_loss_divided_by_the_count_of_a_larger_batch() -> None:
+    ours, theirs = (module.train() for module in pair("ModernBertForMaskedLM", **SMALL))
+    for count in (torch.tensor(77), 77):
+        losses = [module(IDS, labels=IDS, num_items_in_batch=count).loss for module in (ours, theirs)]
+        torch.testing.assert_close(*losses)
+
+
 def test_flattened_inputs_and_dropout() -> None:
     ours, theirs = pair("ModernBertModel", **SMALL)
     lengths = MASKS["right"].sum(1)

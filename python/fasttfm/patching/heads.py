@@ -81,23 +81,25 @@ class MaskedLMLoss(LossHead):
         """The modules between the last layer and the decoder."""
         raise NotImplementedError
 
-    def masked_lm_loss(self, states: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross entropy of the rows of ``states`` [B, S, C] that have a label."""
+    def masked_lm_loss(self, states: Tensor, labels: Tensor, total: Any = None) -> Tensor:
+        """The mean cross entropy of the rows of ``states`` [B, S, C] that have a label; ``total`` is the divisor instead
+        of their number."""
         decoder = self.vocabulary_layer()
         x, labels = states.flatten(0, 1), labels.flatten().to(states.device)
         if torch.compiler.is_compiling():  # the number of rows would be unknown
-            loss = ops.masked_lm_loss(self.before_vocabulary(x), decoder.weight, decoder.bias, labels)
+            loss = ops.masked_lm_loss(self.before_vocabulary(x), decoder.weight, decoder.bias, labels, total=total)
         else:
             positions = (labels != IGNORED).nonzero().squeeze(1)
             rows = self.before_vocabulary(x.index_select(0, positions))
-            loss = ops.linear_cross_entropy(rows, decoder.weight, labels.index_select(0, positions), decoder.bias)
+            labels = labels.index_select(0, positions)
+            loss = ops.linear_cross_entropy(rows, decoder.weight, labels, decoder.bias, total=total)
         assert isinstance(loss, Tensor)
         return loss
 
-    def training_loss(self, outputs: Any, *labels: Tensor, **_: Any) -> Any:
+    def training_loss(self, outputs: Any, *labels: Tensor, total: Any = None, **_: Any) -> Any:
         from transformers.modeling_outputs import MaskedLMOutput
 
-        loss = self.masked_lm_loss(outputs[0], labels[0])
+        loss = self.masked_lm_loss(outputs[0], labels[0], total)
         return MaskedLMOutput(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
 

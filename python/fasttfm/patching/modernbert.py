@@ -194,6 +194,9 @@ class ModernBertForMaskedLM(heads.MaskedLMLoss, theirs.ModernBertForMaskedLM):
         y: Tensor = self.head(x)
         return y
 
+    def training_loss(self, outputs: Any, *labels: Tensor, **kwargs: Any) -> Any:
+        return super().training_loss(outputs, *labels, total=kwargs.get("num_items_in_batch"))
+
 
 MODEL = theirs.ModernBertPreTrainedModel
 CLASSES = (
