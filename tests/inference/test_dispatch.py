@@ -146,6 +146,50 @@ def test_a_callback_may_close() -> None:
     assert errors == []
 
 
+def test_a_request_is_refused_if_a_callback_closes_while_it_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    dispatcher = Dispatcher(worker.launch, max_tokens=1, max_waiting=100)
+    closed, done = threading.Event(), threading.Event()
+
+    def close(_: object) -> None:
+        dispatcher.close()
+        closed.set()
+        done.wait(10)  # the thread is still alive
+
+    def acquire(timeout: float | None = None) -> bool:
+        worker.gate.set()
+        return closed.wait(10)
+
+    dispatcher.submit(2, 1).add_done_callback(close)
+    thread = dispatcher._thread
+    assert thread is not None
+    monkeypatch.setattr(dispatcher._room, "acquire", acquire)
+    try:
+        with pytest.raises(RuntimeError, match="closed"):
+            dispatcher.submit(3, 1)
+    finally:
+        done.set()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_every_close_waits_for_the_requests() -> None:
+    worker = Worker()
+    dispatcher = Dispatcher(worker.launch, max_tokens=1, max_waiting=100)
+    future = dispatcher.submit(2, 1)
+    found: list[bool] = []
+    threads = [threading.Thread(target=lambda: (dispatcher.close(), found.append(future.done()))) for _ in range(2)]
+    threads[0].start()
+    while not dispatcher._closed:
+        pass
+    threads[1].start()
+    threads[1].join(0.2)
+    worker.gate.set()
+    for thread in threads:
+        thread.join(10)
+    assert found == [True, True]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
 def test_a_child_process_computes_its_own_requests() -> None:
     """It has the parent's queue and locks, one of which is held, but no thread."""

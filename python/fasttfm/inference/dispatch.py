@@ -51,58 +51,38 @@ class Dispatcher(Generic[Item]):
     def reset_after_fork(self) -> None:
         self._queue: queue.SimpleQueue[Request[Item] | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(self._max_waiting)
-        self._lock = threading.Lock()  # guards _thread and _closed
+        self._lock = threading.Lock()  # guards _thread, _closed and what is put into the queue
         self._thread: threading.Thread | None = None
 
     def submit(self, item: Item, tokens: int, timeout: float | None = None) -> Future[Any]:
         """Returns the future of an item's result. Raises ``queue.Full`` if the queue stays full for ``timeout``
-        seconds."""
+        seconds, and RuntimeError if the dispatcher is closed, also while this call waits."""
         request = Request(item, tokens, self._launch)
+        if not self._room.acquire(timeout=timeout):
+            raise queue.Full
         with self._lock:
             if self._closed:
+                self._room.release()
                 raise RuntimeError("Session: submit: expected an open session, got a closed one")
             if self._thread is None:
                 self._start()
-        if not self._room.acquire(timeout=timeout):
-            raise queue.Full
-        self._queue.put(request)
-        if self._closed and not self._is_working():  # closed in the meantime: the thread takes no more requests
-            self._refuse_waiting()
+            self._queue.put(request)
         return request.future
 
     def close(self) -> None:
-        """Computes the waiting requests and ends the thread."""
+        """Computes the waiting requests and ends the thread. A future's callback that calls it does not wait."""
         with self._lock:
-            if self._closed:
-                return
+            if not self._closed and self._thread is not None:
+                self._queue.put(None)  # after all requests
             self._closed, thread = True, self._thread
-        if thread is not None:
-            self._queue.put(None)
-            if thread is threading.current_thread():  # called by a future's callback: it ends after what is waiting
-                return
+        if thread is not None and thread is not threading.current_thread():
             thread.join()
-        self._refuse_waiting()
 
     def _start(self) -> None:
         worker = _Worker(self._queue, self._room, self._max_tokens)
         self._thread = threading.Thread(target=worker.run, name="fasttfm-session", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._queue.put, None).atexit = False
-
-    def _is_working(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def _refuse_waiting(self) -> None:
-        while True:
-            try:
-                request = self._queue.get_nowait()
-            except queue.Empty:
-                return
-            if request is None:
-                continue
-            self._room.release()
-            if request.future.set_running_or_notify_cancel():
-                request.future.set_exception(RuntimeError("Session: submit: the session was closed"))
 
 
 _registered: weakref.WeakSet[Any] = weakref.WeakSet()
