@@ -107,6 +107,14 @@ def test_requests_of_threads(bert: Any, sentences: Ids) -> None:
         session.submit(sentences[0])
 
 
+def test_autocast_of_the_calling_thread_changes_nothing(bert: Any, sentences: Ids) -> None:
+    with Session(bert) as session:
+        expected = session.encode(sentences[:8])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = session.encode(sentences[:8])
+    assert np.array_equal(found, expected)
+
+
 def test_inputs_may_change_once_they_are_submitted(bert: Any, sentences: Ids) -> None:
     with Session(bert) as session:
         expected = session.encode(sentences[0])

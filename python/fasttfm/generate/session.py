@@ -124,7 +124,7 @@ class _State:
         rows = [generation._row for generation in generations]
 
         def tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+            return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
         limits = [len(each.prompt) + each._row.new for each in generations]
         return _State(
@@ -346,10 +346,10 @@ class GenerationSession:
         if self._graphs is not None:
             self._graphs.drop_if_model_changed()
         lengths = [len(generation.prompt) for generation in taken]
-        flat = torch.tensor([token for generation in taken for token in generation.prompt])
-        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        flat = torch.tensor([token for generation in taken for token in generation.prompt], device="cpu")
+        bounds = torch.tensor([0, *lengths], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         batch = PackedBatch(bounds.to(self.device), max(lengths), len(flat))
-        slots = torch.tensor(free[: len(taken)]).to(self.device)
+        slots = torch.tensor(free[: len(taken)], device=self.device)
         rows = _State.of(taken, self.capacity, self.device)
         logits = self.head(self.decoder.read(flat.to(self.device), batch, slots))
         rows.take(logits, self.decoder.lengths[slots], self._sampler)
@@ -390,7 +390,7 @@ class GenerationSession:
         if self.device.type != "cuda":
             active, lengths, history = (source.clone() for source in sources)
             return _Snapshot(generations, active, lengths, history, None)
-        copies = [torch.empty(source.shape, dtype=source.dtype, pin_memory=True) for source in sources]
+        copies = [torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True) for source in sources]
         for copy, source in zip(copies, sources, strict=True):
             copy.copy_(source, non_blocking=True)
         ready = torch.cuda.Event()
@@ -407,7 +407,7 @@ class GenerationSession:
             return
         moved = sorted(slot for slot in self._running if slot >= count)
         free = [slot for slot in range(count) if slot not in self._running]
-        source, target = (torch.tensor(slots).to(self.device) for slots in (moved, free))
+        source, target = (torch.tensor(slots, device=self.device) for slots in (moved, free))
         self.decoder.copy(source, target)
         self._state.move(source, target)
         self._state.active[source] = False

@@ -53,7 +53,8 @@ class Inputs(NamedTuple):
     def of(cls, batch: Packed, device: torch.device) -> Inputs:
         """Copies the batch to the device without synchronizing with it."""
         shape, segments = Bucket(batch.tokens, batch.sequences, batch.max_seqlen), batch.segments is not None
-        host = torch.empty(buffer_size(shape, segments), dtype=torch.int32, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        host = torch.empty(buffer_size(shape, segments), dtype=torch.int32, device="cpu", pin_memory=pinned)
         write_bucket(host.numpy(), batch, shape, padding=0)
         return cls(*split_buffer(host.to(device, non_blocking=True), shape, segments), batch.max_seqlen)
 
@@ -126,7 +127,11 @@ class Network:
 
     @torch.inference_mode()
     def run(self, output: Output, inputs: Inputs) -> Tensor:
-        """fp32 [sequences, ...] or [T, ...]"""
+        """fp32 [sequences, ...] or [T, ...]. Autocast of the calling thread has no effect."""
+        with torch.autocast(self.device.type, enabled=False):
+            return self._run(output, inputs)
+
+    def _run(self, output: Output, inputs: Inputs) -> Tensor:
         if output is Output.LOGITS:
             return self._logits(inputs).float()
         states = self._states(inputs)

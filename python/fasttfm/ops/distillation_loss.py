@@ -262,7 +262,7 @@ class _TeacherLogits:
 def _forward_native(given: DistillationRows, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
     student_hidden, student_weight, student_bias, teacher, teacher_weight, teacher_bias = given[:6]
     counted, positions, coefficients, temperature = given[6:]
-    losses = torch.empty(len(counted), dtype=torch.float32)
+    losses = torch.empty(len(counted), dtype=torch.float32, device="cpu")
     biases = [_native.as_parameter(bias, torch.float32) for bias in (student_bias, teacher_bias)]
     teacher_logits = _TeacherLogits(teacher, teacher_weight, positions, len(student_weight))
     core, gradient = _native.core(), any(wanted)

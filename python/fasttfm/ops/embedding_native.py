@@ -51,8 +51,8 @@ def forward_cpu(
     tables, indices, cu_seqlens = _contiguous(tables, indices, cu_seqlens)
     weight, bias = _native.as_parameter(weight, torch.float32), _native.as_parameter(bias, torch.float32)
     count = indices[0].numel() if layer_norm else 0
-    y = torch.empty((*indices[0].shape, tables[0].shape[1]), dtype=dtype)
-    statistics = torch.empty((2, count), dtype=torch.float32)
+    y = tables[0].new_empty((*indices[0].shape, tables[0].shape[1]), dtype=dtype)
+    statistics = tables[0].new_empty((2, count), dtype=torch.float32)
     _native.core().embedding_forward_cpu(
         *_inputs(tables, indices, cu_seqlens, weight, seed, statistics, layer_norm, p), bias, y, eps
     )
@@ -76,11 +76,11 @@ def backward_cpu(
     tables, indices, cu_seqlens = _contiguous(tables, indices, cu_seqlens)
     fp32_weight = _native.as_parameter(weight, torch.float32)
     count, columns = indices[0].numel(), tables[0].shape[1]
-    dx = torch.empty((count, columns), dtype=torch.float32)
+    dx = dy.new_empty((count, columns), dtype=torch.float32)
     # The core sums in fp32 and leaves the rounding to torch.
-    sums = [torch.empty(columns if wants else 0, dtype=torch.float32) for wants in wanted[3:]]
-    positions = torch.empty(count if wanted[1] and indices[1] is None else 0, dtype=torch.int64)
-    workspace = torch.empty(core.embedding_workspace_cpu(count, columns), dtype=torch.float32)
+    sums = [dy.new_empty(columns if wants else 0, dtype=torch.float32) for wants in wanted[3:]]
+    positions = dy.new_empty(count if wanted[1] and indices[1] is None else 0, dtype=torch.int64)
+    workspace = dy.new_empty(core.embedding_workspace_cpu(count, columns), dtype=torch.float32)
     core.embedding_backward_cpu(
         dy,
         *_inputs(tables, indices, cu_seqlens, fp32_weight, seed, statistics, layer_norm, p),
@@ -102,9 +102,9 @@ def backward_cpu(
 def _table_gradient(dx: Tensor, table: Tensor, indices: Tensor | None, excluded: int | None) -> Tensor:
     """The sum of dx [N, C] over the tokens of each row of ``table``; without indices all tokens belong to row 0."""
     count = len(dx)
-    indices = torch.zeros(count, dtype=torch.int64) if indices is None else indices
+    indices = dx.new_zeros(count, dtype=torch.int64) if indices is None else indices
     dtable = torch.empty_like(table, memory_format=torch.contiguous_format)
-    first, following = (torch.empty(size, dtype=torch.int32) for size in (len(table), count))
+    first, following = (dx.new_empty(size, dtype=torch.int32) for size in (len(table), count))
     _native.core().embedding_table_backward_cpu(
         dx, indices, dtable, first, following, -1 if excluded is None else excluded
     )

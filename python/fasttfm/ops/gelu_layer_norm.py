@@ -65,7 +65,7 @@ def _forward_native(
     parameters, x = _parameters(x, linear_bias, weight, bias), readable_rows(x)
     workspace = None
     if not x.is_cuda:
-        workspace = torch.empty(core.gelu_layer_norm_forward_workspace(x), dtype=torch.float32)
+        workspace = x.new_empty(core.gelu_layer_norm_forward_workspace(x), dtype=torch.float32)
     core.gelu_layer_norm_forward(x, *parameters, y, statistics, workspace, eps, CODES[kind])
     return y, statistics
 

@@ -74,12 +74,11 @@ def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None,
     if chosen not in supported:
         raise checks.bad_value(_NAME, "products", f"one that this CPU has: {', '.join(supported)}", repr(products))
     flat = x.detach().contiguous().view(-1, columns)
-    y = torch.empty(len(flat), rows)
+    y = flat.new_empty(len(flat), rows)
     if len(flat) == 0:
         return y.view(*x.shape[:-1], rows)
     room, inner = -(-len(flat) // _BLOCK) * _BLOCK, weight.panels.shape[1] * _GROUP
-    rounded = torch.empty(room, inner, dtype=torch.int8)
-    row_scales = torch.empty(room)
+    rounded, row_scales = flat.new_empty(room, inner, dtype=torch.int8), flat.new_empty(room)
     code = -1 if activation is None else CODES[activation]
     _native.core().int8_linear_cpu(
         *(flat, weight.panels, weight.sums, weight.scales, weight.bias, y, rounded, row_scales),

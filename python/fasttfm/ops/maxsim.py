@@ -197,7 +197,7 @@ def _forward_cpu(
     spans, count = list(zip(query_starts.tolist(), query_ends.tolist(), strict=True)), len(document_starts)
     own = count // max(1, len(spans)) if pairs else count
     best = q.new_zeros(own, len(q))
-    index = torch.full((own, len(q)), -1, dtype=torch.int32)
+    index = q.new_full((own, len(q)), -1, dtype=torch.int32)
     ignored = None if document_mask is None else ~document_mask
     counted = owners >= 0
     documents_of = list(zip(document_starts.tolist(), document_ends.tolist(), strict=True))
@@ -223,7 +223,7 @@ def _forward_cpu(
             finite = counted[block, None] & (values < torch.inf)
             if hidden is not None:
                 finite &= ~hidden.all(dim=1)
-            argmax += torch.arange(first, tokens.stop, end - first)
+            argmax += torch.arange(first, tokens.stop, end - first, device=argmax.device)
             best[columns, block] = torch.where(counted[block], values.t(), 0.0)
             index[columns, block] = torch.where(finite, argmax, -1).t().int()
     scores = torch.stack([best[:, first:end].sum(dim=1) for first, end in spans]) if spans else q.new_zeros(0, own)
