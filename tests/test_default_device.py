@@ -1,5 +1,5 @@
-"""Torch's default device and default dtype belong to the caller: on tensors of another device and dtype, ops, models and
-sessions compute what they compute without them."""
+"""Torch's default device and default dtype do not change what ops, models and sessions compute for tensors of another
+device and dtype."""
 
 from __future__ import annotations
 

@@ -91,6 +91,22 @@ def test_packed_projections_match_the_separate_ones() -> None:
     close(packed, plain.flatten(0, 1).double())
 
 
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda x: flash.flash_attn_qkvpacked_func(x), r"qkv \[B, S, 3, H, D\].*got shape \(2, 6, 4, 4, 8\)"),
+        (lambda x: flash.flash_attn_kvpacked_func(x[:, :, 0], x), r"kv: expected \[B, Sk, 2, Hk, D\], got shape"),
+        (
+            lambda x: flash.flash_attn_varlen_kvpacked_func(x[0, :, 0], x[0]),
+            r"kv: expected \[Tk, 2, Hk, D\], got shape",
+        ),
+    ],
+)
+def test_a_wrong_packed_projection_is_refused(call: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        call(drawn(2, 6, 4, 4, 8))
+
+
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 
@@ -216,16 +232,36 @@ def test_what_is_not_supported_is_refused(options: dict[str, Any], sentence: str
         ({"cache_batch_idx": torch.tensor([0, -1])}, "cache_batch_idx: expected numbers from 0 to 1, .*got -1 to 0"),
         ({"cache_batch_idx": torch.tensor([0, 2])}, "cache_batch_idx: expected numbers from 0 to 1, .*got 0 to 2"),
         ({"block_table": torch.tensor([[0], [-1]])}, "block_table: expected numbers from 0 to 1, .*got -1 to 0"),
-        ({"rotary_cos": torch.ones(9, 2)}, "rotary_cos: expected rotary_sin, k and v next to it"),
+        ({"rotary_cos": torch.ones(9, 2)}, "rotary_cos: expected rotary_cos, rotary_sin, k and v together"),
+        ({"rotary_sin": torch.ones(9, 2)}, "rotary_cos: expected rotary_cos, rotary_sin, k and v together"),
+        (
+            {"cache_seqlens": torch.tensor([2.7, 1.0])},
+            "cache_seqlens: expected a tensor of int64 or int32, got float32",
+        ),
+        ({"cache_seqlens": 2.5}, "cache_seqlens: expected an integer, a tensor or None, got float"),
+        ({"v_cache": torch.ones(2, 2, 4, 8)}, r"v_cache: expected shape \(2, 6, 4, 8\), got shape \(2, 2, 4, 8\)"),
+        ({"v_cache": torch.ones(2, 6, 4, 8).half()}, "v_cache: expected k_cache's float32, got float16"),
+        ({"q": torch.ones(1, 4, 8)}, r"q: expected 4 dimensions, got shape \(1, 4, 8\)"),
         ({"block_table": torch.zeros(3, 1)}, "block_table: expected 2 rows"),
     ],
 )
 def test_a_wrong_cache_is_refused(options: dict[str, Any], sentence: str) -> None:
     q, cache = drawn(2, 1, 4, 8), drawn(2, 6, 4, 8)
     before = cache.clone()
+    given = {"q": q, "k_cache": cache, "v_cache": cache, "k": q, "v": q, "cache_seqlens": 2, **options}
     with pytest.raises((ValueError, TypeError), match=sentence):
-        flash.flash_attn_with_kvcache(q, cache, cache, **{"k": q, "v": q, "cache_seqlens": 2, **options})
+        flash.flash_attn_with_kvcache(**given)
     assert torch.equal(cache, before)
+
+
+def test_a_window_of_none_rotates_as_one_without_limit() -> None:
+    q, new, cache = drawn(2, 3, 4, 8), drawn(2, 3, 4, 8), drawn(2, 6, 4, 8)
+    tables = {"rotary_cos": drawn(9, 4), "rotary_sin": drawn(9, 4), "cache_seqlens": 2}
+    first, second = (
+        flash.flash_attn_with_kvcache(q, cache.clone(), cache.clone(), new, new, window_size=window, **tables)
+        for window in ((-1, -1), (None, None))
+    )
+    assert torch.equal(first, second)
 
 
 def test_entries_of_unused_blocks_may_be_anything() -> None:

@@ -51,13 +51,12 @@ def flash_attn_func(
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Result:
     """``flash_attn_func`` of ``qkv [B, S, 3, H, D]``, with its options."""
-    q, k, v = qkv.unbind(2)
-    return flash_attn_func(q, k, v, *options, **named)
+    return flash_attn_func(qkv, None, None, *options, **named)  # type: ignore[arg-type]  # read in place
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
     """``flash_attn_func`` of ``q [B, Sq, H, D]`` and ``kv [B, Sk, 2, Hk, D]``, with its options."""
-    k, v = kv.unbind(2)
+    k, v = _unpacked("flash_attn_kvpacked_func", kv, "[B, Sk, 2, Hk, D]")
     return flash_attn_func(q, k, v, *options, **named)
 
 
@@ -93,14 +92,20 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
 ) -> Result:
     """``flash_attn_varlen_func`` of ``qkv [T, 3, H, D]``, with its options."""
-    q, k, v = qkv.unbind(1)
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named)
+    boundaries: tuple[Any, ...] = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(qkv, None, None, *boundaries, *options, **named)  # type: ignore[arg-type]
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
     """``flash_attn_varlen_func`` of ``q [Tq, H, D]`` and ``kv [Tk, 2, Hk, D]``, with its boundaries and options."""
-    k, v = kv.unbind(1)
+    k, v = _unpacked("flash_attn_varlen_kvpacked_func", kv, "[Tk, 2, Hk, D]")
     return flash_attn_varlen_func(q, k, v, *options, **named)
+
+
+def _unpacked(function: str, kv: Tensor, layout: str) -> tuple[Tensor, ...]:
+    if kv.dim() != layout.count(",") + 1 or kv.shape[-3] != 2:
+        raise checks.bad_value(function, "kv", layout, f"shape {tuple(kv.shape)}")
+    return kv.unbind(-3)
 
 
 def _attend(
@@ -174,14 +179,14 @@ def flash_attn_with_kvcache(
     """
     op = "flash_attn_with_kvcache"
     refuse(op, softcap=softcap, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
-    _check_cache(op, q, k_cache, k, v, block_table, cache_batch_idx)
+    _check_cache(op, q, k_cache, v_cache, k, v, block_table, cache_batch_idx)
     held = _held(op, cache_seqlens, q, k_cache, block_table)
     _check_capacity(op, k_cache, held, 0 if k is None else k.shape[1], block_table, cache_batch_idx)
-    if rotary_cos is not None:
-        if rotary_sin is None or k is None:
-            raise checks.bad_value(op, "rotary_cos", "rotary_sin, k and v next to it", None)
+    if rotary_cos is not None or rotary_sin is not None:
+        if rotary_cos is None or rotary_sin is None or k is None:
+            raise checks.bad_value(op, "rotary_cos", "rotary_cos, rotary_sin, k and v together", "only some of them")
         steps = torch.arange(q.shape[1], device=q.device)
-        local = causal or tuple(window_size) != (-1, -1)
+        local = causal or any(side not in (None, -1) for side in window_size)
         positions = held[:, None] + (steps if local else steps * 0)
         q = ops.rotary(q, rotary_cos, rotary_sin, positions=positions, interleaved=rotary_interleaved)
         positions = held[:, None] + torch.arange(k.shape[1], device=q.device)
@@ -216,11 +221,18 @@ def _check_cache(
     op: str,
     q: Tensor,
     cache: Tensor,
+    v_cache: Tensor,
     k: Tensor | None,
     v: Tensor | None,
     block_table: Tensor | None,
     cache_batch_idx: Tensor | None,
 ) -> None:
+    for name, value in (("q", q), ("k_cache", cache)):
+        if value.dim() != 4:
+            raise checks.bad_value(op, name, "4 dimensions", f"shape {tuple(value.shape)}")
+    checks.check_shape(op, "v_cache", v_cache, cache.shape)
+    if v_cache.dtype != cache.dtype:
+        raise checks.bad_type(op, "v_cache", f"k_cache's {dtype_name(cache.dtype)}", dtype_name(v_cache.dtype))
     if (k is None) != (v is None):
         raise checks.bad_value(op, "v", "both k and v, or none", "one of them")
     if block_table is not None and cache_batch_idx is not None:
@@ -265,8 +277,11 @@ def _used_blocks(held: Tensor, block_table: Tensor, size: int) -> Tensor:
 def _held(op: str, given: Any, q: Tensor, cache: Tensor, block_table: Tensor | None) -> Tensor:
     """int32 [B]: the tokens of each sequence in the cache."""
     if isinstance(given, Tensor):
+        checks.check_index(op, "cache_seqlens", given)
         checks.check_shape(op, "cache_seqlens", given, q.shape[:1])
         return given.to(torch.int32)
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
+        raise checks.bad_type(op, "cache_seqlens", "an integer, a tensor or None", type(given).__name__)
     room = cache.shape[1] if block_table is None else cache.shape[1] * block_table.shape[1]
     return torch.full(q.shape[:1], room if given is None else given, dtype=torch.int32, device=q.device)
 

@@ -82,8 +82,8 @@ class MaskedLMLoss(LossHead):
         raise NotImplementedError
 
     def masked_lm_loss(self, states: Tensor, labels: Tensor, total: Any = None) -> Tensor:
-        """The mean cross entropy of the rows of ``states`` [B, S, C] that have a label; ``total`` is the divisor instead
-        of their number."""
+        """The mean cross entropy of the rows of ``states`` [B, S, C] that have a label. ``total`` replaces their number
+        as the divisor."""
         decoder = self.vocabulary_layer()
         x, labels = states.flatten(0, 1), labels.flatten().to(states.device)
         if torch.compiler.is_compiling():  # the number of rows would be unknown
