@@ -47,7 +47,6 @@ def test_an_edge_file(graph: ConceptGraph) -> None:
     assert len(graph.heads) == 2 * 5  # a duplicate edge counts once, a self-loop not at all
     assert graph.between(0, 1) == [(0, 3.0)]
     assert graph.between(1, 0) == [(4, 3.0)]
-    assert graph.relation_name(4) == "AtLocation^-1"
     assert graph.neighbours(0).tolist() == [1, 2, 3]
     assert graph.neighbours(4).tolist() == [3]
 

@@ -30,7 +30,6 @@ from fasttfm.models.entity_files import (
 )
 
 Ids = NDArray[np.int64]
-INVERSE = "^-1"  # marks a relation that is followed from the tail to the head
 
 
 class ConceptPath(NamedTuple):
@@ -78,10 +77,6 @@ class ConceptGraph:
     def fingerprint(self) -> str:
         """A hash of the concepts and relations in their order."""
         return hashlib.sha256("\n".join([*self.concepts, "", *self.relations]).encode()).hexdigest()[:16]
-
-    def relation_name(self, number: int) -> str:
-        count = len(self.relations)
-        return self.relations[number] if number < count else self.relations[number - count] + INVERSE
 
     def neighbours(self, concept: int) -> Ids:
         """The concepts with an edge to this one, each once, in ascending order."""

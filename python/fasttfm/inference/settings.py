@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fasttfm.inference.sentence_folder import Normalize, SentenceFolder, read_sentence_folder
+from fasttfm.inference.sentence_folder import SentenceFolder, read_sentence_folder
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,3 @@ class EmbedSettings:
             lowercase=found.lowercase,
             after=found.after,
         )
-
-    @property
-    def is_normalized(self) -> bool:
-        """Whether every vector has length 1."""
-        return self.normalize or bool(self.after and isinstance(self.after[-1], Normalize))
