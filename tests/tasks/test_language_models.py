@@ -113,7 +113,7 @@ def test_predictions_for_masks(masked: LanguageModel) -> None:
             best = rows[position].exp().topk(3)
             assert [guess.token for guess in guesses] == [masked.tokenizer.token(id) for id in best.indices.tolist()]
             assert [guess.probability for guess in guesses] == pytest.approx(best.values.tolist(), abs=1e-6)
-    with pytest.raises(DataError, match=r"text 2: expected \[MASK\] where a word is missing, got none here"):
+    with pytest.raises(DataError, match=r"text 2: expected \[MASK\] where a word is missing, got 'none here'"):
         list(masked.fill_mask(["[MASK]", "none here"]))
     with pytest.raises(DataError, match="got none in its first 128 tokens"):
         list(masked.fill_mask(["war " * 300 + "[MASK]"]))

@@ -122,7 +122,7 @@ def _instruction_sets() -> str:
     if _native.missing():
         return "no native core"
     core = _native.core()
-    return f"{core.active_isa()}, out of {', '.join(core.supported_isas())}"
+    return f"{core.active_isa()} (supported: {', '.join(core.supported_isas())})"
 
 
 def _threads() -> str:

@@ -1,5 +1,5 @@
-"""MPNet's modules. Its relative position bias of the attention scores needs a gradient that ``ops.attention`` does not
-compute, so attention is torch's, and padding is not removed."""
+"""MPNet's modules. The native kernels of ``ops.attention`` take no bias of the scores, such as MPNet's of relative
+positions. So attention is torch's, and padding is not removed."""
 
 from __future__ import annotations
 

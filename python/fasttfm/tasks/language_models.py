@@ -114,7 +114,7 @@ class LanguageModel:
             tokens = self._form.one(self.tokenizer.encode(text))
             positions = [index for index, id in enumerate(tokens.ids) if id == self.tokenizer.special.mask]
             if not positions:
-                got = f"none in its first {self.longest} tokens" if tokens.cut else f"{text:.60}"
+                got = f"none in its first {self.longest} tokens" if tokens.cut else f"{text[:60]!r}"
                 raise DataError(f"text {number}: expected {mask} where a word is missing, got {got}")
             self.truncated += tokens.cut > 0
             yield Feature(number - 1, [tokens], positions)
