@@ -6,13 +6,16 @@ What the package keeps from call to call must therefore be created outside.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from model_parity import config_of
+from small_models import small_bert
 from torch import Tensor
 
 import fasttfm
 from fasttfm import models
+from fasttfm.inference import Session
 from fasttfm.kernels.common import index_errors
 from fasttfm.kernels.common.index_errors import IndexErrors
 from fasttfm.ops import weight_copies
@@ -89,6 +92,17 @@ def test_ops_train_after_an_evaluation() -> None:
     loss().backward()
     fasttfm.ops.check_errors()
     assert table.grad is not None
+
+
+def test_a_session_takes_weights_outside() -> None:
+    model = small_bert()
+    with torch.inference_mode():
+        session = Session(model, dtype=torch.float64)  # copies, because the model has another dtype
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    assert session.take_weights(model)
+    assert np.array_equal(session.encode([[1, 2]]), Session(model, dtype=torch.float64).encode([[1, 2]]))
 
 
 @pytest.mark.gpu

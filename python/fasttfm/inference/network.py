@@ -82,7 +82,8 @@ class Network:
         self.pooling = pooling_names(settings.pooling)
         self.pads = not PADDED.isdisjoint(self.pooling)
         packed = "int8" if int8 else "bfloat16" if device.type == "cpu" and dtype == torch.bfloat16 else None
-        self.model = _own_copy(model, device, dtype if packed is None else torch.float32, always=packed is not None)
+        with torch.inference_mode(False):  # take_weights writes into the copies
+            self.model = _own_copy(model, device, dtype if packed is None else torch.float32, always=packed is not None)
         if packed is not None:
             pack_linears(self.model, packed)
         self._is_packed = packed is not None
