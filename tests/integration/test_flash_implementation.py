@@ -161,6 +161,19 @@ def test_documents_in_rows_of_a_batch(implementation: str, calls: list[dict[str,
     assert all(each["cu_seqlens"].tolist() == [0, 6, 16, 17, 32] for each in calls)
 
 
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_position_ids_that_change_in_place(inference: bool, calls: list[dict[str, Any]]) -> None:
+    """A caller may write the positions of every batch into the same tensor."""
+    ours, _ = decoder(sliding_window=None)
+    with torch.inference_mode(inference), torch.no_grad():
+        positions = torch.zeros(1, 16, dtype=torch.int64)
+        for length in (6, 1):
+            positions.copy_(torch.cat([torch.arange(length), torch.arange(16 - length)]))
+            calls.clear()
+            ours(IDS[:1], position_ids=positions)
+            assert [each["cu_seqlens"].tolist() for each in calls] == [[0, length, 16]] * 2
+
+
 def test_attention_weights_of_packed_documents() -> None:
     ours, theirs = decoder()
     theirs.set_attn_implementation("eager")

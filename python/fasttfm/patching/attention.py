@@ -114,15 +114,18 @@ _RESTARTS = "_fasttfm_restarts"
 
 def _restarts(positions: Any, query: Tensor) -> Tensor | None:
     """The mask of a batch of one row in which several sequences are packed: position ids restart where one starts. They
-    are read once for all layers, which synchronizes with the GPU."""
+    are read once for all layers, which synchronizes with the GPU; inference tensors, which do not count their changes,
+    by each layer."""
     one_row = isinstance(positions, Tensor) and positions.dim() == 2 and len(positions) == len(query) == 1
     if not one_row or positions.shape[1] != query.shape[2] or masking_utils.is_tracing(positions):
         return None
-    if not hasattr(positions, _RESTARTS):
+    version = None if positions.is_inference() else positions._version
+    known: tuple[int | None, Tensor | None] | None = getattr(positions, _RESTARTS, None)
+    if known is None or version is None or known[0] != version:
         sequences = masking_utils.find_packed_sequence_indices(positions)
-        setattr(positions, _RESTARTS, None if sequences is None else boundaries_of(sequences))
-    found: Tensor | None = getattr(positions, _RESTARTS)
-    return found
+        known = version, None if sequences is None else boundaries_of(sequences)
+        setattr(positions, _RESTARTS, known)
+    return known[1]
 
 
 def attend(
