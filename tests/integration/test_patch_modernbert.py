@@ -105,6 +105,20 @@ def test_flattened_inputs_and_dropout() -> None:
     assert torch.equal(dropping(IDS).last_hidden_state, dropping(IDS).last_hidden_state)
 
 
+def test_a_norm_and_a_window_that_are_replaced_after_a_call() -> None:
+    ours, theirs = pair("ModernBertModel", **SMALL)
+    norm = torch.nn.LayerNorm(48)
+    torch.nn.init.normal_(norm.weight)
+    with torch.no_grad():
+        for model in (ours, theirs):
+            model(IDS)
+            model.final_norm = copy.deepcopy(norm)
+        torch.testing.assert_close(ours(IDS).last_hidden_state, theirs(IDS).last_hidden_state, rtol=1e-4, atol=1e-5)
+        for model in (ours, theirs):
+            model.config.sliding_window = 1
+        torch.testing.assert_close(ours(IDS).last_hidden_state, theirs(IDS).last_hidden_state, rtol=1e-4, atol=1e-5)
+
+
 def test_checkpointing_hooks_and_unpatch() -> None:
     ours, theirs = pair("ModernBertForMaskedLM", **SMALL)
     given = batch("ModernBertForMaskedLM")

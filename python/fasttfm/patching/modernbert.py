@@ -74,11 +74,10 @@ class ModernBertPredictionHead(parts.Patched, theirs.ModernBertPredictionHead):
 
 
 class _Layers(Uncopied):
-    """transformers' layers converted to ``RotaryLayer``s with the same modules, for as long as the tree is
-    unchanged."""
+    """transformers' layers converted to ``RotaryLayer``s with the same modules, for as long as these are unchanged."""
 
     def __init__(self, tree: Tree, model: Any) -> None:
-        self.tree, self.config = tree, model.config
+        self.tree, self._others = tree, _others(model)
         self.layers = list(model.layers)
         self.ours = [_layer_of(layer, model.config) for layer in self.layers]
         self.stack = RotaryTransformer(self.ours, model.final_norm, model.config.max_position_embeddings)
@@ -92,6 +91,10 @@ class _Layers(Uncopied):
         plain = is_plain_linear(*linears) and is_plain_norm(*norms) and is_plain_dropout(*dropouts)
         self.fusable = default and known and plain
 
+    def is_of(self, model: Any) -> bool:
+        """Whether this was made of what the model has now."""
+        return self.tree.root is model.layers and self._others == _others(model) and self.tree.is_unchanged()
+
     def run(self, x: Tensor, batch: PackedBatch, positions: Tensor | None) -> Tensor:
         """The final LayerNorm's output for packed ``x`` [T, C]."""
         for ours, layer in zip(self.ours, self.layers, strict=True):
@@ -103,6 +106,11 @@ class _Layers(Uncopied):
         self.stack.checkpointing, self.stack.training = any(checkpointed), True
         y: Tensor = self.stack(x, batch.cu_seqlens, batch.max_seqlen, positions=positions)
         return y
+
+
+def _others(model: Any) -> tuple[Any, ...]:
+    """What the result depends on, apart from the layers."""
+    return model.final_norm, model.rotary_emb, model.config.sliding_window
 
 
 def _layer_of(layer: Any, config: Any) -> RotaryLayer:
@@ -165,7 +173,7 @@ class ModernBertModel(packing.PackedLayers, theirs.ModernBertModel):
         if is_watched(self.rotary_emb) or is_watched(self.layers) or not is_plain_norm(self.final_norm):
             return None
         found: _Layers | None = self.__dict__.get(ATTRIBUTE)
-        if found is None or found.tree.root is not self.layers or not found.tree.is_unchanged():
+        if found is None or not found.is_of(self):
             tree = Tree(self.layers, collect_outputs)
             if not tree.is_unchanged():  # something watches a module
                 return None
