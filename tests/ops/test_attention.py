@@ -571,3 +571,5 @@ def test_weights_refuse_what_attention_refuses() -> None:
         attention_weights(q, k, lengths=int32((5,)))
     with pytest.raises(TypeError, match="attention_weights: window: expected"):
         attention_weights(q, k, window=3)
+    with pytest.raises(TypeError, match="attention_weights: k: expected a tensor"):
+        attention_weights(q, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fasttfm.atomic_files import write_json
 from fasttfm.inference.batches import pack, plan
 from fasttfm.inference.formats import Tokens, segments_of
 from fasttfm.inference.network import Inputs, Network, Output
@@ -46,7 +46,7 @@ class Calibration:
         """Writes the file next to a checkpoint, where ``Session`` finds it."""
         path = Path(directory) / CALIBRATION
         layers = [dict(zip(LINEARS, each, strict=True)) for each in self.amax]
-        path.write_text(json.dumps({"tokens": self.tokens, "amax": layers}, indent=1) + "\n", encoding="utf-8")
+        write_json(path, {"tokens": self.tokens, "amax": layers}, indent=1)
         return path
 
     @classmethod

@@ -138,6 +138,7 @@ def attention_weights(
         bias=bias,
         alibi_slopes=alibi_slopes,
     )
+    checks.check_floating(_WEIGHTS, "k", k)  # check_call takes None for a part of qkv
     check_call(_WEIGHTS, q, k, k, options)
     problem = _problem(q, k, options)
     bounds = {"max_seqlen": problem.max_seqlen, "max_seqlen_k": problem.max_seqlen_k}  # the shape of the result
