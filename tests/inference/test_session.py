@@ -115,6 +115,20 @@ def test_autocast_of_the_calling_thread_changes_nothing(bert: Any, sentences: Id
     assert np.array_equal(found, expected)
 
 
+def test_a_subclass_of_a_model_has_its_head(bert: Any, sentences: Ids) -> None:
+    class Doubled(models.BertForSequenceClassification):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = 2 * output.logits
+            return output
+
+    doubled = Doubled(bert.config).eval()
+    doubled.load_state_dict(bert.state_dict())
+    with Session(bert) as session, Session(doubled) as other:
+        expected = 2 * session.encode(sentences[:8], output="logits")
+        assert np.array_equal(other.encode(sentences[:8], output="logits"), expected)
+
+
 def test_inputs_may_change_once_they_are_submitted(bert: Any, sentences: Ids) -> None:
     with Session(bert) as session:
         expected = session.encode(sentences[0])

@@ -190,8 +190,6 @@ def _own_copy(
 
 
 def _head_of(model: PretrainedModel) -> Head:
-    for family in FAMILIES.values():
-        for head, kind in family.models.items():
-            if type(model) is kind:
-                return head
-    return Head.NONE
+    """The head of a model's class, or of the one that it is a subclass of."""
+    heads = {kind: head for family in FAMILIES.values() for head, kind in family.models.items()}
+    return next((heads[kind] for kind in type(model).__mro__ if kind in heads), Head.NONE)
