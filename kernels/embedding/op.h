@@ -71,11 +71,11 @@ struct EmbeddingTableBackward {
   int threads;
 };
 
-// ---- CUDA, for batches of few tokens --------------------------------------------------------------------------------
+// ---- CUDA -----------------------------------------------------------------------------------------------------------
 
 constexpr int kEmbeddingTables = 3;
 constexpr int64_t kEmbeddingSegments = 2;       // maximum number of rows of a segment table
-constexpr int64_t kEmbeddingGpuRows = 8192;     // maximum number of tokens: the backward compares each with all others
+constexpr int64_t kEmbeddingGpuRows = 8192;     // maximum number of tokens of the backward, which compares them all
 constexpr int64_t kEmbeddingGpuColumns = 2048;  // maximum number of columns
 
 struct EmbeddingGpuRows {

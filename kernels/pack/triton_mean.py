@@ -14,7 +14,7 @@ from torch import Tensor
 from fasttfm.kernels.common.launch import cdiv, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
-_TILE = {"BLOCK_T": 64, "BLOCK_C": 64, "num_warps": 8}
+_TILE = {"BLOCK_T": 128, "BLOCK_C": 32, "num_warps": 8}
 
 
 # Without specialization, vector widths and with them the order of the additions do not depend on C and stride.

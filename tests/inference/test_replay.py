@@ -164,6 +164,12 @@ def test_other_calls_are_not_replayed(session: Session, sentences: Ids) -> None:
         session.encode(sentences[:3])
 
 
+def test_several_batches_are_not_staged(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert session._graphs is not None
+    monkeypatch.setattr(session._graphs, "_stage", lambda *_: pytest.fail("staged"))
+    assert session._graphs.replay(Output.VECTORS, [[1, 2]] * 61) is None
+
+
 def test_an_evicted_graph_is_not_replayed(session: Session, sentences: Ids) -> None:
     groups = [sentences[:1], sentences[:10], sentences[:24]]
     capture(session, groups[0])

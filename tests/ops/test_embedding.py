@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fasttfm import ops
+from fasttfm import explain, ops
 from fasttfm.kernels.common.index_errors import IndexErrors
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.pytest_ops import interpreted, op_tests
@@ -195,6 +195,24 @@ def test_nothing_synchronizes_with_the_gpu() -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_the_backward_of_many_tokens_is_another_backend_s() -> None:
+    """The CUDA backward takes up to 8,192 tokens, the forward any number."""
+    count = 8200
+    ids = torch.randint(0, V, (count,), generator=torch.Generator().manual_seed(1)).cuda()
+    cu_seqlens = ops.cu_seqlens_from_lengths([16] * (count // 16) + [count % 16], device="cuda")
+    found = []
+    for backend in (None, "triton"):
+        given = {name: tensor.detach().cuda().requires_grad_() for name, tensor in tables().items()}
+        y = ops.embedding(ids, **given, p=0.1, seed=SEED.cuda(), cu_seqlens=cu_seqlens, backend=backend)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).cuda()
+        found.append((y, *torch.autograd.grad(y, list(given.values()), dy)))
+    explained = explain("embedding", ids, given["word_table"])
+    assert (explained.chosen, explained.backward) == ("cuda", "triton")
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-4 * float(other.abs().max()))
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -129,6 +129,18 @@ class GraphCache(Generic[Value]):
 def _input_size(bucket: Bucket, segments: bool) -> int:
     """The number of int32 of a bucket's inputs, in whole vectors of 16 bytes."""
     return -(-buffer_size(bucket, segments) // 4) * 4
+
+
+@contextlib.contextmanager
+def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Captures what runs on the current stream; other threads may allocate memory and copy meanwhile. Unlike
+    ``torch.cuda.graph`` it neither waits for the device nor frees the memory that torch caches: the calls after a
+    capture would have to allocate it again."""
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield
+    finally:
+        graph.capture_end()
 
 
 Sizes = tuple[int, int, int]  # of a batch: the numbers of tokens and sequences, and the length of the longest one
@@ -270,8 +282,8 @@ class Graphs:
         """Starts the computation of lists or arrays of ids that are one batch, with a row for each sequence. Returns
         the launch, the core's ``Sequences`` and their sizes. None if there is no graph, and for other inputs and wrong
         ids."""
-        if self._stage is None:
-            return None
+        if self._stage is None or (isinstance(inputs, (list, tuple)) and len(inputs) > self._max_batch):
+            return None  # several batches, which are sorted once for all
         known, staging = self._known[output], self._staging()
         staged = self._stage(inputs, known, staging.input_array, self._max_length, self._vocabulary, self._padding)
         if staged is not None:
@@ -327,8 +339,7 @@ class Graphs:
             result = None if warm.nbytes <= _SMALL_RESULT else self._result(key.output, warm)
             del warm
             self._stream.synchronize()
-            # Other threads may allocate memory and copy while this one captures.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with _capturing(graph, self._pool):
                 rows = self._network.run(key.output, inputs).float().contiguous()
                 if result is not None:
                     result.copy_(rows)

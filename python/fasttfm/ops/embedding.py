@@ -237,7 +237,9 @@ def _refuse_triton(ids: Tensor, word_table: Tensor, *_: Any) -> str | None:
     return refuse_triton(word_table)
 
 
-def _backend(name: str, absent: Any, refuse: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -> Backend:
+def _backend(
+    name: str, absent: Any, refuse: Any, forward: Callable[..., Any], backward: Callable[..., Any], **others: Any
+) -> Backend:
     """A backend whose functions get tables and indices as two triples."""
 
     def run_forward(ids: Tensor, word: Tensor, position: Any, segment: Any, *others: Any) -> Any:
@@ -249,7 +251,7 @@ def _backend(name: str, absent: Any, refuse: Any, forward: Callable[..., Any], b
         wanted = list(others[-len(_GRADIENTS) :])
         return backward(dy, (word, position, segment), (ids, position_ids, segment_ids), *given, wanted)
 
-    return Backend(name, absent, refuse, run_forward, run_backward)
+    return Backend(name, absent, refuse, run_forward, run_backward, **others)
 
 
 # ---- the declaration -------------------------------------------------------------------------------------------------
@@ -309,6 +311,7 @@ OP = Op(
             embedding_native.refuse_gpu,
             embedding_native.forward_cuda,
             embedding_native.backward_cuda,
+            refuse_backward=embedding_native.refuse_gpu_backward,
         ),
         _backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
         _backend("reference", always, lambda *_: None, reference.embedding_forward, reference.embedding_backward),

@@ -122,7 +122,7 @@ def _contiguous(
     )
 
 
-# ---- CUDA, for few tokens --------------------------------------------------------------------------------------------
+# ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 
 def refuse_gpu(
@@ -135,8 +135,6 @@ def refuse_gpu(
     if (reason := refuse_cuda(word_table)) is not None:
         return reason
     core, tables = _native.core(), (word_table, position_table, segment_table)
-    if ids.numel() > core.embedding_gpu_rows:
-        return f"takes up to {core.embedding_gpu_rows} tokens, got {ids.numel()}"
     if word_table.shape[1] > core.embedding_gpu_columns:
         return f"takes up to {core.embedding_gpu_columns} columns, got {word_table.shape[1]}"
     if segment_table is not None and len(segment_table) > core.embedding_gpu_segments:
@@ -146,6 +144,11 @@ def refuse_gpu(
     if not all(table is None or table.is_contiguous() for table in tables):
         return "takes contiguous tables"
     return refuse_cuda_rows(tables)
+
+
+def refuse_gpu_backward(ids: Tensor, *_: Any) -> str | None:
+    most = _native.core().embedding_gpu_rows
+    return f"takes up to {most} tokens, got {ids.numel()}" if ids.numel() > most else None
 
 
 def _whole_vectors(parameter: Tensor | None) -> Tensor | None:
