@@ -90,6 +90,21 @@ def test_folders_of_older_versions(tmp_path: Path) -> None:
     assert [type(each) for each in EmbedSettings.of_folder(found).after] == [Normalize]
 
 
+@pytest.mark.parametrize(("stated", "expected"), [(100, 100), (128, None), (512, None), (10**30, None)])
+def test_the_length_of_the_tokenizer(stated: int, expected: int | None, tmp_path: Path) -> None:
+    """It counts where it is below the model's positions."""
+    modules = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+    (tmp_path / "1_Pooling").mkdir()
+    for name, content in (
+        ("modules.json", modules),
+        ("1_Pooling/config.json", {"pooling_mode": "mean"}),
+        ("config.json", {"max_position_embeddings": 128}),
+        ("tokenizer_config.json", {"model_max_length": stated}),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read_sentence_folder(tmp_path).max_length == expected
+
+
 @pytest.mark.parametrize(
     ("kinds", "sentence"),
     [

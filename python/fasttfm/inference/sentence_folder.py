@@ -39,7 +39,7 @@ class SentenceFolder:
         after: The modules that are applied to the pooled vectors, in this order: dense layers and ``Normalize``.
         prompts: Texts that are put in front of each text, by name.
         default_prompt: The name of the prompt that is used by default.
-        max_length: The maximum number of tokens of a text; None if the folder does not state one.
+        max_length: The maximum number of tokens of a text; None for as many as the model has positions.
         lowercase: Whether texts are lowercased first.
     """
 
@@ -85,7 +85,6 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
     after = tuple(_module_after(kind, path, listed) for kind, path in zip(kinds[2:], paths[2:], strict=True))
     settings = _optional(folder / "config_sentence_transformers.json")
     transformer = _optional(paths[0] / "sentence_bert_config.json")
-    lengths = (transformer.get("max_seq_length"), _optional(paths[0] / "tokenizer_config.json").get("model_max_length"))
     return SentenceFolder(
         paths[0],
         _pooling(pooling, paths[1] / "config.json"),
@@ -93,9 +92,18 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
         after,
         {name: text for name, text in (settings.get("prompts") or {}).items() if isinstance(text, str)},
         settings.get("default_prompt_name"),
-        next((int(length) for length in lengths if length is not None and length < _MAX_LENGTH), None),
+        _max_length(paths[0], transformer.get("max_seq_length")),
         bool(transformer.get("do_lower_case", False)),
     )
+
+
+def _max_length(folder: Path, stated: int | None) -> int | None:
+    """The stated length, or else the tokenizer's where that is below the model's positions."""
+    if stated is not None and stated < _MAX_LENGTH:
+        return int(stated)
+    length = _optional(folder / "tokenizer_config.json").get("model_max_length")
+    positions = _optional(folder / "config.json").get("max_position_embeddings") or _MAX_LENGTH
+    return int(length) if length is not None and length < min(positions, _MAX_LENGTH) else None
 
 
 def _pooling(config: dict[str, Any], path: Path) -> tuple[str, ...]:
