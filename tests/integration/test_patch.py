@@ -226,6 +226,14 @@ def test_positional_arguments() -> None:
     torch.testing.assert_close(ours(*given).loss, theirs(*given).loss)
 
 
+def test_gpt_logits_of_some_rows() -> None:
+    ours, theirs = pair(CAUSAL)
+    with torch.no_grad():
+        for kept in (3, torch.tensor([0, 2])):
+            found, expected = (module(IDS, logits_to_keep=kept).logits for module in (ours, theirs))
+            torch.testing.assert_close(found, expected)
+
+
 def test_gpt_loss_divided_by_the_count_of_a_larger_batch() -> None:
     ours, theirs = (module.train() for module in pair(CAUSAL))
     losses = [module(IDS, labels=IDS, num_items_in_batch=torch.tensor(77)).loss for module in (ours, theirs)]

@@ -52,7 +52,8 @@ def loss_only(theirs: type) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         complete = all(given.get(name) is not None for name in self.loss_arguments)
-        special = given.get("logits_to_keep", 0) != 0 or given.get("shift_labels") is not None
+        kept = given.get("logits_to_keep", 0)  # a number of rows, 0 for all, or their indices
+        special = isinstance(kept, Tensor) or kept != 0 or given.get("shift_labels") is not None
         if not self.training or not complete or special or not _fusable(self):
             return original(self, *args, **kwargs)
         whole = given.pop("return_dict", None)
