@@ -18,29 +18,23 @@ FASTTFM_FUNCTION(int64_t, few_rows_parts, int64_t rows, int64_t columns, int64_t
   return few_rows::plan_product(rows, {columns, inner, partial != 0}, processors).parts;
 }
 
-// Not 0 if layers of these sizes are faster with LayerNorms that are parts of their GEMMs: few_rows/plan.h.
-FASTTFM_FUNCTION(int64_t, few_rows_layer_fits, int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
-  return few_rows::layer_fits(rows, width, intermediate, processors);
+// Which LayerNorms are parts of the GEMMs of layers of these sizes: 0 for none, 1 for the first, 2 for both.
+FASTTFM_FUNCTION(int64_t, few_rows_folded_norms, int64_t rows, int64_t width, int64_t intermediate,
+                 int64_t processors) {
+  return static_cast<int64_t>(few_rows::folded_norms(rows, width, intermediate, processors));
 }
 
-// The tile, the blocks that share x and the parts of K of a GEMM of a layer whose LayerNorms are parts of its GEMMs:
-// `product` is 0 to 3 for qkv, out, up and down.
-static few_rows::Plan plan_in_layer(int64_t rows, int64_t width, int64_t intermediate, int64_t processors,
-                                    int64_t product) {
-  const few_rows::LayerPlan plan = few_rows::plan_layer(rows, width, intermediate, processors);
-  return product == 0 ? plan.qkv : product == 1 ? plan.out : product == 2 ? plan.up : plan.down;
-}
-FASTTFM_FUNCTION(int64_t, few_rows_layer_tile, int64_t rows, int64_t width, int64_t intermediate, int64_t processors,
-                 int64_t product) {
-  return plan_in_layer(rows, width, intermediate, processors, product).tile;
-}
-FASTTFM_FUNCTION(int64_t, few_rows_layer_cluster, int64_t rows, int64_t width, int64_t intermediate, int64_t processors,
-                 int64_t product) {
-  return plan_in_layer(rows, width, intermediate, processors, product).cluster;
-}
-FASTTFM_FUNCTION(int64_t, few_rows_layer_parts, int64_t rows, int64_t width, int64_t intermediate, int64_t processors,
-                 int64_t product) {
-  return plan_in_layer(rows, width, intermediate, processors, product).parts;
+// Writes the tile, the blocks that share x (0: the tile's own number) and the parts of K of the GEMMs of a layer to
+// `table`: [4, 3], for qkv, out, up and down.
+FASTTFM_FUNCTION(Status, few_rows_layer_plan, few_rows::FoldedNorms norms, int64_t rows, int64_t width,
+                 int64_t intermediate, int64_t processors, int64_t* table) {
+  const few_rows::LayerPlan plan = few_rows::plan_layer(norms, rows, width, intermediate, processors);
+  for (const few_rows::Plan& each : {plan.qkv, plan.out, plan.up, plan.down}) {
+    *table++ = each.tile;
+    *table++ = each.cluster;
+    *table++ = each.parts;
+  }
+  return {};
 }
 
 // The bytes of the workspace of few_rows_layers_cuda; 0 if it does not support these sizes.
@@ -49,44 +43,23 @@ FASTTFM_FUNCTION(int64_t, few_rows_layers_workspace, int64_t width, int64_t inte
 }
 
 #ifdef FASTTFM_WITH_HOPPER
+// `cluster`: 0 for the tile's own number of blocks. What follows `dependent` is for LayerNorms.
 FASTTFM_FUNCTION(Status, few_rows_product_cuda, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                 const OptionalTensor& y, const OptionalTensor& parts, int tile, int part_count, int activates,
-                 Activation activation, int dependent) {
+                 const OptionalTensor& y, const OptionalTensor& parts, int tile, int cluster, int part_count,
+                 int activates, Activation activation, int dependent, float eps, const OptionalTensor& statistics,
+                 const OptionalTensor& norms, const OptionalTensor& residual, const OptionalTensor& residual_weight,
+                 const OptionalTensor& y_statistics) {
   return cuda::few_rows_product({
       .x = x.data,
       .weight = weight.data,
       .bias = bias.data,
       .y = y.data,
       .parts = parts.as<float>(),
-      .rows = x.shape[0],
-      .columns = weight.shape[0],
-      .inner = x.shape[1],
-      .tile = tile,
-      .part_count = part_count,
-      .activates = activates,
-      .activation = activation,
-      .dtype = x.dtype(),
-      .bias_dtype = bias.given ? bias.dtype() : x.dtype(),
-      .dependent = dependent,
-      .device = context.device,
-      .stream = context.stream,
-  });
-}
-
-// The same with the statistics of x, or, with a residual, of it. `cluster`: 0 for the tile's own number of blocks.
-FASTTFM_FUNCTION(Status, few_rows_normed_product_cuda, const Tensor& x, const Tensor& weight,
-                 const OptionalTensor& bias, const OptionalTensor& statistics, const OptionalTensor& residual,
-                 const OptionalTensor& residual_weight, const Tensor& y, const OptionalTensor& y_statistics, int tile,
-                 int cluster, int part_count, int activates, Activation activation, float eps, int dependent) {
-  return cuda::few_rows_product({
-      .x = x.data,
-      .weight = weight.data,
-      .bias = bias.data,
-      .y = y.data,
       .statistics = statistics.as<float>(),
       .residual = residual.data,
       .residual_weight = residual_weight.as<float>(),
       .y_statistics = y_statistics.as<float>(),
+      .norms = norms.as<float>(),
       .eps = eps,
       .rows = x.shape[0],
       .columns = weight.shape[0],
@@ -106,7 +79,8 @@ FASTTFM_FUNCTION(Status, few_rows_normed_product_cuda, const Tensor& x, const Te
 
 FASTTFM_FUNCTION(Status, few_rows_add_norm_cuda, const Tensor& parts, const Tensor& residual,
                  const OptionalTensor& linear_bias, const OptionalTensor& weight, const OptionalTensor& bias,
-                 const Tensor& y, const OptionalTensor& z, float eps, int dependent) {
+                 const Tensor& y, const OptionalTensor& z, float eps, int dependent, const OptionalTensor& norms,
+                 const OptionalTensor& residual_weight, const OptionalTensor& residual_bias) {
   const Tensor& parameter = weight.given ? weight : bias.given ? bias : linear_bias;
   return cuda::few_rows_add_norm({
       .parts = parts.as<float>(),
@@ -114,6 +88,9 @@ FASTTFM_FUNCTION(Status, few_rows_add_norm_cuda, const Tensor& parts, const Tens
       .linear_bias = linear_bias.data,
       .weight = weight.data,
       .bias = bias.data,
+      .norms = norms.as<float>(),
+      .residual_weight = residual_weight.data,
+      .residual_bias = residual_bias.data,
       .y = y.data,
       .z = z.data,
       .rows = y.rows(),

@@ -50,9 +50,9 @@ FASTTFM_FUNCTION(Status, transformer_block_fp8_forward_cuda, TRANSFORMER_SHAPE(F
 // `folded` is a table of addresses.
 FASTTFM_FUNCTION(Status, transformer_block_folded_forward_cuda, TRANSFORMER_SHAPE(FASTTFM_PARAMETER),
                  TRANSFORMER_OPTIONS(FASTTFM_PARAMETER), TRANSFORMER_INPUTS(FASTTFM_PARAMETER), const Tensor& y,
-                 int short_attention, const int64_t* folded) {
+                 int short_attention, const int64_t* folded, few_rows::FoldedNorms norms) {
   const TransformerForward forward{TRANSFORMER_CALL, nullptr, y.data, nullptr, 1, short_attention};
-  return cuda::transformer_block_folded_forward({forward, folded});
+  return cuda::transformer_block_folded_forward({forward, folded, norms});
 }
 #endif
 

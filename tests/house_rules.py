@@ -36,6 +36,7 @@ SHARED = {
             "embedding_native",
             "few_rows",
             "few_rows_layers",
+            "few_tokens",
             "folded_layers",
             "backends",
             "checks",

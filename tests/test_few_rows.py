@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(_native.missing_hopper() is not None, reason=f"Hopper: {_native.missing_hopper()}"),
 ]
 TILES = 10
-NORMALIZING = (0, 1, 2, 4)  # tiles that take statistics and residuals
+ADDING = (0, 1, 2, 4)  # tiles that add a residual
 ROWS = [1, 7, 16, 17, 33, 64, 128, 200, 300, 512, 1280]
 # N and K of the products of BERT-base, BERT-large and MiniLM, and sizes that are no multiples of a tile.
 SIZES = [
@@ -34,6 +34,7 @@ SIZES = [
 TYPES = [torch.bfloat16, torch.float16]
 _EPS = 1e-5
 _FIRST = 0  # the kernel does not depend on the previous one
+_OWN_CLUSTER, _NO_NORM = 0, (0.0, None, None, None, None, None)
 
 
 def draw(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
@@ -58,7 +59,7 @@ def product(
     tile = core.few_rows_tile(*sizes) if tile is None else tile
     outputs = (None, out) if partial else (out, None)
     activation = (kind is not None, CODES[kind or "gelu"])
-    core.few_rows_product_cuda(x, weight, bias, *outputs, tile, count, *activation, _FIRST)
+    core.few_rows_product_cuda(x, weight, bias, *outputs, tile, _OWN_CLUSTER, count, *activation, _FIRST, *_NO_NORM)
     return out
 
 
@@ -121,7 +122,7 @@ def takes_residual(tile: int, cluster: int, parts: int) -> bool:
     """takes_residual() of kernels/few_rows/product_tiles.h."""
     rows, joined = 128 if tile == 4 else 64, 2 if tile == 0 else 1  # joined: the columns are no multiple of 64
     fits = cluster * parts <= 8 and rows // 8 % (joined * parts) == 0
-    return tile in NORMALIZING and cluster % joined == 0 and fits
+    return tile in ADDING and cluster % joined == 0 and fits
 
 
 def without_parameters(x: Tensor, wide: torch.dtype) -> Tensor:
@@ -130,10 +131,11 @@ def without_parameters(x: Tensor, wide: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("cluster", [1, 2, 4])
-@pytest.mark.parametrize("tile", NORMALIZING)
+@pytest.mark.parametrize("tile", range(TILES))
 def test_products_of_normalized_rows(tile: int, cluster: int, dtype: torch.dtype) -> None:
     """The weight's rows sum to 0 before they are rounded, so that the mean of x, which is larger than its deviation,
-    has no part in the result but by rounding; the statistics are of 17 groups, more than are loaded at once."""
+    has no part in the result but by rounding; the statistics are of 17 groups, more than are loaded at once. Mean and
+    deviation are written, too."""
     torch.manual_seed(0)
     rows, columns, inner = 200, 296, 64 * 17
     x, bias = 3 + 2 * draw(rows, inner, dtype=dtype), draw(columns, dtype=torch.float32)
@@ -142,13 +144,15 @@ def test_products_of_normalized_rows(tile: int, cluster: int, dtype: torch.dtype
     rstd = (x.double().var(1, correction=0, keepdim=True) + _EPS).rsqrt()
     exact = rstd * (x.double() @ weight.double().t()) + bias
     naive = (rstd.float() * (x.float() @ weight.float().t()) + bias).to(dtype)
-    statistics = statistics_of(x).float()
+    statistics, norms = statistics_of(x).float(), bias.new_full((rows, 2), torch.nan)
     y, again = (x.new_full((rows, columns), torch.nan) for _ in range(2))
     for out in (y, again):
-        given = (statistics, None, None, out, None, tile, cluster, 1, 0, CODES["gelu"], _EPS, _FIRST)
-        _native.core().few_rows_normed_product_cuda(x, weight, bias, *given)
+        given = (out, None, tile, cluster, 1, 0, CODES["gelu"], _FIRST, _EPS, statistics, norms, None, None, None)
+        _native.core().few_rows_product_cuda(x, weight, bias, *given)
     hold("y", y, naive, exact)
     assert same_bits(y, again)
+    expected = torch.cat([x.double().mean(1, keepdim=True), rstd], 1)
+    torch.testing.assert_close(norms.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -156,7 +160,8 @@ def test_products_of_normalized_rows(tile: int, cluster: int, dtype: torch.dtype
 @pytest.mark.parametrize("cluster", [1, 2, 4])
 @pytest.mark.parametrize("tile", range(TILES))
 def test_products_with_a_residual(tile: int, cluster: int, parts: int, dtype: torch.dtype) -> None:
-    """Sizes that are no multiples of a tile; the residual is normalized, or added as it is."""
+    """Sizes that are no multiples of a tile; the residual is normalized, or added as it is, which tiles of 64 columns
+    have another kernel for if K has one part: its blocks exchange nothing."""
     torch.manual_seed(0)
     rows, columns, inner = 200, 320, 520
     x, weight = draw(rows, inner, dtype=dtype), draw(columns, inner, dtype=dtype, scale=inner**-0.5)
@@ -166,25 +171,31 @@ def test_products_with_a_residual(tile: int, cluster: int, parts: int, dtype: to
 
     def launch(norm: Tensor | None, scale: Tensor | None) -> Tensor:
         y.fill_(torch.nan)
-        given = (norm, residual, scale, y, statistics.fill_(torch.nan), tile, cluster, parts)
-        _native.core().few_rows_normed_product_cuda(x, weight, bias, *given, 0, CODES["gelu"], _EPS, _FIRST)
+        given = (y, None, tile, cluster, parts, 0, CODES["gelu"], _FIRST, _EPS, norm, None, residual, scale)
+        _native.core().few_rows_product_cuda(x, weight, bias, *given, statistics.fill_(torch.nan))
         return y.clone()
 
     def expected(wide: torch.dtype, normalized: bool) -> Tensor:
         product = x.to(wide) @ weight.to(wide).t() + bias.to(wide)
         return product + (without_parameters(residual, wide) * gamma.to(wide) if normalized else residual.to(wide))
 
-    norm = statistics_of(residual).float()
-    if not takes_residual(tile, cluster, parts):
+    def check(name: str, norm: Tensor | None, scale: Tensor | None) -> None:
+        found, normalized = launch(norm, scale), norm is not None
+        hold(name, found, expected(torch.float32, normalized).to(dtype), expected(torch.float64, normalized))
+        torch.testing.assert_close(statistics.double(), statistics_of(found), rtol=1e-5, atol=1e-5)
+        assert same_bits(found, launch(norm, scale))
+
+    norm, exchanges = statistics_of(residual).float(), takes_residual(tile, cluster, parts)
+    if exchanges:
+        check("normalized", norm, gamma)
+    else:
         with pytest.raises(ValueError, match="residual"):
             launch(norm, gamma)
-        return
-    found = launch(norm, gamma)
-    hold("normalized", found, expected(torch.float32, True).to(dtype), expected(torch.float64, True))
-    exact = statistics_of(found)
-    torch.testing.assert_close(statistics.double(), exact, rtol=1e-5, atol=1e-5)
-    assert same_bits(found, launch(norm, gamma))
-    hold("added", launch(None, None), expected(torch.float32, False).to(dtype), expected(torch.float64, False))
+    if exchanges or (tile in (1, 2, 4) and parts == 1):
+        check("added", None, None)
+    else:
+        with pytest.raises(ValueError, match="residual"):
+            launch(None, None)
 
 
 def test_a_tile_that_does_not_exist() -> None:
@@ -204,7 +215,8 @@ def test_add_norm(count: int, columns: int, stream: torch.dtype | None, dtype: t
     residual = 1 + draw(rows, columns, dtype=stream or dtype)
     linear_bias, weight, bias = (draw(columns, dtype=torch.float32) for _ in range(3))
     y, z = residual.new_empty(rows, columns, dtype=dtype), torch.empty_like(residual)
-    _native.core().few_rows_add_norm_cuda(parts, residual, linear_bias, weight, bias, y, z, 1e-5, _FIRST)
+    launch = _native.core().few_rows_add_norm_cuda
+    launch(parts, residual, linear_bias, weight, bias, y, z, 1e-5, _FIRST, None, None, None)
 
     def expected(wide: torch.dtype) -> tuple[Tensor, Tensor]:
         total = parts.to(wide).sum(0) + linear_bias.to(wide) + residual.to(wide)
@@ -214,6 +226,32 @@ def test_add_norm(count: int, columns: int, stream: torch.dtype | None, dtype: t
     (naive_y, naive_z), (exact_y, exact_z) = expected(torch.float32), expected(torch.float64)
     hold("z", z, naive_z.to(z.dtype), exact_z)
     hold("y", y, naive_y.to(dtype), exact_y)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("columns", [64, 384, 768, 1024, 8192])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_add_norm_of_a_normalized_residual(count: int, columns: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    rows = 37
+    parts, residual = draw(count, rows, columns, dtype=torch.float32), 3 + 2 * draw(rows, columns, dtype=dtype)
+    linear_bias, weight, bias, scale, shift = (draw(columns, dtype=dtype) for _ in range(5))
+    wide = residual.double()
+    rstd = (wide.var(1, correction=0, keepdim=True) + _EPS).rsqrt()
+    norms = torch.cat([wide.mean(1, keepdim=True), rstd], 1).float()
+    y, again = (residual.new_full((rows, columns), torch.nan) for _ in range(2))
+    for out in (y, again):
+        given = (parts, residual, linear_bias, weight, bias, out, None, _EPS, _FIRST, norms, scale, shift)
+        _native.core().few_rows_add_norm_cuda(*given)
+
+    def expected(wide: torch.dtype) -> Tensor:
+        normalized = functional.layer_norm(residual.to(wide), (columns,), scale.to(wide), shift.to(wide), _EPS)
+        total = parts.to(wide).sum(0) + linear_bias.to(wide) + normalized
+        total = total.to(dtype).to(wide) if wide == torch.float32 else total
+        return functional.layer_norm(total, (columns,), weight.to(wide), bias.to(wide), _EPS)
+
+    hold("y", y, expected(torch.float32).to(dtype), expected(torch.float64))
+    assert same_bits(y, again)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

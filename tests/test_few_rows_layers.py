@@ -16,8 +16,9 @@ from torch import Tensor
 from fasttfm import _native, models
 from fasttfm.inference import Session, session
 from fasttfm.kernels.transformer_block import reference
-from fasttfm.ops import few_rows_layers, transformer_native, transformer_stack
+from fasttfm.ops import few_rows_layers, few_tokens, transformer_native, transformer_stack
 from fasttfm.ops.few_rows_layers import MOST_ROWS, Workspace
+from fasttfm.ops.few_tokens import FewTokens
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 from fasttfm.ops.transformer_native import Batch, Layers
 from fasttfm.testing.harness import same_bits
@@ -113,12 +114,12 @@ def test_layers_that_are_refused(layer: BlockParameters) -> None:
         assert reason in refusal
 
 
-def test_a_workspace_is_only_used_inside_of_its_context() -> None:
-    workspace = Workspace()
-    assert few_rows_layers.current_workspace() is None
-    with few_rows_layers.using(workspace):
-        assert few_rows_layers.current_workspace() is workspace
-    assert few_rows_layers.current_workspace() is None
+def test_what_is_kept_is_only_used_inside_of_its_context() -> None:
+    kept = FewTokens()
+    assert few_tokens.current() is None
+    with few_tokens.using(kept):
+        assert few_tokens.current() is kept
+    assert few_tokens.current() is None
 
 
 @CORE
@@ -171,7 +172,7 @@ class Problem:
         torch.manual_seed(0)
         self.width, inner = SIZES[name]
         self.layers = [layer_of(self.width, inner, "cuda") for _ in range(depth)]
-        self.options, self.workspace = OPTIONS._replace(activation=activation), Workspace()
+        self.options, self.kept = OPTIONS._replace(activation=activation), FewTokens()
 
     def draw(self, tokens: int) -> Tensor:
         return torch.randn(tokens, self.width, device="cuda").bfloat16()
@@ -181,7 +182,7 @@ class Problem:
         return transformer_stack.transformer_stack(x, None, places, None, self.options, self.layers)[0]
 
     def one_kernel(self, x: Tensor, places: Tensor) -> Tensor:
-        with few_rows_layers.using(self.workspace):
+        with few_tokens.using(self.kept):
             return self.chain(x, places)
 
     def expected(self, x: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
@@ -244,12 +245,12 @@ def test_two_workspaces_on_two_streams(launches: list[int]) -> None:
     problem = Problem("BERT-base", "gelu")
     x, places = problem.draw(32), boundaries([20, 12], "cuda")
     wanted = problem.one_kernel(x, places)
-    others = [(Workspace(), torch.cuda.Stream()) for _ in range(2)]
+    others = [(FewTokens(), torch.cuda.Stream()) for _ in range(2)]
     torch.cuda.synchronize()
     found = []
     for _ in range(50):
-        for workspace, stream in others:
-            with torch.cuda.stream(stream), few_rows_layers.using(workspace):
+        for kept, stream in others:
+            with torch.cuda.stream(stream), few_tokens.using(kept):
                 found.append(problem.chain(x, places))
     torch.cuda.synchronize()
     assert len(launches) == 101
@@ -277,14 +278,14 @@ def test_a_number_that_is_not_finite_stays_in_its_sequence(name: str, lengths: l
 @HOPPER
 def test_calls_that_the_kernel_leaves_to_the_chain(launches: list[int]) -> None:
     problem = Problem("MiniLM", "gelu")
-    x = problem.draw(MOST_ROWS + 1)
-    places = boundaries([len(x)], "cuda")
-    problem.options = problem.options._replace(max_seqlen=len(x))
+    x = problem.draw(MOST_ROWS)
+    places, options = boundaries([len(x)], "cuda"), problem.options
+    problem.options = options._replace(window_right=0)
     assert same_bits(problem.one_kernel(x, places), problem.chain(x, places))
     few = x[:8].requires_grad_()
-    with few_rows_layers.using(problem.workspace):
+    with few_tokens.using(problem.kept):
         layers = problem.layers
-        y, _ = transformer_stack.transformer_stack(few, None, boundaries([8], "cuda"), None, problem.options, layers)
+        y, _ = transformer_stack.transformer_stack(few, None, boundaries([8], "cuda"), None, options, layers)
     assert y.requires_grad
     assert launches == []
 

@@ -16,8 +16,9 @@ from fasttfm import _native, models
 from fasttfm.inference import Session
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.transformer_block import reference
-from fasttfm.ops import folded_layers, transformer_native, transformer_stack
-from fasttfm.ops.folded_layers import FoldedWeights, fold_layer, fold_norm
+from fasttfm.ops import few_tokens, folded_layers, transformer_native, transformer_stack
+from fasttfm.ops.few_tokens import FewTokens
+from fasttfm.ops.folded_layers import FoldedNorms, FoldedWeights, fold_both, fold_first, fold_norm
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 from fasttfm.ops.transformer_native import Batch, Layers
 from fasttfm.testing.harness import same_bits
@@ -60,8 +61,10 @@ def test_folded_layers_compute_the_same_in_fp64() -> None:
     expected = x
     for layer in layers:
         expected, _ = reference.transformer_block(expected, None, places, OPTIONS, layer)
-    folded = [fold_layer(own, before) for before, own in zip([None, *layers], layers, strict=False)]
-    found = reference.folded_layers(x, places, OPTIONS, layers, folded)
+    both = [fold_both(own, before) for before, own in zip([None, *layers], layers, strict=False)]
+    found = reference.folded_layers(x, places, OPTIONS, layers, both)
+    assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
+    found = reference.layers_with_first_norm_folded(x, places, OPTIONS, layers, list(map(fold_first, layers)))
     assert (found - expected).abs().max() < 1e-12 * expected.abs().max()
 
 
@@ -88,10 +91,19 @@ def test_folded_weights_stay_in_their_memory() -> None:
     torch.manual_seed(0)
     given, others = [layer_of() for _ in range(3)], [layer_of() for _ in range(3)]
     layers, weights = layers_in(*given), FoldedWeights()
-    first = weights.of(layers)
+    half = weights.of(layers, FoldedNorms.FIRST)
+    assert half is not None
+    assert all(each[2:] == (None,) * 6 for each in half.found)
+    assert list(half.table) == [0 if each is None else each.data_ptr() for each in chain.from_iterable(half.found)]
+    first = weights.of(layers, FoldedNorms.BOTH)
     assert first is not None
-    assert weights.of(layers_in(*given)) is first
-    assert weights.of(layers_in(*others)) is not first
+    assert weights.of(layers_in(*given), FoldedNorms.BOTH) is first
+    assert weights.of(layers_in(*given), FoldedNorms.FIRST) is first
+    assert weights.of(layers_in(*others), FoldedNorms.BOTH) is not first
+    assert all(
+        own.up_weight is old.up_weight and own.up_bias is old.up_bias
+        for own, old in zip(first.found, half.found, strict=True)
+    )
     tensors = list(chain.from_iterable(first.found))
     assert list(first.table) == [each.data_ptr() for each in tensors]
     assert first.found[0].qkv_weight is given[0].qkv_weight
@@ -99,7 +111,7 @@ def test_folded_weights_stay_in_their_memory() -> None:
         own.copy_(other)
     weights.refresh()
     assert list(first.table) == [each.data_ptr() for each in tensors]
-    expected = weights.of(layers_in(*others))
+    expected = weights.of(layers_in(*others), FoldedNorms.BOTH)
     assert expected is not None
     assert all(torch.equal(*pair) for pair in zip(tensors, chain.from_iterable(expected.found), strict=True))
 
@@ -107,8 +119,11 @@ def test_folded_weights_stay_in_their_memory() -> None:
 @CORE
 def test_layers_that_share_parameters_share_the_folded_ones() -> None:
     layer = layer_of()
-    found = FoldedWeights().of(layers_in(layer, layer, layer))
+    layers = layers_in(layer, layer, layer)
+    half, found = FoldedWeights().of(layers, FoldedNorms.FIRST), FoldedWeights().of(layers, FoldedNorms.BOTH)
+    assert half is not None
     assert found is not None
+    assert len(set(map(id, half.found))) == 1
     first, second, third = found.found
     assert second is third
     assert first is not second
@@ -120,15 +135,8 @@ def test_layers_that_share_parameters_share_the_folded_ones() -> None:
 def test_a_capture_does_not_fold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     layers = layers_in(layer_of(), layer_of())
-    assert FoldedWeights().of(layers._replace(device=torch.device("cuda"))) is None
-
-
-def test_weights_are_only_used_inside_of_their_context() -> None:
-    weights = FoldedWeights()
-    assert folded_layers.current_weights() is None
-    with folded_layers.using(weights):
-        assert folded_layers.current_weights() is weights
-    assert folded_layers.current_weights() is None
+    for norms in (FoldedNorms.FIRST, FoldedNorms.BOTH):
+        assert FoldedWeights().of(layers._replace(device=torch.device("cuda")), norms) is None
 
 
 # ---- which calls use them --------------------------------------------------------------------------------------------
@@ -174,32 +182,37 @@ def test_layers_without_a_vector_are_refused(name: str) -> None:
 
 
 @CORE
-@pytest.mark.parametrize("tokens", [32, 33, 128, 129, 192, 193, 256, 257])
+@pytest.mark.parametrize("tokens", [32, 33, 128, 129, 192, 193, 256, 257, 320, 321, 1280])
 def test_numbers_of_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan's rule (tests/native/test_few_rows.py) decides, on a GPU of 132 SMs."""
     monkeypatch.setattr(folded_layers, "missing_cuda", lambda device: None)
     monkeypatch.setattr(folded_layers, "multiprocessors", lambda x: 132)
-    refusal = folded_layers.refuse(*call_of(layer_of(), x=torch.zeros(tokens, WIDTH, dtype=torch.bfloat16)))
-    assert (refusal is None) == folds(tokens)
+    call = call_of(layer_of(), x=torch.zeros(tokens, WIDTH, dtype=torch.bfloat16))
+    refusal = folded_layers.refuse(*call)
+    assert folded_layers.chosen_norms(*call) == folds(tokens)
+    assert (refusal is not None) == (folds(tokens) == FoldedNorms.NONE)
     assert refusal is None or f"got {tokens} tokens of {WIDTH} columns" in refusal
 
 
-def folds(tokens: int) -> bool:
-    return 33 <= tokens <= 128 or 193 <= tokens <= 256
+def folds(tokens: int, width: int = WIDTH) -> FoldedNorms:
+    if 33 <= tokens <= 320 if width <= 512 else (33 <= tokens <= 128 or 193 <= tokens <= 256):
+        return FoldedNorms.BOTH
+    first = range(257, 1025) if width >= 1024 else range(321, 1281)
+    return FoldedNorms.FIRST if tokens in first else FoldedNorms.NONE
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of tokens of the calls with folded LayerNorms."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The numbers of tokens of the calls with folded LayerNorms, and which are folded."""
     core = _native.core()
-    found: list[int] = []
+    found: list[tuple[int, int]] = []
     launch = core.transformer_block_folded_forward_cuda
 
     def spy(*call: Any) -> None:
-        found.append(call[1])
+        found.append((call[1], call[-1]))
         launch(*call)
 
     monkeypatch.setattr(core, "transformer_block_folded_forward_cuda", spy)
@@ -219,11 +232,11 @@ class Problem:
         self.layers = [layer_of(*sizes, dtype=dtype, device="cuda") for _ in range(depth)]
         self.options = OPTIONS._replace(max_seqlen=max(lengths), **options)
         self.x = torch.randn(sum(lengths), sizes[0], device="cuda").to(dtype)
-        self.places, self.weights = boundaries(lengths, "cuda"), FoldedWeights()
+        self.places, self.kept = boundaries(lengths, "cuda"), FewTokens()
 
     @torch.inference_mode()
     def run(self) -> Tensor:
-        with folded_layers.using(self.weights):
+        with few_tokens.using(self.kept):
             call = (self.x, None, self.places, None, self.options, self.layers)
             return transformer_stack.transformer_stack(*call)[0]
 
@@ -237,8 +250,9 @@ class Problem:
 
 @pytest.mark.gpu
 @HOPPER
-def test_layers_in_a_graph_follow_their_weights(launches: list[int]) -> None:
-    problem, other = (Problem([30] * 3, torch.bfloat16, depth=depth) for depth in (3, 4))
+@pytest.mark.parametrize("sequences", [3, 12], ids=["both", "first"])
+def test_layers_in_a_graph_follow_their_weights(sequences: int, launches: list[tuple[int, int]]) -> None:
+    problem, other = (Problem([30] * sequences, torch.bfloat16, depth=depth) for depth in (3, 4))
     problem.run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -247,9 +261,9 @@ def test_layers_in_a_graph_follow_their_weights(launches: list[int]) -> None:
     assert same_bits(captured, problem.run())
     for own, given in zip(chain.from_iterable(problem.layers), chain.from_iterable(other.layers[1:]), strict=True):
         own.copy_(given)
-    problem.weights.refresh()
+    problem.kept.folded.refresh()
     graph.replay()
-    problem.weights = FoldedWeights()
+    problem.kept = FewTokens()
     assert same_bits(captured, problem.run())
     assert len(launches) == 4
 
@@ -262,37 +276,46 @@ LAYER_SIZES = [(128, 320, 2), (384, 1536, 12), (768, 3072, 12), (1024, 4096, 16)
 @HOPPER
 @BOTH
 @pytest.mark.parametrize(("width", "inner", "heads"), LAYER_SIZES)
-def test_layers_against_fp64(width: int, inner: int, heads: int, dtype: torch.dtype, launches: list[int]) -> None:
+def test_layers_against_fp64(
+    width: int, inner: int, heads: int, dtype: torch.dtype, launches: list[tuple[int, int]]
+) -> None:
     """With each tile, all or some of whose rows have tokens; an empty sequence and one of a single token."""
-    few = ([20, 0, 1, 12], [64], [65], [100, 28], [129], [1, 192], [200, 56], [257])
+    few = (
+        *([20, 0, 1, 12], [64], [65], [100, 28], [129], [1, 192], [200, 56], [257]),
+        *([128, 0, 128, 65], [200, 376], [*[128] * 6, 3], [128] * 9),
+    )
     for lengths in few:
         problem = Problem(lengths, dtype, 3, (width, inner), heads=heads)
         found = problem.run()
         comparison = compare("y", found, problem.expected(dtype), problem.expected(torch.float64), OUTPUT_FACTOR)
         assert comparison.ok, (lengths, comparison)
         assert all(same_bits(problem.run(), found) for _ in range(10))
-    expected = [sum(lengths) for lengths in few if folds(sum(lengths))]
-    assert launches == [tokens for tokens in expected for _ in range(11)]
+    calls = [(sum(lengths), folds(sum(lengths), width)) for lengths in few]
+    assert launches == [call for call in calls for _ in range(11) if call[1] != FoldedNorms.NONE]
 
 
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("options", [{"window_left": 20, "window_right": 3}, {"window_right": 0}], ids=str)
 @pytest.mark.parametrize("kind", CODES)
-def test_windows_and_activations(options: dict[str, Any], kind: str, launches: list[int]) -> None:
-    problem = Problem([70, 50], torch.bfloat16, 3, activation=kind, **options)
+@pytest.mark.parametrize("lengths", [[70, 50], [70, 50, 230]], ids=["both", "first"])
+def test_windows_and_activations(
+    lengths: list[int], options: dict[str, Any], kind: str, launches: list[tuple[int, int]]
+) -> None:
+    problem = Problem(lengths, torch.bfloat16, 3, activation=kind, **options)
     comparison = compare(
         "y", problem.run(), problem.expected(torch.bfloat16), problem.expected(torch.float64), OUTPUT_FACTOR
     )
     assert comparison.ok, comparison
-    assert launches == [120]
+    assert launches == [(sum(lengths), folds(sum(lengths)))]
 
 
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_a_number_that_is_not_finite_stays_in_its_sequence(value: float) -> None:
-    problem = Problem([70, 20, 130], torch.bfloat16)
+@pytest.mark.parametrize("last", [130, 430], ids=["both", "first"])
+def test_a_number_that_is_not_finite_stays_in_its_sequence(last: int, value: float) -> None:
+    problem = Problem([70, 20, last], torch.bfloat16)
     wanted = problem.run()
     problem.x[75, 3] = value
     found = problem.run()
@@ -335,8 +358,10 @@ def scale_weights(model: models.BertModel) -> None:
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("graphs", [0, 8])
-@pytest.mark.parametrize("lengths", [[48], [90, 60, 100]], ids=["one", "three"])
-def test_a_session_folds_and_follows_the_model(lengths: list[int], graphs: int, launches: list[int]) -> None:
+@pytest.mark.parametrize("lengths", [[48], [90, 60, 100], [110] * 5], ids=["one", "three", "five"])
+def test_a_session_folds_and_follows_the_model(
+    lengths: list[int], graphs: int, launches: list[tuple[int, int]]
+) -> None:
     torch.manual_seed(0)
     model = models.BertModel(models.BertConfig(vocab_size=300, max_position_embeddings=128, **SIZES)).eval()
     texts = [list(range(first, first + length)) for first, length in enumerate(lengths, 3)]
@@ -355,17 +380,17 @@ def test_a_session_folds_and_follows_the_model(lengths: list[int], graphs: int, 
 @pytest.mark.gpu
 @HOPPER
 @pytest.mark.parametrize("graphs", [0, 8])
-def test_a_session_folds_few_tokens(graphs: int, launches: list[int]) -> None:
+def test_a_session_folds_few_tokens(graphs: int, launches: list[tuple[int, int]]) -> None:
     """Alone and among others, a text has the model's vector."""
     torch.manual_seed(0)
     model = models.BertModel(models.BertConfig(vocab_size=400, max_position_embeddings=384, **SIZES)).eval()
     with Session(model, device="cuda", dtype=torch.bfloat16, max_graphs=graphs) as session:
-        for tokens in (33, 64, 128, 129, 193, 256, 257):
+        for tokens in (33, 64, 128, 129, 193, 256, 257, 321):
             launches.clear()
             text, others = list(range(3, 3 + tokens)), [list(range(5, 60)), list(range(80, 200))]
             alone = [session.encode([text]) for _ in range(4)]
             assert all(np.array_equal(each, alone[0]) for each in alone)
             check_vectors(model, [text], alone[0])
             if graphs == 0:
-                assert launches == ([tokens] * 4 if folds(tokens) else [])
+                assert launches == ([(tokens, folds(tokens))] * 4 if folds(tokens) else [])
             check_vectors(model, [text, *others], session.encode([text, *others]))

@@ -1,5 +1,6 @@
 // z = residual + sum of a split-K GEMM's parts + bias, y = LayerNorm(z), for few rows: one block per row, 8 columns per
-// thread. Parameters are loaded before the GEMM has ended.
+// thread. Parameters are loaded before the GEMM has ended. The residual may have a LayerNorm of its own, whose mean and
+// rstd are given.
 #include <cstdint>
 
 #include "common/cuda/hopper.cuh"
@@ -48,7 +49,7 @@ __device__ __forceinline__ void add_parts(const float* from, int64_t stride, int
   }
 }
 
-template <class T, class R>
+template <class T, class R, bool NORMALIZES_RESIDUAL>
 __global__ void __launch_bounds__(kMostThreads) add_norm_kernel(const __grid_constant__ FewRowsAddNorm p) {
   __shared__ float scratch[3][32];
   griddepcontrol_launch_dependents();
@@ -60,11 +61,22 @@ __global__ void __launch_bounds__(kMostThreads) add_norm_kernel(const __grid_con
     load_parameter(p.bias, p.parameter_dtype, column, 0.0f, bias);
     load_parameter(p.linear_bias, p.parameter_dtype, column, 0.0f, z);
   }
+  float residual_weight[kVector] = {}, residual_bias[kVector] = {};
+  if (NORMALIZES_RESIDUAL && inside) {
+    load_parameter(p.residual_weight, p.parameter_dtype, column, 1.0f, residual_weight);
+    load_parameter(p.residual_bias, p.parameter_dtype, column, 0.0f, residual_bias);
+  }
   const int64_t at = griddepcontrol_wait_for(blockIdx.x * p.columns + column);
   if (inside) {
+    float2 norm = {};
+    if constexpr (NORMALIZES_RESIDUAL) norm = __ldcg(reinterpret_cast<const float2*>(p.norms) + blockIdx.x);
     const Packed<R> packed = load_packed(static_cast<const R*>(p.residual) + at);
     add_parts(p.parts + at, p.rows * p.columns, p.part_count, z);
     widen(packed, residual);
+    if constexpr (NORMALIZES_RESIDUAL)
+#pragma unroll
+      for (int i = 0; i < kVector; ++i)
+        residual[i] = fmaf((residual[i] - norm.x) * norm.y, residual_weight[i], residual_bias[i]);
   }
 #pragma unroll
   for (int i = 0; i < kVector; ++i) z[i] += residual[i];
@@ -103,8 +115,11 @@ Status check(const FewRowsAddNorm& call) {
   if (call.columns < kVector || call.columns % kVector != 0 || call.columns > kMaxRowColumns)
     return bad_size("few_rows_add_norm: columns are a multiple of 8, from 8 to 8192");
   for (const void* tensor : {static_cast<const void*>(call.parts), call.residual, call.linear_bias, call.weight,
-                             call.bias, static_cast<const void*>(call.y), static_cast<const void*>(call.z)})
+                             call.bias, static_cast<const void*>(call.norms), call.residual_weight, call.residual_bias,
+                             static_cast<const void*>(call.y), static_cast<const void*>(call.z)})
     if (reinterpret_cast<uintptr_t>(tensor) % 16 != 0) return misaligned_rows();
+  if (call.norms != nullptr && call.residual_dtype != call.dtype)
+    return {StatusCode::bad_value, "few_rows_add_norm: norms: expected a residual of y's dtype"};
   return {};
 }
 
@@ -112,10 +127,12 @@ template <class T>
 Status launch_add_norm(const FewRowsAddNorm& call) {
   const auto blocks = static_cast<unsigned>(call.rows);
   const auto threads = static_cast<unsigned>((call.columns / kVector + 31) / 32 * 32);
-  if (call.residual_dtype == call.dtype)
-    return launch_after(call.dependent != 0, add_norm_kernel<T, T>, blocks, threads, 0, call.stream, call);
-  if (call.residual_dtype != DType::f32) return unknown_dtype();
-  return launch_after(call.dependent != 0, add_norm_kernel<T, float>, blocks, threads, 0, call.stream, call);
+  const auto launch = [&](auto kernel) {
+    return launch_after(call.dependent != 0, kernel, blocks, threads, 0, call.stream, call);
+  };
+  if (call.norms != nullptr) return launch(add_norm_kernel<T, T, true>);
+  if (call.residual_dtype == call.dtype) return launch(add_norm_kernel<T, T, false>);
+  return call.residual_dtype == DType::f32 ? launch(add_norm_kernel<T, float, false>) : unknown_dtype();
 }
 
 }  // namespace

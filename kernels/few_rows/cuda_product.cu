@@ -5,7 +5,8 @@
 // columns of the same rows: each loads a part of the stage of x and multicasts it to all, because tiles that fill all
 // SMs are small, and without multicast loading them from L2 would take longer than multiplying them.
 //
-// A result to which a residual is added has the parts of K in the blocks of a cluster, too (product_residual.cuh).
+// A residual is added to the result of one part of K (product_result.cuh), or of several that the blocks of a cluster
+// have (product_residual.cuh).
 #include <cstdint>
 
 #include "common/cuda/activation.cuh"
@@ -14,6 +15,7 @@
 #include "few_rows/op.h"
 #include "few_rows/product_block.cuh"
 #include "few_rows/product_residual.cuh"
+#include "few_rows/product_result.cuh"
 #include "few_rows/product_tiles.h"
 
 namespace fasttfm {
@@ -25,7 +27,7 @@ using namespace product;
 // Whether the blocks of a cluster add their sums.
 template <class S>
 __device__ __forceinline__ bool exchanges(const FewRowsProduct& p) {
-  return S::kNormalizes && p.residual != nullptr && S::kJoined * p.part_count > 1;
+  return S::kExchanges && p.residual != nullptr && S::kJoined * p.part_count > 1;
 }
 
 template <class S>
@@ -123,91 +125,55 @@ __device__ __forceinline__ float bias_at(const FewRowsProduct& p, int column) {
   return p.bias_dtype == DType::bf16 ? widen_word(bits, bf16_t{}).x : widen_word(bits, f16_t{}).x;
 }
 
-// Rounds F(rstd * sums + bias) and stores a warp's 16 rows through shared memory, in rows of adjacent vectors.
-template <class T, class S, class F>
-__device__ __forceinline__ void store_rows(const FewRowsProduct& p, Memory<S>& memory, const Place& at, int warp,
-                                           const float (&sums)[S::kSums], F of) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const uint32_t own = shared_address(memory.stage) + warp * 16 * result_pitch(S::kColumns);
-  const uint32_t to = own + result_offset(lane, S::kColumns);
-  const float* bias = memory.bias + accumulator_column(lane);
-  const float2* norm = memory.norm + warp * 16 + accumulator_row(lane);
-  const float rstd[2] = {S::kNormalizes ? norm[0].y : 1.0f, S::kNormalizes ? norm[8].y : 1.0f};
-#pragma unroll
-  for (int i = 0; i < S::kColumns / 8; i += 2) {  // columns 8 * i to 8 * i + 15
-    uint32_t word[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const float2 add = *reinterpret_cast<const float2*>(bias + 8 * (i + k / 2));
-      word[k] = narrow_word(of(fmaf(sums[4 * i + 2 * k], rstd[k % 2], add.x)),
-                            of(fmaf(sums[4 * i + 2 * k + 1], rstd[k % 2], add.y)), T{});
-    }
-    stmatrix_x4(to + 16 * i, word);
-  }
-  __syncwarp();
-#pragma unroll 4
-  for (int index = lane; index < 16 * S::kColumns / kChunk; index += 32) {
-    const ResultVector at_warp = result_vector(index, S::kColumns);
-    const int row = at.row + warp * 16 + at_warp.row, column = at.column + at_warp.column;
-    const uint4 v = load_vector(own + at_warp.row * result_pitch(S::kColumns) + at_warp.column * 2);
-    if (row < p.rows && column < p.columns)
-      *reinterpret_cast<uint4*>(static_cast<T*>(p.y) + row * p.columns + column) = v;
-  }
-}
-
-template <class S>
-__device__ __forceinline__ void store_part(const FewRowsProduct& p, const Place& at, int warp,
-                                           const float (&sums)[S::kSums]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, column = at.column + accumulator_column(lane);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = at.row + warp * 16 + accumulator_row(lane) + 8 * half;
-    if (row >= p.rows) continue;
-    float* to = p.parts + (blockIdx.z * p.rows + row) * p.columns + column;
-#pragma unroll
-    for (int n = 0; n < S::kColumns / 8; ++n)
-      if (column + 8 * n < p.columns)
-        *reinterpret_cast<float2*>(to + 8 * n) = make_float2(sums[4 * n + 2 * half], sums[4 * n + 2 * half + 1]);
-  }
-}
-
 // Loads what the epilogue needs in addition to the sums: parameters, and, after the previous kernel, the rows'
 // statistics and the residual.
 template <class T, class S>
 __device__ __forceinline__ void load_epilogue(const FewRowsProduct& p, Memory<S>& memory, const Place& at,
                                               const Share& share, int warp, Residual<T, S>& residual,
                                               Norms<T, S>& norms) {
-  const bool adds = S::kNormalizes && p.residual != nullptr;
-  const int column = adds ? share.column : at.column, columns = adds ? S::kJoinedColumns : S::kColumns;
+  const bool shares = S::kExchanges && p.residual != nullptr;
+  const int column = shares ? share.column : at.column, columns = shares ? S::kJoinedColumns : S::kColumns;
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < columns; i += S::kConsumers) {
     memory.bias[i] = bias_at(p, column + i);
-    if (adds)
+    if (shares)
       memory.weight[i] = p.residual_weight != nullptr && column + i < p.columns ? p.residual_weight[column + i] : 1.0f;
   }
-  if constexpr (S::kNormalizes) {
-    if (adds || p.statistics != nullptr) griddepcontrol_wait();
-    if (adds) residual.load(p, at, share, 0);
-    norms.load(p, at.row + (adds ? share.index * share.rows : 0), adds ? share.rows : S::kRows, warp);
+  if constexpr (S::kReadsStatistics) {
+    if (shares || p.statistics != nullptr) griddepcontrol_wait();
+    if (shares) residual.load(p, at, share, 0);
+    norms.load(p, at.row + (shares ? share.index * share.rows : 0), shares ? share.rows : S::kRows, warp);
   }
+}
+
+// Adds a residual of normalized rows.
+template <class T, class S>
+__device__ __forceinline__ void multiply_and_add(const FewRowsProduct& p, Memory<S>& memory, const Place& at,
+                                                 int warp) {
+  for (int i = static_cast<int>(threadIdx.x); i < S::kColumns; i += S::kConsumers)
+    memory.bias[i] = bias_at(p, at.column + i);
+  griddepcontrol_wait();
+  AccumulatorResidual<T, S> residual;
+  residual.load(p, at, warp);
+  float sums[S::kSums];
+  consume<T, S>(memory, at, warp / 4, sums);
+  named_barrier_sync(kConsumerBarrier, S::kConsumers);  // the bias is there, and all warps have read the last stages
+  store_added<T, S>(p, memory, at, warp, sums, residual);
 }
 
 template <class T, class S>
 __device__ __forceinline__ void multiply(const FewRowsProduct& p, Memory<S>& memory, const Place& at, int warp) {
-  // of the stages that do not fit into the ring buffer, while the warps wait for the previous kernel
-  prefetch_weights<T, S::kColumns, S::kConsumers>(p, at.column, at.start + S::kStages, at.stages - S::kStages);
   const Share share = share_of<S>(p, memory, at);
   Residual<T, S> residual;
   Norms<T, S> norms;
   load_epilogue<T, S>(p, memory, at, share, warp, residual, norms);
-  if constexpr (S::kNormalizes) norms.store(memory);
+  if constexpr (S::kReadsStatistics) norms.store(p, memory);
   float sums[S::kSums];
   consume<T, S>(memory, at, warp / 4, sums);
-  if constexpr (S::kNormalizes) {
+  if constexpr (S::kExchanges)
     if (p.residual != nullptr) return store_sums<T, S>(p, memory, at, share, warp, sums, residual);
-  } else {
+  if constexpr (!S::kReadsStatistics)
     if (p.parts != nullptr) return store_part<S>(p, at, warp, sums);
-  }
   named_barrier_sync(kConsumerBarrier, S::kConsumers);  // the bias is there, and all warps have read the last stages
   if (!p.activates) return store_rows<T, S>(p, memory, at, warp, sums, [](float u) { return u; });
   const auto store = [&](auto tag) {
@@ -242,7 +208,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (waits_later || at.sharing > 1) cluster_arrive_initialized();
   if (at.sharing > 1) cluster_wait();
   if (warp < S::kConsumers / 32) {
-    multiply<T, S>(p, memory, at, warp);
+    // of the stages that do not fit into the ring buffer, while the warps wait for the previous kernel
+    prefetch_weights<T, S::kColumns, S::kConsumers>(p, at.column, at.start + S::kStages, at.stages - S::kStages);
+    if constexpr (S::kAdds && !S::kExchanges)
+      multiply_and_add<T, S>(p, memory, at, warp);
+    else
+      multiply<T, S>(p, memory, at, warp);
   } else {
     if (elect_one()) {
       prefetch_tensormap(&b_map);
@@ -283,17 +254,23 @@ Status launch_tile(const FewRowsProduct& call) {
                                call.stream, call, a_map, b_map);
 }
 
-bool normalizes(const FewRowsProduct& call) { return call.residual != nullptr || call.statistics != nullptr; }
+// Whether the blocks of a call exchange nothing, so that it has the smaller kernel that adds a residual.
+bool adds_to_one_part(const FewRowsProduct& call, const ProductTile& tile) {
+  return few_rows::adds_to_one_part(tile) && call.residual != nullptr && call.part_count == 1 &&
+         call.statistics == nullptr && call.residual_weight == nullptr;
+}
 
 template <class T, int INDEX = 0>
 Status launch_product(const FewRowsProduct& call) {
   if constexpr (INDEX < kProductTileCount) {
     constexpr ProductTile kTile = kProductTiles[INDEX];
     if (call.tile != INDEX) return launch_product<T, INDEX + 1>(call);
-    // A kernel's instructions take time to load (plan.h), so only calls with a LayerNorm have those for it.
-    if constexpr (kTile.normalizes)
-      if (normalizes(call)) return launch_tile<T, Shape<kTile.rows, kTile.columns, kTile.stages, true>>(call);
-    return launch_tile<T, Shape<kTile.rows, kTile.columns, kTile.stages, false>>(call);
+    constexpr int kRows = kTile.rows, kColumns = kTile.columns, kStages = kTile.stages;
+    if constexpr (few_rows::adds_to_one_part(kTile))
+      if (adds_to_one_part(call, kTile)) return launch_tile<T, Shape<kRows, kColumns, kStages, false, true>>(call);
+    if (call.residual != nullptr || call.statistics != nullptr)
+      return launch_tile<T, Shape<kRows, kColumns, kStages, true, kTile.adds>>(call);
+    return launch_tile<T, Shape<kRows, kColumns, kStages, false, false>>(call);
   }
   return unknown_tile();
 }
@@ -304,13 +281,13 @@ bool takes_cluster(const ProductTile& tile, int cluster) {
 }
 
 Status check_residual(const FewRowsProduct& call, const ProductTile& tile) {
-  if (!normalizes(call)) return {};
+  if (call.residual == nullptr && call.statistics == nullptr) return {};
   const int64_t columns = call.residual != nullptr ? call.columns : call.inner;
-  if (call.parts != nullptr || !tile.normalizes)
-    return {StatusCode::bad_value,
-            "few_rows_product: residual and statistics: expected a tile with the code for them, and no parts"};
+  if (call.parts != nullptr)
+    return {StatusCode::bad_value, "few_rows_product: residual and statistics: expected a result without parts"};
   if (columns % kGroupColumns != 0) return bad_size("few_rows_product: columns with statistics are a multiple of 64");
-  if (call.residual != nullptr && (call.activates || !takes_residual(tile, call.cluster, call.part_count)))
+  const bool added = adds_to_one_part(call, tile) || takes_residual(tile, call.cluster, call.part_count);
+  if (call.residual != nullptr && (call.activates || !added))
     return {StatusCode::bad_value,
             "few_rows_product: residual: expected a tile and parts that the blocks of a cluster can add"};
   return {};
@@ -328,7 +305,7 @@ Status check(const FewRowsProduct& call) {
   for (const void* tensor :
        {call.x, call.weight, call.bias, static_cast<const void*>(call.y), static_cast<const void*>(call.parts),
         call.residual, static_cast<const void*>(call.residual_weight), static_cast<const void*>(call.statistics),
-        static_cast<const void*>(call.y_statistics)})
+        static_cast<const void*>(call.y_statistics), static_cast<const void*>(call.norms)})
     if (reinterpret_cast<uintptr_t>(tensor) % 16 != 0)
       return {StatusCode::bad_alignment, "few_rows_product: tensors start at multiples of 16 bytes"};
   if (call.tile < 0 || call.tile >= kProductTileCount) return unknown_tile();

@@ -4,7 +4,8 @@
 //
 //   product      y = activation(rstd x weight^T + bias)  x [M, K], weight [N, K]; or fp32 partial sums (split-K); or
 //                y = x weight^T + bias + (residual - mean) rstd residual_weight
-//   add_norm     z = residual + sum of parts + bias,  y = LayerNorm(z)
+//   add_norm     z = residual + sum of parts + bias,  y = LayerNorm(z); residual is given, or
+//                (residual - mean) rstd residual_weight + residual_bias
 //   attention    softmax(q k^T scale) v over packed sequences
 //   layers       all layers of a post-LN encoder over up to 32 tokens in one kernel
 #pragma once
@@ -32,6 +33,7 @@ struct FewRowsProduct {
   const void* residual;          // [M, N], dtype, contiguous, or null; N is a multiple of 64
   const float* residual_weight;  // [N], or null for 1
   float* y_statistics;           // [N / 64, M, 2]: the statistics of y, or null; only with residual
+  float* norms;                  // [M, 2]: mean and rstd of x, or null; only with statistics and without residual
   float eps;                     // of the LayerNorm
   int64_t rows;                  // M
   int64_t columns;               // N
@@ -55,10 +57,14 @@ struct FewRowsAddNorm {
   const void* linear_bias;  // [C], parameter_dtype, or null for 0
   const void* weight;       // [C], parameter_dtype, or null for 1
   const void* bias;         // [C], parameter_dtype, or null for 0
-  void* y;                  // [N, C], dtype, contiguous
-  void* z;                  // [N, C], residual_dtype, contiguous, or null if not needed; may be residual
-  int64_t rows;             // N
-  int64_t columns;          // C
+  // LayerNorm of the residual, which has dtype:
+  const float* norms;           // [N, 2]: mean and rstd, or null for a residual that is added as it is
+  const void* residual_weight;  // [C], parameter_dtype, or null for 1
+  const void* residual_bias;    // [C], parameter_dtype, or null for 0
+  void* y;                      // [N, C], dtype, contiguous
+  void* z;                      // [N, C], residual_dtype, contiguous, or null if not needed; may be residual
+  int64_t rows;                 // N
+  int64_t columns;              // C
   int part_count;
   float eps;
   DType dtype;  // bf16 or f16

@@ -91,34 +91,47 @@ inline Plan plan_product(int64_t rows, const ProductSize& size, int64_t processo
   return {best, estimate(kProductTiles[best], rows, size, processors).parts};
 }
 
-// ---- layers whose LayerNorms are parts of their GEMMs (product_residual.cuh) ----------------------------------------
+// ---- layers ----------------------------------------------------------------------------------------------------------
+
+// Which LayerNorms of a post-LN layer are parts of its GEMMs: none; the first, after attention; or both.
+enum class FoldedNorms : int32_t { none = 0, first = 1, both = 2 };
 
 struct LayerPlan {
   Plan qkv, out, up, down;
 };
 
-// All GEMMs of a layer have the same kernel, so few sizes of tiles come into question; the thresholds are those of
-// measurements on an H200 (docs/notes/few_tokens.md). Indices into kProductTiles:
+// Indices into kProductTiles:
 constexpr int k64x32 = 0, k64x64 = 2, k128x64 = 4;
-constexpr int64_t kNarrow = 512;  // layers up to this width have tiles of half the size
+constexpr int64_t kNarrow = 512;  // with both LayerNorms folded, layers up to this width have tiles of half the size
 constexpr int64_t kWide = 1024;   // from this width on, fewer blocks share the rows of x
 
 inline int64_t tiles_in(int tile, int64_t rows, int64_t columns) {
   return steps(rows, kProductTiles[tile].rows) * steps(columns, kProductTiles[tile].columns);
 }
 
+inline LayerPlan plan_separate_norms(int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
+  return {plan_product(rows, {3 * width, width, false}, processors),
+          plan_product(rows, {width, width, true}, processors),
+          plan_product(rows, {intermediate, width, false}, processors),
+          plan_product(rows, {width, intermediate, true}, processors)};
+}
+
+// With the first LayerNorm in the GEMMs, the out projection has K in one part, to which its epilogue adds the residual
+// (product_result.cuh). Of the tiles of 64 columns it has the smaller one, while that has no more blocks than SMs. The
+// others have the tiles that they have without: every tile has a kernel that reads statistics.
+static_assert(adds_to_one_part(kProductTiles[k64x64]) && adds_to_one_part(kProductTiles[k128x64]), "tiles of out");
+inline LayerPlan plan_first_norm(int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
+  LayerPlan plan = plan_separate_norms(rows, width, intermediate, processors);
+  plan.out = {tiles_in(k64x64, rows, width) <= processors ? k64x64 : k128x64, 1, 1};
+  return plan;
+}
+
+// With both LayerNorms in them, all GEMMs of a layer have the same kernel, so few sizes of tiles come into question;
+// the thresholds are those of measurements on an H200 (docs/notes/few_tokens.md).
 inline int layer_tile(int64_t rows, int64_t width) {
   const bool narrow = width <= kNarrow;
   if (rows <= 64) return narrow ? k64x32 : k64x64;
   return narrow ? k64x64 : k128x64;
-}
-
-// Whether layers are faster with LayerNorms in their GEMMs than with kernels for them. Up to 32 rows, one kernel runs
-// all layers of common sizes. From 129 to 192 rows, a quarter or more of the rows of two tiles of 128 are empty; from
-// 257 on, BERT-base's layers gain less than 1%. The widest GEMM has a block for each of its tiles at once.
-inline bool layer_fits(int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
-  const bool faster = (rows > 32 && rows <= 128) || (rows > 192 && rows <= 256);
-  return faster && tiles_in(layer_tile(rows, width), rows, std::max(3 * width, intermediate)) <= processors;
 }
 
 // The most parts of K, up to four, with at most `blocks` blocks. More parts take longer to add than they save.
@@ -131,13 +144,49 @@ inline int parts_within(int64_t blocks, int64_t tiles, int64_t inner) {
 // Blocks share the rows of x only where each has few of them to multiply: loading x takes most of the time then.
 // Otherwise a cluster has only the parts of K, since its blocks begin together. The out projection, whose sums over K
 // are short, leaves some SMs free, because fewer parts are faster than blocks on all of them.
-inline LayerPlan plan_layer(int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
+inline LayerPlan plan_both_norms(int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
   const int tile = layer_tile(rows, width);
   const int added = rows <= 64 ? 2 : 1, rounded = rows <= 64 && width < kWide ? 4 : added;
   const int64_t tiles = tiles_in(tile, rows, width);
   const int64_t filled = resident_blocks(kMaxParts, processors);
   const int out = parts_within(processors * 3 / 4, tiles, width), down = parts_within(filled, tiles, intermediate);
   return {{tile, 1, rounded}, {tile, out, added}, {tile, 1, rounded}, {tile, down, added}};
+}
+
+inline LayerPlan plan_layer(FoldedNorms norms, int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
+  const auto plan = norms == FoldedNorms::both    ? plan_both_norms
+                    : norms == FoldedNorms::first ? plan_first_norm
+                                                  : plan_separate_norms;
+  return plan(rows, width, intermediate, processors);
+}
+
+// Layers with folded LayerNorms have up to this many elements in a row times rows, so that parts of K and statistics
+// fit into the workspace.
+constexpr int64_t kMostFoldedElements = 1 << 22;
+
+// The rows for which layers are faster with both LayerNorms in their GEMMs than with a kernel for each. Up to 32 rows,
+// one kernel runs all layers of common sizes. Where tiles have 128 rows, a quarter or more of those of two tiles are
+// empty from 129 to 192 rows; from 257 on, adding the parts of K of the down projection in clusters takes as long as a
+// LayerNorm.
+constexpr bool folds_both(int64_t rows, int64_t width) {
+  if (width <= kNarrow) return rows > 32 && rows <= kSameTileRows;
+  return (rows > 32 && rows <= 128) || (rows > 192 && rows <= 256);
+}
+
+// The same with the first LayerNorm. Up to kSameTileRows rows all GEMMs would otherwise share one kernel, and those of
+// out and up take as long to load as a LayerNorm takes, except in wide layers. Where out has more blocks than SMs, K in
+// one part takes longer than parts and a LayerNorm.
+inline bool folds_first(int64_t rows, int64_t width, int64_t processors) {
+  return rows > (width < kWide ? kSameTileRows : 256) && tiles_in(k128x64, rows, width) <= processors;
+}
+
+// The LayerNorms that are parts of the GEMMs of a layer. With both, the widest GEMM has a block for each of its tiles
+// at once.
+inline FoldedNorms folded_norms(int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
+  if (width % kGroupColumns != 0 || rows * width > kMostFoldedElements) return FoldedNorms::none;
+  const int64_t widest = tiles_in(layer_tile(rows, width), rows, std::max(3 * width, intermediate));
+  if (folds_both(rows, width) && widest <= processors) return FoldedNorms::both;
+  return folds_first(rows, width, processors) ? FoldedNorms::first : FoldedNorms::none;
 }
 
 // Whether attention uses blocks of 16 queries whose keys are divided among the warps: if there are at most two such

@@ -20,7 +20,10 @@ static_assert(kGroupColumns == kStatisticsColumns, "columns of a group of statis
 
 constexpr int kMostMemory = 227 * 1024;
 
-template <int ROWS, int COLUMNS, int STAGES, bool NORMALIZES>
+// A kernel's code for LayerNorms: it multiplies by the deviation of rows, of which it reads statistics, it adds a
+// residual of normalized rows, or it has both (product_residual.cuh). A kernel's instructions take time to load
+// (plan.h), so calls have a kernel with no more than they need.
+template <int ROWS, int COLUMNS, int STAGES, bool READS_STATISTICS, bool ADDS>
 struct Shape {
   static constexpr int kRows = ROWS, kColumns = COLUMNS, kStages = STAGES;
   static constexpr int kConsumers = 2 * kRows;  // threads
@@ -29,10 +32,11 @@ struct Shape {
   static constexpr uint32_t kABytes = kRows * kTileRowBytes, kStageBytes = (kRows + kColumns) * kTileRowBytes;
   static_assert(kRows * result_pitch(kColumns) <= kStages * static_cast<int>(kStageBytes), "room for the result");
 
-  // Of results with a residual (product_residual.cuh). An octet of lanes finishes a group of 64 columns of a row.
-  static constexpr bool kNormalizes = NORMALIZES;
-  static constexpr int kJoined = kNormalizes ? joined_blocks(kColumns) : 1, kJoinedColumns = kJoined * kColumns;
-  static_assert(!kNormalizes || kJoinedColumns == kStatisticsColumns, "one group in a row");
+  static constexpr bool kReadsStatistics = READS_STATISTICS, kAdds = ADDS, kExchanges = READS_STATISTICS && ADDS;
+
+  // Of results with a residual. If blocks exchange sums, an octet of lanes finishes a group of 64 columns of a row.
+  static constexpr int kJoined = kExchanges ? joined_blocks(kColumns) : 1, kJoinedColumns = kJoined * kColumns;
+  static_assert(!kAdds || kJoinedColumns == kStatisticsColumns, "one group in a row");
   static constexpr int kOctets = kConsumers / 8;
   static constexpr int kPartBytes = kRows * kColumns * 4;
 };
@@ -41,8 +45,8 @@ template <class S>
 struct Memory {
   Mbarrier full[S::kStages], empty[S::kStages], received;
   alignas(16) float bias[S::kJoinedColumns];
-  alignas(16) float weight[S::kNormalizes ? S::kJoinedColumns : 4];  // of the residual
-  float2 norm[S::kNormalizes ? S::kRows : 1];                        // mean and rstd
+  alignas(16) float weight[S::kExchanges ? S::kJoinedColumns : 4];  // of the residual
+  float2 norm[S::kReadsStatistics ? S::kRows : 1];                  // mean and rstd
   alignas(1024) char stage[S::kStages][S::kStageBytes];
 
   // `sharing`: the number of blocks that share the rows of x; `bytes` that other blocks send to this one.
@@ -59,7 +63,7 @@ struct Memory {
 
 // Where blocks exchange sums, these are after the stages.
 template <class S>
-constexpr size_t kExchangeMemory = sizeof(Memory<S>) + (S::kNormalizes ? S::kPartBytes : 0);
+constexpr size_t kExchangeMemory = sizeof(Memory<S>) + (S::kExchanges ? S::kPartBytes : 0);
 
 // The block's tile and part of K.
 struct Place {

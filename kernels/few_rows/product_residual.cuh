@@ -2,9 +2,10 @@
 // deviation of its rows from the statistics that the GEMM before it has written (few_rows/row_statistics.cuh), and
 // the GEMMs whose result is added to a residual write those of their result.
 //
-// There, the blocks of a cluster have the parts of K. Each finishes a share of the tile's rows (product_tiles.h): all
-// send their sums of these rows to its shared memory by st.async, and it adds them in the order of the parts. Eight
-// lanes have 64 columns of a row: lane l has columns 4 l to 4 l + 3 of each half.
+// If that residual has statistics itself, or K has several parts, the blocks of a cluster have the parts of K. Each
+// finishes a share of the tile's rows (product_tiles.h): all send their sums of these rows to its shared memory by
+// st.async, and it adds them in the order of the parts. Eight lanes have 64 columns of a row: lane l has columns 4 l to
+// 4 l + 3 of each half.
 #pragma once
 
 #include <cstdint>
@@ -86,12 +87,17 @@ struct Norms {
     if (p.statistics != nullptr && first < rows) held.load(0);
   }
 
-  // Writes them to shared memory, where those of the warp's own rows are after __syncwarp().
-  __device__ __forceinline__ void store(Memory<S>& memory) {
+  // Writes them to shared memory, where those of the warp's own rows are after __syncwarp(), and, in the blocks of the
+  // first columns, to p.norms.
+  __device__ __forceinline__ void store(const FewRowsProduct& p, Memory<S>& memory) {
     if (first >= rows) return;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32, row = held.row + lane;
     const RowNorm norm = held.statistics.groups != nullptr ? held.merged() : RowNorm{0.0f, 1.0f};
-    if (lane < 16) memory.norm[first + lane] = make_float2(norm.mean, norm.rstd);
+    const float2 both = make_float2(norm.mean, norm.rstd);
+    if (lane < 16) {
+      memory.norm[first + lane] = both;
+      if (p.norms != nullptr && blockIdx.x == 0 && row < p.rows) reinterpret_cast<float2*>(p.norms)[row] = both;
+    }
     __syncwarp();
   }
 };
@@ -174,25 +180,6 @@ __device__ __forceinline__ void send_sums(Memory<S>& memory, const Place& at, co
   }
 }
 
-// Statistics of 64 values, of which each of eight lanes has eight.
-__device__ __forceinline__ float2 octet_statistics(const float (&z)[8]) {
-  float mean = 0.0f, squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) mean += z[i];
-  mean *= 0.125f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) squares = fmaf(z[i] - mean, z[i] - mean, squares);
-#pragma unroll
-  for (int lanes = 1; lanes < 8; lanes *= 2) {
-    const float other_mean = __shfl_xor_sync(0xffffffffu, mean, lanes);
-    const float other_squares = __shfl_xor_sync(0xffffffffu, squares, lanes);
-    const float away = other_mean - mean;
-    squares = fmaf(4.0f * static_cast<float>(lanes) * away, away, squares + other_squares);
-    mean = 0.5f * (mean + other_mean);
-  }
-  return make_float2(mean, squares);
-}
-
 constexpr int kPartsAtOnce = 4;  // whose loads are in flight at the same time
 
 // Adds the sums of all parts, bias and residual, for a row of the share; writes them and their statistics.
@@ -241,7 +228,7 @@ __device__ __forceinline__ void finish_row(const FewRowsProduct& p, const Memory
     z[4 * half + 2] = second.x;
     z[4 * half + 3] = second.y;
   }
-  const float2 statistics = octet_statistics(z);
+  const float2 statistics = group_statistics<8>(z);
   const int column = share.column + own;
   if (row >= p.rows || column >= p.columns) return;
   T* to = static_cast<T*>(p.y) + row * p.columns + column;

@@ -13,7 +13,7 @@ struct ProductTile {
   int rows, columns;
   int stages;
   int cluster;
-  bool normalizes = false;  // whether there is also a kernel with the code for LayerNorms (product_residual.cuh)
+  bool adds = false;  // whether there are kernels that add a residual
 };
 
 // plan.h chooses one of them.
@@ -41,7 +41,7 @@ FASTTFM_HOST_DEVICE constexpr ResultVector result_vector(int index, int columns)
   return {index / (columns / kChunk), index % (columns / kChunk) * kChunk};
 }
 
-// ---- results with a residual (product_residual.cuh) -----------------------------------------------------------------
+// ---- results with a residual ----------------------------------------------------------------------------------------
 
 constexpr int kGroupColumns = 64;  // whose statistics are written
 constexpr int kMostClusterBlocks = 8;
@@ -49,11 +49,15 @@ constexpr int kMostClusterBlocks = 8;
 // The number of blocks with neighbouring columns whose columns are whole groups of 64.
 FASTTFM_HOST_DEVICE constexpr int joined_blocks(int columns) { return columns % kGroupColumns == 0 ? 1 : 2; }
 
-// Whether a cluster of `sharing` blocks with neighbouring columns, times `parts` parts of K, can add sums: the joined
-// blocks of all parts each finish an equal share of the rows, in multiples of 8.
+// Whether a tile has a kernel that adds a residual to one part of K, without an exchange between blocks
+// (product_result.cuh).
+constexpr bool adds_to_one_part(const ProductTile& tile) { return tile.adds && tile.columns == kGroupColumns; }
+
+// Whether a cluster of `sharing` blocks with neighbouring columns, times `parts` parts of K, can add sums
+// (product_residual.cuh): the joined blocks of all parts each finish an equal share of the rows, in multiples of 8.
 constexpr bool takes_residual(const ProductTile& tile, int sharing, int parts) {
   const int joined = joined_blocks(tile.columns);
-  return tile.normalizes && sharing % joined == 0 && sharing * parts <= kMostClusterBlocks &&
+  return tile.adds && sharing % joined == 0 && sharing * parts <= kMostClusterBlocks &&
          tile.rows / 8 % (joined * parts) == 0;
 }
 

@@ -26,5 +26,27 @@ struct RowNorm {
   float mean, rstd;
 };
 
+// The mean of a group's 64 values, of which each of LANES neighbouring lanes has as many, and the sum of their squared
+// deviations from it.
+template <int LANES>
+__device__ __forceinline__ float2 group_statistics(const float (&z)[kStatisticsColumns / LANES]) {
+  constexpr int kOwn = kStatisticsColumns / LANES;
+  float mean = 0.0f, squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) mean += z[i];
+  mean *= 1.0f / kOwn;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) squares = fmaf(z[i] - mean, z[i] - mean, squares);
+#pragma unroll
+  for (int lanes = 1; lanes < LANES; lanes *= 2) {
+    const float other_mean = __shfl_xor_sync(0xffffffffu, mean, lanes);
+    const float other_squares = __shfl_xor_sync(0xffffffffu, squares, lanes);
+    const float away = other_mean - mean;
+    squares = fmaf(0.5f * static_cast<float>(kOwn * lanes) * away, away, squares + other_squares);
+    mean = 0.5f * (mean + other_mean);
+  }
+  return make_float2(mean, squares);
+}
+
 }  // namespace cuda
 }  // namespace fasttfm

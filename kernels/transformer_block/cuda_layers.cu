@@ -1,7 +1,7 @@
 // A stack of transformer layers on Hopper. The steps are in hopper_device.h.
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/launch.cuh"
-#include "transformer_block/folded_forward.h"
+#include "transformer_block/few_rows_forward.h"
 #include "transformer_block/fp8_forward.h"
 #include "transformer_block/hopper_device.h"
 
@@ -64,12 +64,12 @@ Status transformer_block_fp8_forward(const TransformerFp8Forward& call) {
 
 Status transformer_block_folded_forward(const TransformerFoldedForward& call) {
   Status status = check_call(call);
-  if (status.code == StatusCode::ok) status = FoldedForward::check(call);
+  if (status.code == StatusCode::ok) status = FewRowsForward::check(call);
   if (status.code == StatusCode::ok) status = check_few_rows(call);
   if (status.code != StatusCode::ok) return status;
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
-  return FoldedForward(call).run<Hopper::Range>();
+  return FewRowsForward(call).run<Hopper::Range>();
 }
 
 Status transformer_block_backward(const TransformerBackward& call) {

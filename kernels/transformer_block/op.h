@@ -12,6 +12,7 @@
 #include "common/activation.h"
 #include "common/dtype.h"
 #include "common/status.h"
+#include "few_rows/plan.h"
 
 namespace fasttfm {
 
@@ -106,24 +107,25 @@ struct TransformerFp8Forward : TransformerForward {
 };
 
 // The addresses that a layer needs whose LayerNorms are folded into the GEMMs: weights [outputs, inputs] in dtype,
-// vectors in fp32. ops/folded_layers.py computes them. The first layer's x is normalized already: its weight and bias
-// of qkv are the layer's own, its residual weight is 1.
+// vectors in fp32. ops/folded_layers.py computes them. With only the first LayerNorm, those of up are read. The
+// first layer's x is normalized already: its weight and bias of qkv are the layer's own, its residual weight is 1.
 enum TransformerFolded {
+  kFoldedUpWeight,
+  kFoldedUpBias,
   kFoldedQkvWeight,
   kFoldedQkvBias,
   kFoldedOutBias,
   kFoldedResidualA,  // the weight of the previous layer's LayerNorm b
-  kFoldedUpWeight,
-  kFoldedUpBias,
   kFoldedDownBias,
   kFoldedResidualB,  // the weight of LayerNorm a
   kTransformerFolded,
 };
 
-// The forward of post-LN layers for inference, whose LayerNorms, except for the last one, are parts of the GEMMs. Of
-// `parameters` the weights of the out and down projections and the last LayerNorm are read.
+// The forward of post-LN layers for inference, whose LayerNorms, of each layer the first or, except for the last one of
+// all, both, are parts of the GEMMs.
 struct TransformerFoldedForward : TransformerForward {
   const int64_t* folded;  // [layers, kTransformerFolded] addresses
+  few_rows::FoldedNorms norms;
 };
 
 // A backward of one layer can be split in two if another backend computes attention's backward: the first part ends

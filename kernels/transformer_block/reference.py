@@ -49,6 +49,21 @@ def folded_layers(x: Tensor, cu_seqlens: Tensor, options: Any, layers: Sequence[
     return functional.layer_norm(z, (width,), layers[-1].norm_b_weight, layers[-1].norm_b_bias, options.eps_b)
 
 
+def layers_with_first_norm_folded(
+    x: Tensor, cu_seqlens: Tensor, options: Any, layers: Sequence[Any], folded: Sequence[Any]
+) -> Tensor:
+    """The same with only the LayerNorm after attention folded, so that x of every layer is normalized."""
+    for p, f in zip(layers, folded, strict=True):
+        context = _attend(functional.linear(x, p.qkv_weight, p.qkv_bias), cu_seqlens, options)
+        z1 = x + functional.linear(context, p.out_weight, p.out_bias)
+        mean, rstd = _statistics(z1, options.eps_a)
+        hidden = activate(rstd * functional.linear(z1, f.up_weight) + f.up_bias, options.activation)
+        y1 = (z1 - mean) * rstd * p.norm_a_weight + p.norm_a_bias
+        z = y1 + functional.linear(hidden, p.down_weight, p.down_bias)
+        x = functional.layer_norm(z, x.shape[1:], p.norm_b_weight, p.norm_b_bias, options.eps_b)
+    return x
+
+
 def _statistics(z: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """mean and 1 / sqrt(variance + eps) of rows, [T, 1] each."""
     return z.mean(1, keepdim=True), (z.var(1, correction=0, keepdim=True) + eps).rsqrt()

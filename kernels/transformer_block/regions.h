@@ -177,7 +177,7 @@ inline ScratchPlan<kForwardRegions> forward_plan(const TransformerShape& shape, 
     if (more) use(kY, counts.columns, kProjectQkv, kAddNormB);
     if (more && pre) use(kZ, counts.stream, kProjectQkv, kAddNormB);
   }
-  // A forward with folded LayerNorms has z1 in kY1.
+  // A forward of few_rows_forward.h with folded LayerNorms has z1 in kY1.
   const int first_y1 = shape.training || pre ? kAddNormA : kProjectOut;
   if (!shape.training || shape.recompute) use(kY1, counts.columns, first_y1, pre ? kProjectUp : kAddNormB);
   if (!shape.training || !shape.keep_activation) use(kA, counts.inner, kProjectUp, kProjectDown);

@@ -60,8 +60,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     with Session(small_bert("BertModel"), device="cpu") as found:
         found._graphs = Graphs(
             *(found.network, stream),
-            workspace=None,  # type: ignore[arg-type]
-            folded=None,  # type: ignore[arg-type]
+            kept=None,  # type: ignore[arg-type]
             limit=2,
             max_tokens=2048,
             max_batch=60,

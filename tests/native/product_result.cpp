@@ -1,7 +1,8 @@
 // How warps of the GEMMs for few rows (few_rows/cuda_product.cu) pass their results through
 // shared memory, on the host: every accumulator is stored once and read as the element that it is, without bank
-// conflicts, and a tile's result fits into its stages. With a residual, the blocks of a cluster send each other their
-// sums (few_rows/product_residual.cuh): every block receives those of its rows from all parts of K.
+// conflicts, and a tile's result fits into its stages. With a residual, tiles have whole groups of columns, or the
+// blocks of a cluster send each other their sums (few_rows/product_residual.cuh): every block receives those of its
+// rows from all parts of K.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -151,6 +152,7 @@ int main() {
         exchange.receive();
       }
     check(tile.columns);
+    require(!tile.adds || joined_blocks(tile.columns) * tile.columns == kGroupColumns, "one group", tile.columns);
     require(tile.rows * result_pitch(tile.columns) <= tile.stages * (tile.rows + tile.columns) * kInner * 2,
             "no room for the result", tile.columns);
     require(tile.rows % 64 == 0 && tile.rows / tile.cluster % 8 == 0, "rows", tile.columns);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +95,19 @@ def test_a_plan_for_more_rows_is_close_to_the_fastest_tile(sizes: tuple[int, int
 
 # ---- layers whose LayerNorms are parts of their GEMMs ----------------------------------------------------------------
 
-FOLDED = ("qkv", "out", "up", "down")
+GEMMS = ("qkv", "out", "up", "down")
+FIRST, BOTH = 1, 2
 
 
-def layer_plan(rows: int, width: int, processors: int = 132) -> dict[str, tuple[tuple[int, int], int, int]]:
-    """Of each GEMM: rows and columns of its tile, the blocks that share x, and the parts of K."""
-    core, sizes = _native.core(), (rows, width, 4 * width, processors)
-    found = {}
-    for index, name in enumerate(FOLDED):
-        tile = TILES[core.few_rows_layer_tile(*sizes, index)][:2]
-        found[name] = (tile, core.few_rows_layer_cluster(*sizes, index), core.few_rows_layer_parts(*sizes, index))
-    return found
+def layer_plan(
+    rows: int, width: int, processors: int = 132, norms: int = BOTH, *, times: int = 4
+) -> dict[str, tuple[Any, int, int]]:
+    """Of each GEMM: rows and columns of its tile, the blocks that share x, and the parts of K. The feed-forward block
+    has `times` as many columns."""
+    table = array("q", bytes(8 * 12))
+    _native.core().few_rows_layer_plan(norms, rows, width, times * width, processors, table.buffer_info()[0])
+    found = zip(GEMMS, table[::3], table[1::3], table[2::3], strict=True)
+    return {name: (TILES[tile][:2], cluster or TILES[tile][2], parts) for name, tile, cluster, parts in found}
 
 
 @pytest.mark.parametrize(
@@ -138,16 +141,62 @@ def test_the_gemms_of_folded_layers_have_one_kernel(width: int, processors: int)
             assert parts <= (4 if name == "down" else 1) * width // 64
 
 
-@pytest.mark.parametrize("width", WIDTHS.values())
-def test_the_rows_of_folded_layers(width: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "rows", "tile"),
+    [
+        *((384, rows, (64, 64)) for rows in (384, 576, 768, 1152)),
+        *((768, rows, (64, 64)) for rows in (384, 576)),
+        *((768, rows, (128, 64)) for rows in (768, 1152)),
+        *((1024, rows, (64, 64)) for rows in (257, 288, 384)),
+        *((1024, rows, (128, 64)) for rows in (576, 768)),
+    ],
+)
+def test_the_out_projection_with_the_first_norm_folded_was_measured(width: int, rows: int, tile: Any) -> None:
+    """Its tile is the fastest on an H200, or within 1% of it: docs/notes/few_tokens.md."""
+    assert layer_plan(rows, width, norms=FIRST)["out"] == (tile, 1, 1)
+
+
+@pytest.mark.parametrize("processors", [16, 132])
+@pytest.mark.parametrize("times", [1, 2, 4])
+@pytest.mark.parametrize("width", [256, 384, 768, 1024, 2048])
+def test_with_the_first_norm_folded_every_gemm_has_a_kernel(width: int, times: int, processors: int) -> None:
+    """The GEMM before it has a tile that adds a residual to one part, with at most one block per SM; the others have
+    those of layers with separate LayerNorms. All tiles have a kernel that reads statistics."""
+    norms = _native.core().few_rows_folded_norms
+    for rows in range(257, 1281):
+        if norms(rows, width, times * width, processors) != FIRST:
+            continue
+        folded, separate = (layer_plan(rows, width, processors, each, times=times) for each in (FIRST, 0))
+        out = folded.pop("out")
+        del separate["out"]
+        assert folded == separate
+        assert out in [((64, 64), 1, 1), ((128, 64), 1, 1)]
+        assert -(-rows // out[0][0]) * (width // 64) <= processors
+
+
+@pytest.mark.parametrize(
+    ("width", "first"), [(384, range(321, 1281)), (768, range(321, 1281)), (1024, range(257, 1025))], ids=str
+)
+def test_the_rows_of_folded_layers(width: int, first: range) -> None:
     """Where they are faster: docs/kernels.md."""
-    fits = _native.core().few_rows_layer_fits
-    assert [rows for rows in range(1, 600) if fits(rows, width, 4 * width, 132)] == [*range(33, 129), *range(193, 257)]
+    norms = _native.core().few_rows_folded_norms
+    found = {rows: norms(rows, width, 4 * width, 132) for rows in range(1, 1281)}
+    both = [*range(33, 321)] if width <= 512 else [*range(33, 129), *range(193, 257)]
+    assert [rows for rows, each in found.items() if each == BOTH] == both
+    assert [rows for rows, each in found.items() if each == FIRST] == list(first)
 
 
-def test_folded_layers_have_at_most_one_block_per_sm() -> None:
-    fits = _native.core().few_rows_layer_fits
-    assert fits(64, 768, 3072, 48)
-    assert not fits(64, 768, 3072, 47)
-    assert fits(128, 2048, 8192, 132)
-    assert not fits(256, 2048, 8192, 132)
+def test_layers_with_both_norms_folded_have_at_most_one_block_per_sm() -> None:
+    norms = _native.core().few_rows_folded_norms
+    assert norms(64, 768, 3072, 48) == BOTH
+    assert norms(64, 768, 3072, 47) == 0
+    assert norms(128, 2048, 8192, 132) == BOTH
+    assert norms(256, 2048, 8192, 132) == 0
+
+
+def test_folded_layers_fit_into_the_workspace() -> None:
+    norms = _native.core().few_rows_folded_norms
+    many = 1000  # SMs
+    assert norms(1024, 4096, 16384, many) == FIRST
+    assert norms(1025, 4096, 16384, many) == 0
+    assert norms(576, 776, 3104, 132) == 0  # no multiple of 64 columns

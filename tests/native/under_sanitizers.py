@@ -20,8 +20,7 @@ from fasttfm.ops import (
     attention,
     cu_seqlens_from_lengths,
     few_rows,
-    few_rows_layers,
-    folded_layers,
+    few_tokens,
     fp8,
     fp8_attention,
     fp8_norm,
@@ -293,13 +292,16 @@ def test_few_rows(rows: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [pytest.param(tokens, id=f"few_rows-folded-{tokens}") for tokens in (33, 100, 250)])
+@pytest.mark.parametrize(
+    "tokens", [pytest.param(tokens, id=f"few_rows-folded-{tokens}") for tokens in (33, 100, 250, 600, 1200)]
+)
 @pytest.mark.parametrize("width", [128, 768])
 def test_folded_layers_over_few_tokens(width: int, tokens: int) -> None:
-    """With each tile whose blocks add parts of K, and without graphs, in which layers would not be folded."""
+    """With each tile whose blocks add parts of K, with only the first LayerNorm, and without graphs, in which layers
+    would not be folded."""
     layers = [nn.PackedLayer(width, width // 64, 200, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     module, cu_seqlens = nn.PackedTransformer(layers).eval(), cu_seqlens_from_lengths((tokens - 9, 0, 9), device="cuda")
-    with torch.inference_mode(), folded_layers.using(folded_layers.FoldedWeights()):
+    with torch.inference_mode(), few_tokens.using(few_tokens.FewTokens()):
         module(torch.randn(tokens, width).bfloat16().cuda(), cu_seqlens, tokens)
     torch.cuda.synchronize()
 
@@ -316,8 +318,29 @@ def test_few_rows_with_a_residual(tile: int, parts: int) -> None:
     y, written, cluster = torch.empty_like(residual), torch.empty_like(statistics), 2 if tile == 0 else 1
     if tile == 0 and parts == 8:
         pytest.skip("takes up to eight blocks in a cluster")
-    given = (statistics, residual, scale, y, written, tile, cluster, parts, False, CODES["gelu"], 1e-5, 0)
-    _native.core().few_rows_normed_product_cuda(x, weight, bias, *given)
+    given = (y, None, tile, cluster, parts, False, CODES["gelu"], 0, 1e-5)
+    _native.core().few_rows_product_cuda(x, weight, bias, *given, statistics, None, residual, scale, written)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [pytest.param(tile, id=f"few_rows-added-{tile}") for tile in (1, 4)])
+def test_few_rows_with_a_normalized_residual(tile: int) -> None:
+    """Tiles that rows and columns do not fill, and more stages than the ring buffer has; the next GEMM reads the
+    statistics, and writes the means that the LayerNorm after it reads."""
+    randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    x, weight, residual = (randn(*shape).bfloat16().cuda() for shape in ((150, 1096), (320, 1096), (150, 320)))
+    bias, statistics, norms = (torch.empty(*shape).cuda().zero_() for shape in ((320,), (5, 150, 2), (150, 2)))
+    y, again, core, kind = torch.empty_like(residual), torch.empty_like(residual), _native.core(), CODES["gelu"]
+    core.few_rows_product_cuda(
+        x, weight, bias, y, None, tile, 0, 1, 0, kind, 0, 0.0, None, None, residual, None, statistics
+    )
+    square = weight[:, :320].contiguous()
+    core.few_rows_product_cuda(
+        y, square, bias, again, None, tile, 0, 1, 1, kind, 1, 1e-5, statistics, norms, None, None, None
+    )
+    parts = randn(2, 150, 320).cuda()
+    core.few_rows_add_norm_cuda(parts, y, bias, bias, bias, again, None, 1e-5, 1, norms, bias, bias)
     torch.cuda.synchronize()
 
 
@@ -326,8 +349,8 @@ def test_few_rows_with_a_residual(tile: int, parts: int) -> None:
 def test_layers_in_one_kernel(width: int) -> None:
     """With each of its tiles, an empty sequence, and tokens after the last sequence."""
     layers = [nn.PackedLayer(width, 12, 4 * width, device="cuda", dtype=torch.bfloat16) for _ in range(6)]
-    module, workspace = nn.PackedTransformer(layers).eval(), few_rows_layers.Workspace()
-    with torch.inference_mode(), few_rows_layers.using(workspace):
+    module = nn.PackedTransformer(layers).eval()
+    with torch.inference_mode(), few_tokens.using(few_tokens.FewTokens()):
         for lengths in ((5, 0, 8), (20, 9)):
             x = torch.randn(sum(lengths) + 3, width).bfloat16().cuda()
             module(x, cu_seqlens_from_lengths(lengths, device="cuda"), max(lengths))
@@ -360,5 +383,6 @@ def test_few_rows_with_a_producer(tile: int, dtype: torch.dtype) -> None:
     x, weight, bias = (randn(*shape).to(dtype).cuda() for shape in ((150, 1096), (328, 1096), (328,)))
     y, parts = x.new_empty(150, 328), x.new_empty(2, 150, 328, dtype=torch.float32)
     product = _native.core().few_rows_product_cuda
-    product(x, weight, bias, y, None, tile, 1, True, CODES["gelu"], 0)
-    product(x, weight, None, None, parts, tile, 2, False, CODES["gelu"], 1)
+    plain = (0.0, None, None, None, None, None)
+    product(x, weight, bias, y, None, tile, 0, 1, True, CODES["gelu"], 0, *plain)
+    product(x, weight, None, None, parts, tile, 0, 2, False, CODES["gelu"], 1, *plain)

@@ -26,7 +26,7 @@ from fasttfm.inference.batches import (
 )
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.results import Wait
-from fasttfm.ops import few_rows_layers, folded_layers
+from fasttfm.ops import few_tokens
 from fasttfm.ops.graph_launch import HostMemory, LaunchableGraph, make_slot, write_results
 
 Value = TypeVar("Value")
@@ -221,8 +221,7 @@ class Graphs:
         max_length: The maximum number of tokens in a sequence.
         vocabulary: The number of ids that the model reads.
         padding: The id of padding tokens.
-        workspace: That of layers over few tokens; the network's other launches with it are on the same stream.
-        folded: The weights of layers with folded LayerNorms.
+        kept: What layers over few tokens keep; the network's other launches with it are on the same stream.
     """
 
     def __init__(
@@ -230,8 +229,7 @@ class Graphs:
         network: Network,
         stream: torch.cuda.Stream,
         *,
-        workspace: few_rows_layers.Workspace,
-        folded: folded_layers.FoldedWeights,
+        kept: few_tokens.FewTokens,
         limit: int,
         max_tokens: int,
         max_batch: int,
@@ -240,7 +238,7 @@ class Graphs:
         padding: int,
     ) -> None:
         self._network, self._max_tokens, self._max_length, self._padding = network, max_tokens, max_length, padding
-        self._stream, self._workspace, self._folded = stream, workspace, folded
+        self._stream, self._kept = stream, kept
         self._cache: GraphCache[_Graph] = GraphCache(self._capture, limit)
         self._pool = torch.cuda.graph_pool_handle()
         room = bucket_for(max_tokens, max_tokens, 1, max_length)
@@ -326,8 +324,7 @@ class Graphs:
         """Captures a graph of the bucket, which reads the shared inputs."""
         bucket = key.bucket
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        few, folded = few_rows_layers.using(self._workspace), folded_layers.using(self._folded)
-        with torch.cuda.stream(self._stream), few, folded:
+        with torch.cuda.stream(self._stream), few_tokens.using(self._kept):
             ids, segments, boundaries = split_buffer(self._static, bucket, key.segments)
             ids.zero_()
             if segments is not None:

@@ -39,7 +39,7 @@ from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import TextModel
-from fasttfm.ops import few_rows_layers, folded_layers
+from fasttfm.ops import few_tokens
 
 _WINDOWS = (256, 4096)  # how many texts are sorted by length together: the first window, and the largest
 _OUTPUTS = {each.value: each for each in Output}
@@ -178,7 +178,7 @@ class Session:
         self._launches = 0
         self._graphs: Graphs | None = None
         if self.device.type == "cuda":
-            self._workspace, self._folded = few_rows_layers.Workspace(), folded_layers.FoldedWeights()
+            self._kept = few_tokens.FewTokens()
             self._stream = torch.cuda.Stream(self.device)
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # until the weights are copied
             if max_graphs > 0:
@@ -194,8 +194,7 @@ class Session:
         return Graphs(
             self.network,
             self._stream,
-            workspace=self._workspace,
-            folded=self._folded,
+            kept=self._kept,
             limit=limit,
             max_tokens=min(self.max_tokens, most),
             max_batch=self.max_batch,
@@ -217,7 +216,7 @@ class Session:
             current.wait_stream(self._stream)
             taken = self.network.take_weights(model)
             if taken:
-                self._folded.refresh()
+                self._kept.folded.refresh()
             self._stream.wait_stream(current)
             return taken
 
@@ -496,14 +495,13 @@ class Session:
         self._launches += 1
         if self._launches % _RESET_INTERVAL == 0 and self.device.type == "cuda":
             with torch.cuda.stream(self._stream), torch.inference_mode():
-                self._workspace.reset()
+                self._kept.workspace.reset()
 
     def _run_cuda(self, batch: Packed, output: Output) -> Wait:
         launched = None if self._graphs is None else self._graphs.launch(output, batch)
         if launched is not None:
             return launched
-        few, folded = few_rows_layers.using(self._workspace), folded_layers.using(self._folded)
-        with torch.cuda.stream(self._stream), torch.inference_mode(), few, folded:
+        with torch.cuda.stream(self._stream), torch.inference_mode(), few_tokens.using(self._kept):
             rows = self.network.run(output, Inputs.of(batch, self.device))
             host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
             host.copy_(rows, non_blocking=True)

@@ -22,6 +22,9 @@ from fasttfm.ops.transformer_native import MOST_FEW_ROWS, missing_cuda
 _ALIGNMENT = 16
 _DEPENDENT = 1  # on the previous kernel: kernels/few_rows/op.h
 _MOST_COLUMNS = 8192  # of a LayerNorm
+_OWN_CLUSTER = 0  # as many blocks in a cluster as the tile has
+_NO_NORM = (0.0, None, None, None, None, None)  # a GEMM without LayerNorms: kernels/few_rows/op.h
+_NO_NORM_OF_RESIDUAL = (None, None, None)
 
 
 def refuse(rows: int, device: torch.device, parameters: list[Tensor]) -> str | None:
@@ -67,7 +70,7 @@ def add_norm(
     _, rows, columns = parts.shape
     y, z = residual.new_empty(rows, columns, dtype=dtype), torch.empty_like(residual)
     _native.core().few_rows_add_norm_cuda(
-        parts, residual, linear_bias, norm.weight, norm.bias, y, z, norm.eps, _DEPENDENT
+        parts, residual, linear_bias, norm.weight, norm.bias, y, z, norm.eps, _DEPENDENT, *_NO_NORM_OF_RESIDUAL
     )
     return y, z
 
@@ -92,5 +95,5 @@ def _launch_product(
 ) -> None:
     code = CODES["gelu" if activation is None else ACTIVATIONS[activation]]
     _native.core().few_rows_product_cuda(
-        x, weight, bias, y, parts, tile, count, activation is not None, code, _DEPENDENT
+        x, weight, bias, y, parts, tile, _OWN_CLUSTER, count, activation is not None, code, _DEPENDENT, *_NO_NORM
     )

@@ -1,14 +1,10 @@
 """All layers of an encoder over up to 32 tokens in one kernel on Hopper (kernels/few_rows/cuda_layers.cu).
 
 Its blocks hand data to each other through a workspace, which no two launches may use at the same time. So the kernel
-runs only inside of ``using``: an inference session has a workspace, and one stream for all its launches.
+runs only inside of ``few_tokens.using``: an inference session has a workspace, and one stream for all its launches.
 """
 
 from __future__ import annotations
-
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -46,23 +42,6 @@ class Workspace:
         two for each layer."""
         for each in self._memory.values():
             each.zero_()
-
-
-_workspace: ContextVar[Workspace | None] = ContextVar("workspace", default=None)
-
-
-@contextlib.contextmanager
-def using(workspace: Workspace) -> Iterator[None]:
-    """Inside of it, layers may run in the kernel, with this workspace."""
-    token = _workspace.set(workspace)
-    try:
-        yield
-    finally:
-        _workspace.reset(token)
-
-
-def current_workspace() -> Workspace | None:
-    return _workspace.get()
 
 
 def refuse(batch: Batch, layers: Layers, options: BlockOptions) -> str | None:

@@ -1,17 +1,15 @@
-"""Post-LN layers over few tokens whose LayerNorms are folded into the GEMMs around them: folded_forward.h of
-kernels/transformer_block.
+"""Post-LN layers over few tokens whose LayerNorms, of each layer the first or both, are folded into the GEMMs around
+them: few_rows_forward.h of kernels/transformer_block.
 
 A LayerNorm's weight, its bias and the mean of its rows become parts of the weight and the bias of the GEMM that reads
 it. The folded weights take memory, and have to follow changes of the layers' parameters. So layers are only folded
-inside of ``using``: an inference session keeps their folded weights.
+inside of ``few_tokens.using``: an inference session keeps their folded weights.
 """
 
 from __future__ import annotations
 
-import contextlib
 from array import array
-from collections.abc import Iterator
-from contextvars import ContextVar
+from enum import IntEnum
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -29,17 +27,24 @@ LEAST_LAYERS = 2  # of a single one, the LayerNorm after it would be the same ke
 _GROUP = 64  # columns, which have statistics of their own
 
 
-class FoldedLayer(NamedTuple):
-    """A layer's folded weights and biases, the latter in fp32: TransformerFolded in kernels/transformer_block/op.h."""
+class FoldedNorms(IntEnum):
+    """Which LayerNorms of a layer are folded: kernels/few_rows/plan.h."""
 
-    qkv_weight: Tensor
-    qkv_bias: Tensor
-    out_bias: Tensor
-    residual_a: Tensor
+    NONE, FIRST, BOTH = 0, 1, 2
+
+
+class FoldedLayer(NamedTuple):
+    """A layer's folded weights and biases, the latter in fp32: TransformerFolded in kernels/transformer_block/op.h.
+    With only the first LayerNorm, those of up are folded."""
+
     up_weight: Tensor
     up_bias: Tensor
-    down_bias: Tensor
-    residual_b: Tensor
+    qkv_weight: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    residual_a: Tensor | None = None
+    down_bias: Tensor | None = None
+    residual_b: Tensor | None = None
 
 
 def fold_norm(weight: Tensor, bias: Tensor, norm_weight: Tensor, norm_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,8 +59,14 @@ def fold_norm(weight: Tensor, bias: Tensor, norm_weight: Tensor, norm_bias: Tens
     return centred.to(weight.dtype), _wide(bias) + (own * shift).sum(1)
 
 
-def fold_layer(own: BlockParameters, before: BlockParameters | None) -> FoldedLayer:
-    """The folded weights of a layer; ``before`` is the layer before it, None if x is already normalized."""
+def fold_first(own: BlockParameters) -> FoldedLayer:
+    """The folded weights of a layer's first LayerNorm."""
+    p: Any = own
+    return FoldedLayer(*fold_norm(p.up_weight, p.up_bias, p.norm_a_weight, p.norm_a_bias))
+
+
+def fold_both(own: BlockParameters, before: BlockParameters | None) -> FoldedLayer:
+    """Those of both; ``before`` is the layer before it, None if x is already normalized."""
     p: Any = own
     qkv: tuple[Tensor, Tensor] = (p.qkv_weight, _wide(p.qkv_bias))
     out_bias, residual = _wide(p.out_bias), torch.ones_like(_wide(p.out_bias))
@@ -63,9 +74,8 @@ def fold_layer(own: BlockParameters, before: BlockParameters | None) -> FoldedLa
         b: Any = before
         qkv = fold_norm(p.qkv_weight, p.qkv_bias, b.norm_b_weight, b.norm_b_bias)
         out_bias, residual = out_bias + _wide(b.norm_b_bias), _wide(b.norm_b_weight)
-    up = fold_norm(p.up_weight, p.up_bias, p.norm_a_weight, p.norm_a_bias)
     down_bias = _wide(p.down_bias) + _wide(p.norm_a_bias)
-    return FoldedLayer(*qkv, out_bias, residual, *up, down_bias, _wide(p.norm_a_weight))
+    return FoldedLayer(*fold_first(own)[:2], *qkv, out_bias, residual, down_bias, _wide(p.norm_a_weight))
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -77,8 +87,9 @@ def _wide(tensor: Tensor) -> Tensor:
 
 class Folded(NamedTuple):
     layers: Layers  # whose parameters were folded
+    norms: FoldedNorms
     found: list[FoldedLayer]
-    table: array[int]  # of addresses
+    table: array[int]  # of addresses, 0 for None
 
 
 class FoldedWeights:
@@ -87,57 +98,57 @@ class FoldedWeights:
     def __init__(self) -> None:
         self._found: dict[bytes, Folded] = {}
 
-    def of(self, layers: Layers) -> Folded | None:
-        """The folded weights; None if a capture would have to compute them."""
+    def of(self, layers: Layers, norms: FoldedNorms) -> Folded | None:
+        """The folded weights of at least these LayerNorms; None if a capture would have to compute them."""
         key = layers.table.tobytes()
         found = self._found.get(key)
-        if found is None and not (layers.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            with torch.inference_mode():
-                folded = _fold(layers)
-            addresses = [each.data_ptr() for each in chain.from_iterable(folded)]
-            found = self._found[key] = Folded(layers, folded, array("q", addresses))
-        return found
+        if found is not None and found.norms >= norms:
+            return found
+        if layers.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        with torch.inference_mode():
+            folded = _fold(layers, norms)
+        if found is not None:
+            folded = [each._replace(**_up_of(old)) for each, old in zip(folded, found.found, strict=True)]
+        addresses = [0 if each is None else each.data_ptr() for each in chain.from_iterable(folded)]
+        self._found[key] = Folded(layers, norms, folded, array("q", addresses))
+        return self._found[key]
 
     @torch.inference_mode()
     def refresh(self) -> None:
         """Folds the parameters again, after they have changed, on the current stream."""
-        for layers, found, _ in self._found.values():
-            pairs = zip(chain.from_iterable(found), chain.from_iterable(_fold(layers)), strict=True)
+        for layers, norms, found, _ in self._found.values():
+            pairs = zip(chain.from_iterable(found), chain.from_iterable(_fold(layers, norms)), strict=True)
             for to, given in pairs:
-                if to is not given:  # the first layer's weight is not folded
+                # The first layer's weight of qkv is not folded.
+                if to is not None and given is not None and to is not given:
                     to.copy_(given)
 
 
-def _fold(layers: Layers) -> list[FoldedLayer]:
+def _up_of(layer: FoldedLayer) -> dict[str, Tensor]:
+    return {"up_weight": layer.up_weight, "up_bias": layer.up_bias}
+
+
+def _fold(layers: Layers, norms: FoldedNorms) -> list[FoldedLayer]:
     every = layers_in(layers.given)
     found: dict[tuple[int, ...], FoldedLayer] = {}  # layers that share their parameters share the folded ones
     folded = []
     for before, own in zip([None, *every], every, strict=False):
-        key = tuple(map(id, chain(own, before or ())))
+        both = norms == FoldedNorms.BOTH
+        key = tuple(map(id, chain(own, (before or ()) if both else ())))
         if key not in found:
-            found[key] = fold_layer(own, before)
+            found[key] = fold_both(own, before) if both else fold_first(own)
         folded.append(found[key])
     return folded
 
 
-_weights: ContextVar[FoldedWeights | None] = ContextVar("weights", default=None)
-
-
-@contextlib.contextmanager
-def using(weights: FoldedWeights) -> Iterator[None]:
-    """Inside of it, layers may run with folded LayerNorms, whose weights are kept there."""
-    token = _weights.set(weights)
-    try:
-        yield
-    finally:
-        _weights.reset(token)
-
-
-def current_weights() -> FoldedWeights | None:
-    return _weights.get()
-
-
 # ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+def chosen_norms(batch: Batch, layers: Layers) -> FoldedNorms:
+    """Which LayerNorms are folded in a call whose layers can be."""
+    sizes = (*batch.x.shape, layers.intermediate, multiprocessors(batch.x))
+    return FoldedNorms(_native.core().few_rows_folded_norms(*sizes))
 
 
 def refuse(batch: Batch, layers: Layers) -> str | None:
@@ -158,14 +169,15 @@ def refuse(batch: Batch, layers: Layers) -> str | None:
         return f"takes a width in multiples of {_GROUP}, got {width}"
     if (reason := missing_cuda(batch.x.device)) is not None:
         return reason
-    if not _native.core().few_rows_layer_fits(tokens, width, layers.intermediate, multiprocessors(batch.x)):
+    if chosen_norms(batch, layers) == FoldedNorms.NONE:
         return f"takes sizes for which this is faster (kernels/few_rows/plan.h), got {tokens} tokens of {width} columns"
     return None
 
 
 def run(weights: FoldedWeights, batch: Batch, layers: Layers, options: BlockOptions) -> Tensor | None:
     """The result of the layers; None if a CUDA graph is captured before their weights are folded."""
-    found = weights.of(layers)
+    norms = chosen_norms(batch, layers)
+    found = weights.of(layers, norms)
     if found is None:
         return None
-    return transformer_native.forward_folded(batch, layers, options, found.table)
+    return transformer_native.forward_folded(batch, layers, options, found.table, norms)

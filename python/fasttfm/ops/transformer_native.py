@@ -312,9 +312,10 @@ def forward_fp8(
     return y, z
 
 
-def forward_folded(batch: Batch, layers: Layers, options: BlockOptions, addresses: array[int]) -> Tensor:
-    """Returns y of layers over few tokens whose LayerNorms are folded into their GEMMs. ``addresses`` are those of the
-    folded weights: kernels/transformer_block/op.h, TransformerFoldedForward."""
+def forward_folded(batch: Batch, layers: Layers, options: BlockOptions, addresses: array[int], norms: int) -> Tensor:
+    """Returns y of layers over few tokens whose LayerNorms are folded into their GEMMs: of each layer the first
+    (``norms`` is 1) or both (2). ``addresses`` are those of the folded weights: kernels/transformer_block/op.h,
+    TransformerFoldedForward."""
     x = batch.x
     check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
     shape = shape_of(batch, layers, options, training=False)
@@ -322,7 +323,7 @@ def forward_folded(batch: Batch, layers: Layers, options: BlockOptions, addresse
     _native.core().transformer_block_folded_forward_cuda(
         *(*shape, *layer_options(batch, layers, options)),
         *(layers.table.buffer_info()[0], x, batch.cu_seqlens, None, kept, scratch),
-        *(y, _has_short_sequences(batch, options), addresses.buffer_info()[0]),
+        *(y, _has_short_sequences(batch, options), addresses.buffer_info()[0], norms),
     )
     return y
 

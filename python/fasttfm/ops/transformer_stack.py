@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.rows import contiguous_rows
-from fasttfm.ops import direct_gradients, few_rows_layers, folded_layers, linear, transformer_native
+from fasttfm.ops import direct_gradients, few_rows_layers, few_tokens, folded_layers, linear, transformer_native
 from fasttfm.ops.attention import TABLE as ATTENTION
 from fasttfm.ops.attention import backward_op as attention_backward_op
 from fasttfm.ops.backends import Backend, BackendTable, always
@@ -126,31 +126,22 @@ def _has_few_rows(x: Tensor, residual: Tensor | None, options: BlockOptions, lay
 def _run_native(
     batch: Batch, residual: Tensor | None, options: BlockOptions, layers: Layers, *, few_rows: bool
 ) -> tuple[Tensor, Tensor | None]:
-    if few_rows and (y := _run_in_one_kernel(batch, options, layers)) is not None:
-        return y, None
-    if few_rows and (y := _run_folded(batch, options, layers)) is not None:
+    kept = few_tokens.current()
+    if few_rows and kept is not None and (y := _run_with(kept, batch, options, layers)) is not None:
         return y, None
     own = _in_type(layers, batch.x.dtype, copies=False)
     y, z, _ = transformer_native.forward(batch, residual, layers, own, options, training=False, few_rows=few_rows)
     return y, z
 
 
-def _run_in_one_kernel(batch: Batch, options: BlockOptions, layers: Layers) -> Tensor | None:
-    """The result of all layers by one kernel; None if it does not support the call, or outside of
-    ``few_rows_layers.using``."""
-    workspace = few_rows_layers.current_workspace()
-    if workspace is None or few_rows_layers.refuse(batch, layers, options) is not None:
-        return None
-    return few_rows_layers.run(workspace, batch, layers, options)
-
-
-def _run_folded(batch: Batch, options: BlockOptions, layers: Layers) -> Tensor | None:
-    """The result of layers with folded LayerNorms; None if they do not support the call, or outside of
-    ``folded_layers.using``."""
-    weights = folded_layers.current_weights()
-    if weights is None or folded_layers.refuse(batch, layers) is not None:
-        return None
-    return folded_layers.run(weights, batch, layers, options)
+def _run_with(kept: few_tokens.FewTokens, batch: Batch, options: BlockOptions, layers: Layers) -> Tensor | None:
+    """The result of all layers by one kernel, or with folded LayerNorms; None if neither supports the call."""
+    y = None
+    if few_rows_layers.refuse(batch, layers, options) is None:
+        y = few_rows_layers.run(kept.workspace, batch, layers, options)
+    if y is None and folded_layers.refuse(batch, layers) is None:
+        y = folded_layers.run(kept.folded, batch, layers, options)
+    return y
 
 
 def _run_with_gradient(
