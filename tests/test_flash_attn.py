@@ -94,7 +94,7 @@ def test_packed_projections_match_the_separate_ones() -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda x: flash.flash_attn_qkvpacked_func(x), r"qkv: expected \[B, S, 3, H, D\], got shape \(2, 6, 4, 4, 8\)"),
+        (lambda x: flash.flash_attn_qkvpacked_func(x), r"qkv \[B, S, 3, H, D\].*got shape \(2, 6, 4, 4, 8\)"),
         (lambda x: flash.flash_attn_kvpacked_func(x[:, :, 0], x), r"kv: expected \[B, Sk, 2, Hk, D\], got shape"),
         (
             lambda x: flash.flash_attn_varlen_kvpacked_func(x[0, :, 0], x[0]),

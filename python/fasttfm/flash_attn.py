@@ -51,13 +51,12 @@ def flash_attn_func(
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **named: Any) -> Result:
     """``flash_attn_func`` of ``qkv [B, S, 3, H, D]``, with its options."""
-    q, k, v = _unpacked("flash_attn_qkvpacked_func", "qkv", qkv, "[B, S, 3, H, D]")
-    return flash_attn_func(q, k, v, *options, **named)
+    return flash_attn_func(qkv, None, None, *options, **named)  # type: ignore[arg-type]  # read in place
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
     """``flash_attn_func`` of ``q [B, Sq, H, D]`` and ``kv [B, Sk, 2, Hk, D]``, with its options."""
-    k, v = _unpacked("flash_attn_kvpacked_func", "kv", kv, "[B, Sk, 2, Hk, D]")
+    k, v = _unpacked("flash_attn_kvpacked_func", kv, "[B, Sk, 2, Hk, D]")
     return flash_attn_func(q, k, v, *options, **named)
 
 
@@ -93,22 +92,20 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *options: Any, **named: Any
 ) -> Result:
     """``flash_attn_varlen_func`` of ``qkv [T, 3, H, D]``, with its options."""
-    q, k, v = _unpacked("flash_attn_varlen_qkvpacked_func", "qkv", qkv, "[T, 3, H, D]")
-    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named)
+    boundaries: tuple[Any, ...] = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(qkv, None, None, *boundaries, *options, **named)  # type: ignore[arg-type]
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **named: Any) -> Result:
     """``flash_attn_varlen_func`` of ``q [Tq, H, D]`` and ``kv [Tk, 2, Hk, D]``, with its boundaries and options."""
-    k, v = _unpacked("flash_attn_varlen_kvpacked_func", "kv", kv, "[Tk, 2, Hk, D]")
+    k, v = _unpacked("flash_attn_varlen_kvpacked_func", kv, "[Tk, 2, Hk, D]")
     return flash_attn_varlen_func(q, k, v, *options, **named)
 
 
-def _unpacked(function: str, name: str, packed: Tensor, layout: str) -> tuple[Tensor, ...]:
-    """The parts of a tensor whose shape is ``layout``, with the number of parts third from the end."""
-    sizes = layout.strip("[]").split(", ")
-    if packed.dim() != len(sizes) or packed.shape[-3] != int(sizes[-3]):
-        raise checks.bad_value(function, name, layout, f"shape {tuple(packed.shape)}")
-    return packed.unbind(-3)
+def _unpacked(function: str, kv: Tensor, layout: str) -> tuple[Tensor, ...]:
+    if kv.dim() != layout.count(",") + 1 or kv.shape[-3] != 2:
+        raise checks.bad_value(function, "kv", layout, f"shape {tuple(kv.shape)}")
+    return kv.unbind(-3)
 
 
 def _attend(

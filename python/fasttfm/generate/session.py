@@ -390,7 +390,7 @@ class GenerationSession:
         if self.device.type != "cuda":
             active, lengths, history = (source.clone() for source in sources)
             return _Snapshot(generations, active, lengths, history, None)
-        copies = [torch.empty(source.shape, dtype=source.dtype, pin_memory=True) for source in sources]
+        copies = [torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True) for source in sources]
         for copy, source in zip(copies, sources, strict=True):
             copy.copy_(source, non_blocking=True)
         ready = torch.cuda.Event()

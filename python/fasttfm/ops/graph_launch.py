@@ -19,7 +19,7 @@ class HostMemory:
 
     def __init__(self, inputs: Tensor, results: Tensor, stream: torch.cuda.Stream) -> None:
         self.inputs, self.results = inputs, results
-        self.flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # set by graphs with a slot
+        self.flag = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)  # set by graphs with a slot
         self.done = torch.cuda.Event()
         self.done.record(stream)  # creates the event
         # torch's calls for them take as long as a part of the launch

@@ -125,7 +125,8 @@ def cu_seqlens_from_lengths(lengths: Sequence[int] | Tensor, *, device: torch.de
     boundaries = [0, *itertools.accumulate(lengths)]
     if device is None or torch.device(device).type != "cuda":
         return torch.tensor(boundaries, dtype=torch.int32, device=device)
-    return torch.tensor(boundaries, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+    pinned = torch.tensor(boundaries, dtype=torch.int32, device="cpu", pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 def _check_lengths(op: str, lengths: Sequence[int]) -> None:
@@ -180,7 +181,7 @@ def layout_of_mask(mask: Tensor) -> tuple[Tensor, int, bool] | None:
         return None
     mask = (mask if mask.dtype in _MASK_TYPES else mask.bool()).contiguous()
     cu_seqlens = torch.empty(mask.shape[0] + 1, dtype=torch.int32, device=mask.device)
-    found = torch.empty(2, dtype=torch.int32, pin_memory=True)
+    found = torch.empty(2, dtype=torch.int32, device="cpu", pin_memory=True)
     _native.core().mask_layout_cuda(mask, cu_seqlens, found.data_ptr(), mask.element_size())
     torch.cuda.current_stream(mask.device).synchronize()
     tokens, first = found.tolist()

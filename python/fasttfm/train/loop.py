@@ -324,7 +324,7 @@ class AsyncMetrics:
         if not self.on_gpu:
             self._waiting.append((tag, values.clone(), None))
             return
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
