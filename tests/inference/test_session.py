@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -433,3 +434,55 @@ def test_int8_is_for_fp32_on_a_cpu(bert: Any) -> None:
         Session(bert, precision="int8", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="precision: expected None, 'int8' or 'fp8', got 'int4'"):
         Session(bert, precision="int4")
+
+
+def test_a_session_that_a_callback_closes_computes_the_waiting_requests() -> None:
+    session = Session(small_bert("BertModel"), device="cpu", max_tokens=8)
+    futures = [session.submit([1, 2, 3, 4]) for _ in range(1)]
+    futures[0].add_done_callback(lambda _: session.close())
+    with contextlib.suppress(RuntimeError):  # once the callback has closed the session
+        for _ in range(20):
+            futures.append(session.submit([5, 6, 7]))
+    assert all(np.isfinite(each.result(60)).all() for each in futures)
+    session.close()
+    with pytest.raises(RuntimeError, match="expected an open session, got a closed one"):
+        session.encode([[1, 2]])
+
+
+def test_a_dictionary_is_no_list_of_texts() -> None:
+    with Session(small_bert("BertModel"), device="cpu") as session:
+        for call in (session.encode, lambda inputs: list(session.stream(inputs))):
+            with pytest.raises(TypeError, match="expected texts, pairs of texts or lists of ids, got dict"):
+                call({"input_ids": [[1, 2]]})
+
+
+def test_a_stream_of_one_input_has_one_result() -> None:
+    with Session(small_bert("BertModel"), device="cpu") as session:
+        (found,) = session.stream([1, 2, 3])
+        assert np.array_equal(found, session.encode([1, 2, 3]))
+
+
+@pytest.mark.parametrize("given", [torch.ones(2), torch.ones(2, requires_grad=True), torch.ones(2).bfloat16()], ids=str)
+def test_tensors_of_floats_are_refused(given: torch.Tensor) -> None:
+    with (
+        Session(small_bert("BertModel"), device="cpu") as session,
+        pytest.raises(TypeError, match="expected texts, pairs of texts or lists of ids, got tensor"),
+    ):
+        session.encode([given])
+
+
+@pytest.mark.parametrize("value", ["x", -1, 0.5])
+def test_a_wrong_number_of_graphs_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"max_graphs: expected a number from 0 on, got"):
+        Session(small_bert("BertModel"), device="cpu", max_graphs=value)
+
+
+def test_the_warning_of_a_stream_is_about_its_own_texts(bert_directory: Path) -> None:
+    long, short = "peace and commerce " * 20, "Peace."
+    with Session(bert_directory, settings=EmbedSettings(max_length=8)) as session:
+        session.encode([long])
+        with pytest.warns(UserWarning, match=r"^1 of 2 texts have more than 8 tokens and are truncated"):
+            list(session.stream([long, short]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            list(session.stream([short]))

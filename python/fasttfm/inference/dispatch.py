@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 Finish = Callable[[], Sequence[Any]]  # waits for a group, and returns the result of each item
@@ -49,7 +49,7 @@ class Dispatcher(Generic[Item]):
         register_fork_reset(self)
 
     def reset_after_fork(self) -> None:
-        self._queue: queue.SimpleQueue[Request[Item] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Request[Item] | _End] = queue.SimpleQueue()
         self._room = threading.Semaphore(self._max_waiting)
         self._lock = threading.Lock()  # guards _thread, _closed and what is put into the queue
         self._thread: threading.Thread | None = None
@@ -69,20 +69,26 @@ class Dispatcher(Generic[Item]):
             self._queue.put(request)
         return request.future
 
-    def close(self) -> None:
-        """Computes the waiting requests and ends the thread. A future's callback that calls it does not wait."""
+    def close(self, then: Callable[[], object] = lambda: None) -> None:
+        """Computes the waiting requests, ends the thread, and calls ``then``. A future's callback that calls it does
+        not wait: the thread calls ``then`` when it ends."""
         with self._lock:
-            if not self._closed and self._thread is not None:
-                self._queue.put(None)  # after all requests
-            self._closed, thread = True, self._thread
-        if thread is not None and thread is not threading.current_thread():
+            thread = self._thread
+            in_callback = thread is threading.current_thread()
+            if not self._closed and thread is not None:
+                self._queue.put(_End(then if in_callback else None))  # after all requests
+            self._closed = True
+        if in_callback:
+            return
+        if thread is not None:
             thread.join()
+        then()
 
     def _start(self) -> None:
         worker = _Worker(self._queue, self._room, self._max_tokens)
         self._thread = threading.Thread(target=worker.run, name="fasttfm-session", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._queue.put, None).atexit = False
+        weakref.finalize(self, self._queue.put, _End()).atexit = False
 
 
 _registered: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -100,13 +106,20 @@ if hasattr(os, "register_at_fork"):
 # ---- the thread ------------------------------------------------------------------------------------------------------
 
 
+class _End(NamedTuple):
+    """The last item of a queue."""
+
+    then: Callable[[], object] | None = None  # called after all requests
+
+
 class _Worker(Generic[Item]):
     """What the thread does. It holds no dispatcher."""
 
     def __init__(
-        self, source: queue.SimpleQueue[Request[Item] | None], room: threading.Semaphore, max_tokens: int
+        self, source: queue.SimpleQueue[Request[Item] | _End], room: threading.Semaphore, max_tokens: int
     ) -> None:
         self._queue, self._room, self._max_tokens = source, room, max_tokens
+        self._end = _End()
         self._deferred: Request[Item] | None = None  # taken from the queue, but did not fit the group
 
     def run(self) -> None:
@@ -124,6 +137,8 @@ class _Worker(Generic[Item]):
                     _fail(group, error)
             if launched and (not group or len(launched) > 1):
                 _finish(*launched.popleft())
+        if self._end.then is not None:
+            self._end.then()
 
     def _take(self, *, wait: bool) -> tuple[list[Request[Item]], bool]:
         """Returns the requests of the next group, and whether the dispatcher is still open."""
@@ -134,11 +149,13 @@ class _Worker(Generic[Item]):
             self._deferred = None
             if request is None:
                 try:
-                    request = self._queue.get(block=wait and not group)
+                    taken = self._queue.get(block=wait and not group)
                 except queue.Empty:
                     return group, True
-                if request is None:
+                if isinstance(taken, _End):
+                    self._end = taken
                     return group, False
+                request = taken
                 self._room.release()
             if group and tokens + request.tokens > self._max_tokens:
                 self._deferred = request

@@ -165,8 +165,8 @@ class _Staging(HostMemory):
     """Host memory for the inputs and small results of one launch at a time."""
 
     def __init__(self, size: int, stream: torch.cuda.Stream) -> None:
-        inputs = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        results = torch.empty(_SMALL_RESULT // 4, dtype=torch.float32, pin_memory=True)
+        inputs = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
+        results = torch.empty(_SMALL_RESULT // 4, dtype=torch.float32, device="cpu", pin_memory=True)
         super().__init__(inputs, results, stream)
         self.input_array, self.result_array = inputs.numpy(), results.numpy()
 
@@ -182,7 +182,7 @@ class _Launched:
         self._graph, self._rows, self._free = graph, rows, free
         self._large = None
         if 4 * rows * graph.size > _SMALL_RESULT:
-            self._large = torch.empty(rows * graph.size, pin_memory=True)
+            self._large = torch.empty(rows * graph.size, dtype=torch.float32, device="cpu", pin_memory=True)
         self._staging: _Staging | None = staging  # deleted before `_large`, for which it waits
         graph.graph.launch(staging, rows, self._large)
 

@@ -7,9 +7,9 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +69,11 @@ class SessionCounts:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def since(self, before: SessionCounts) -> SessionCounts:
+        """What was computed after ``before`` was copied."""
+        names = [each.name for each in fields(self)]
+        return SessionCounts(**{name: getattr(self, name) - getattr(before, name) for name in names})
 
     def note(self, max_length: int) -> str:
         """A message about truncated and empty texts; empty if there are none."""
@@ -143,9 +148,10 @@ class Session:
         if precision == "int8" and (self.device.type != "cpu" or self.dtype != torch.float32):
             got = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
             raise ValueError(f"Session: precision: expected float32 on a CPU with 'int8', got {got}")
-        for name, value in (("max_tokens", self.max_tokens), ("max_batch", max_batch), ("max_waiting", max_waiting)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"Session: {name}: expected a number from 1 on, got {value!r}")
+        sizes = {"max_tokens": self.max_tokens, "max_batch": max_batch, "max_waiting": max_waiting}
+        for name, value, least in (*((*each, 1) for each in sizes.items()), ("max_graphs", max_graphs, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"Session: {name}: expected a number from {least} on, got {value!r}")
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise ValueError(f"Session: dtype: expected a floating-point type such as torch.float32, got {dtype!r}")
         if not isinstance(model, (PretrainedModel, str, Path)):
@@ -163,9 +169,9 @@ class Session:
         self.settings, self.tokenizer = settings or EmbedSettings(), tokenizer
         longest = longest_input(model.config)
         self.max_length = longest if self.settings.max_length is None else self.settings.max_length
-        if not 3 <= self.max_length <= longest:
+        if not isinstance(self.max_length, int) or not 3 <= self.max_length <= longest:
             expected = f"3 to the model's {longest} positions"
-            raise ValueError(f"Session: max_length: expected {expected}, got {self.max_length}")
+            raise ValueError(f"Session: max_length: expected {expected}, got {self.max_length!r}")
         self._max_positions = longest
         self._form = None if tokenizer is None else text_format(model.config, tokenizer, self.max_length)
         self._vocabulary: int = model.config.vocab_size
@@ -226,7 +232,8 @@ class Session:
             raise ValueError(f"Session: calibration: expected texts, or {CALIBRATION} next to the checkpoint, got none")
         found = given
         if not isinstance(found, Calibration):
-            found = calibrate(self.network, self._tokenize(found), self.max_tokens, self.max_batch)
+            texts = [found] if _is_single(found) else found
+            found = calibrate(self.network, self._tokenize(texts), self.max_tokens, self.max_batch)
         run_in_fp8(self.network, found)
         return found
 
@@ -256,9 +263,6 @@ class Session:
             return self.encode([inputs], output=output)[0]
         if _is_one_window(inputs):
             return self._encode_window(inputs, kind)
-        if not isinstance(inputs, Iterable):
-            got = type(inputs).__name__
-            raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {got}")
         results = [result for _, result in self._results(inputs, kind)]
         if self.network.is_per_sequence(kind):
             return np.stack(results) if results else np.zeros((0, self._width(kind)), np.float32)
@@ -274,9 +278,11 @@ class Session:
         self, inputs: Iterable[Any], *, output: str = "vectors"
     ) -> Iterator[tuple[list[int], np.ndarray]]:
         """As ``stream``, with the ids of each input, special tokens included."""
+        with self._lock:
+            before = replace(self.counts)
         for tokens, result in self._results(inputs, self._output(output)):
             yield list(tokens.ids), result
-        if note := self.counts.note(self.max_length):
+        if note := self.counts.since(before).note(self.max_length):
             warnings.warn(note, stacklevel=2)
 
     def submit(self, input: Any, *, output: str = "vectors", timeout: float | None = None) -> Future[Any]:
@@ -290,8 +296,11 @@ class Session:
         return self._dispatcher.submit(_Item(tokens, kind), len(tokens.ids), timeout)
 
     def close(self) -> None:
-        """Computes the submitted requests and frees the CUDA graphs. Later calls raise RuntimeError."""
-        self._dispatcher.close()
+        """Computes the submitted requests and frees the CUDA graphs. Later calls raise RuntimeError. A future's
+        callback that calls it does not wait for the other requests."""
+        self._dispatcher.close(self._free)
+
+    def _free(self) -> None:
         with self._lock:
             self._closed = True
             if self._graphs is not None:
@@ -321,6 +330,9 @@ class Session:
 
     def _results(self, inputs: Any, output: Output) -> Iterator[tuple[Tokens, np.ndarray]]:
         """The tokens and result of each input, by windows: while one is computed, the next one is tokenized."""
+        if _is_single(inputs):
+            inputs = [inputs]
+        _check_iterable(inputs)
         if _is_one_window(inputs):
             sequences = self._tokenize(inputs)
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
@@ -385,8 +397,9 @@ class Session:
     def _from_ids(self, given: Any) -> Tokens:
         """A sequence of given ids. ``_check_values`` validates the values of all sequences together."""
         try:
-            ids = np.array(given.cpu().numpy() if isinstance(given, Tensor) else given)  # a copy, as in _tokenize
-        except ValueError:  # lists within lists
+            # a copy, as in _tokenize
+            ids = np.array(given.detach().cpu().numpy() if isinstance(given, Tensor) else given)
+        except (ValueError, TypeError):  # lists within lists, and dtypes that numpy does not have
             ids = np.empty((0, 0))
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {given!r:.80}")
@@ -503,7 +516,7 @@ class Session:
             return launched
         with torch.cuda.stream(self._stream), torch.inference_mode(), few_tokens.using(self._kept):
             rows = self.network.run(output, Inputs.of(batch, self.device))
-            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
             host.copy_(rows, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
@@ -556,6 +569,12 @@ def _is_single(inputs: Any) -> bool:
     if isinstance(inputs, tuple):
         return len(inputs) == 2 and all(isinstance(text, str) for text in inputs)
     return isinstance(inputs, str) or (isinstance(inputs, (Tensor, np.ndarray)) and inputs.ndim == 1)
+
+
+def _check_iterable(inputs: Any) -> None:
+    if not isinstance(inputs, Iterable) or isinstance(inputs, Mapping):
+        got = type(inputs).__name__
+        raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {got}")
 
 
 def _is_one_window(inputs: Any) -> bool:
