@@ -196,6 +196,20 @@ def test_rows_of_any_width_are_written_to_the_host(labels: int, sentences: Ids) 
         assert np.abs(ours - theirs).max() <= 0.05 * np.abs(theirs).max()
 
 
+def test_a_thread_does_not_lower_the_shared_memory_of_another() -> None:
+    """The same kernel takes less of it in the narrower model, whose blocks exchange nothing."""
+    ids = [[1 + index % 20 for index in range(100)]]
+    wide, narrow = (
+        Session(small_bert("BertModel", hidden_size=size), device="cuda", max_graphs=0) for size in (128, 64)
+    )
+    with wide, narrow:
+        expected = wide.encode(ids)
+        thread = threading.Thread(target=narrow.encode, args=(ids,))
+        thread.start()
+        thread.join()
+        assert np.array_equal(wide.encode(ids), expected)
+
+
 def test_threads_replay_the_same_graph() -> None:
     """With different ids, on one stream and through one slot: every call has the bits of the same ids before."""
     generator = np.random.default_rng(0)

@@ -4,7 +4,9 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
+#include <mutex>
 #include <vector>
 
 #include "common/status.h"
@@ -72,29 +74,41 @@ class DeviceGuard {
   Status status_;
 };
 
-// Allows a kernel to use `memory` bytes of dynamic shared memory. The attribute is specific to a context, and setting
-// it takes about as long as a launch, so each thread sets it once per kernel and context.
-inline cudaError_t allow_memory(const void* kernel, size_t memory) {
-  if (memory <= 48 * 1024) return cudaSuccess;  // more than this requires the attribute
-  struct Allowed {
+// The largest dynamic shared memory that kernels have been allowed to use, each in a context.
+struct AllowedMemory {
+  struct Entry {
     const void* kernel;
     CUcontext context;
-    size_t memory;
+    size_t bytes;
   };
-  thread_local std::vector<Allowed> allowed;
+  std::vector<Entry> entries;
+
+  size_t& of(const void* kernel, CUcontext context) {
+    for (Entry& each : entries)
+      if (each.kernel == kernel && each.context == context) return each.bytes;
+    entries.push_back({kernel, context, 0});
+    return entries.back().bytes;
+  }
+};
+
+// Allows a kernel to use `memory` bytes of dynamic shared memory. The attribute is specific to a context, and setting
+// it takes about as long as a launch, so it is set once per kernel and context. A thread looks up what it knows without
+// a lock; it must not lower what another thread has set.
+inline cudaError_t allow_memory(const void* kernel, size_t memory) {
+  if (memory <= 48 * 1024) return cudaSuccess;  // more than this requires the attribute
+  thread_local AllowedMemory known;
+  static AllowedMemory allowed;
+  static std::mutex mutex;
   const CUcontext context = current_context();
-  Allowed* known = nullptr;
-  for (Allowed& each : allowed)
-    if (each.kernel == kernel && each.context == context) known = &each;
-  if (known != nullptr && known->memory >= memory) return cudaSuccess;
+  size_t& own = known.of(kernel, context);
+  if (own >= memory && context != nullptr) return cudaSuccess;
+  const std::lock_guard<std::mutex> lock(mutex);
+  size_t& all = allowed.of(kernel, context);
+  const size_t wanted = std::max(all, memory);
   const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(memory));
-  if (error != cudaSuccess || context == nullptr) return error;
-  if (known != nullptr)
-    known->memory = memory;
-  else
-    allowed.push_back({kernel, context, memory});
-  return cudaSuccess;
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(wanted));
+  if (error == cudaSuccess) own = all = wanted;
+  return error;
 }
 
 // Launches a kernel with `config`. The status is that of this launch, even if an error of another library is pending.
