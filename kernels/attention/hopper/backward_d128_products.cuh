@@ -9,6 +9,14 @@ namespace fasttfm {
 namespace cuda {
 namespace hopper_backward {
 
+// The position in ring buffers of two stages: see RingPosition.
+struct Stage {
+  uint32_t slot = 0, parity = 0;
+  __device__ __forceinline__ Stage next() const { return {slot ^ 1, parity ^ slot}; }
+  __device__ __forceinline__ Stage previous() const { return {slot ^ 1, parity ^ slot ^ 1}; }
+};
+static_assert(kGradientStages == 2 && kScoreStages == 2 && kKeyStages == 2);
+
 // Half of an accumulator's 128 columns.
 __device__ __forceinline__ const float (&columns_of(const float (&value)[64], int part))[32] {
   return *reinterpret_cast<const float (*)[32]>(value + 32 * part);
@@ -33,20 +41,36 @@ template <class T, bool DROPOUT, Mask MASK, bool GROUPED, bool NARROW>
 struct KeyWarpgroupD128 {
   const Parameters& p;
   MemoryD128<MASK, GROUPED>& memory;
-  const int number;       // 0 or 1: which half of a tile's keys and of dQ's columns the warpgroup computes
-  uint32_t step, k_step;  // query tiles and key tiles processed so far; they determine stage and parity of all rings
+  const int number;                    // 0 or 1: which half of a tile's keys and of dQ's columns the warpgroup computes
+  Stage stage;                         // of dout, delta and dS of the present query tile, also of its keep bits
+  RingPosition<kQueryStages> q_stage;  // of the next query tile for which S^T is issued
+  Stage k_stage;
+  int whole;                           // first_whole_query() of the key tile
+  uint32_t k_rows, v_rows, k_columns;  // tile_address() of operands: the warpgroup's keys and values, its columns of k
   float dk[64], dv[64];
 
   __device__ __forceinline__ KeyWarpgroupD128(const Parameters& p, MemoryD128<MASK, GROUPED>& memory, int number)
-      : p(p), memory(memory), number(number), step(0), k_step(0) {}
+      : p(p), memory(memory), number(number) {}
+
+  static __device__ __forceinline__ uint32_t uniform(uint32_t value) { return warp_uniform(static_cast<int>(value)); }
 
   // Columns of the second tile of a row.
   __device__ __forceinline__ int more_columns() const { return NARROW ? p.head_dim - kTileColumns : kTileColumns; }
 
-  static __device__ __forceinline__ uint32_t q_slot(uint32_t step) { return step % kQueryStages; }
-  static __device__ __forceinline__ uint32_t slot(uint32_t step) { return step % kGradientStages; }
-  static __device__ __forceinline__ uint32_t parity(uint32_t step) { return step / kGradientStages % 2; }
-  __device__ __forceinline__ uint32_t k_slot() const { return k_step % kKeyStages; }
+  // The stage of the query tile `tiles` before that of q_stage.
+  __device__ __forceinline__ uint32_t q_slot_before(uint32_t tiles) const {
+    return q_stage.slot < tiles ? q_stage.slot + kQueryStages - tiles : q_stage.slot - tiles;
+  }
+  // The tile_address() of a stage.
+  __device__ __forceinline__ uint32_t q_address(uint32_t slot) const {
+    return tile_address(memory.q) + slot * (2 * kQueryTileBytes / kAddressUnit);
+  }
+  __device__ __forceinline__ uint32_t dout_address(uint32_t slot) const {
+    return tile_address(memory.dout) + slot * (2 * kQueryTileBytes / kAddressUnit);
+  }
+  __device__ __forceinline__ uint32_t dscores_address(uint32_t slot) const {
+    return tile_address(memory.dscores) + slot * (kKeyTileBytes / kAddressUnit);
+  }
 
   // Zeros the dropped weights of P^T. Bit positions in a word of keep bits are numbered i2 i1 (1 - half) i0 c (see
   // draw_keep_bits()). First i1 and c are swapped, so that the bits of a pair, c = 0 and 1, have the same position in
@@ -67,58 +91,57 @@ struct KeyWarpgroupD128 {
 
   // product = keys queries^T for 64 rows of a key tile and a query tile.
   static __device__ __forceinline__ void multiply_rows(float (&product)[32], uint32_t keys, uint32_t queries) {
+    const uint64_t a = k_major_at(keys), b = k_major_at(queries);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < 8; ++c)
-      wgmma<T>(product, advance(k_major(keys + c / 4 * kKeyTileBytes), c % 4 * kKMajorStep),
-               advance(k_major(queries + c / 4 * kQueryTileBytes), c % 4 * kKMajorStep), c > 0);
+      wgmma<T>(product, advance(a, c / 4 * kKeyTileBytes + c % 4 * kKMajorStep),
+               advance(b, c / 4 * kQueryTileBytes + c % 4 * kKMajorStep), c > 0);
   }
   // sum += operand rows, or sum = operand rows.
   static __device__ __forceinline__ void multiply_columns(float (&sum)[64], const uint32_t (&operand)[16],
                                                           uint32_t rows, bool add) {
+    const uint64_t b = mn_major_at(rows, kQueryTileBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 0; c < 4; ++c) wgmma<T, Major::mn>(sum, operand + 4 * c, advance(b, c * kMnMajorStep), c > 0 || add);
+  }
+
+  // Issues S^T = K Q^T of the next query tile.
+  __device__ __forceinline__ void begin_scores(float (&scores)[32]) {
+    memory.q_full[q_stage.slot].wait(q_stage.parity);
+    multiply_rows(scores, varying(k_rows, q_stage.slot), q_address(q_stage.slot));
+    q_stage.next();
+  }
+
+  // Issues dK += dS^T Q of the present query tile, from the warpgroup's own rows of dS^T in shared memory.
+  __device__ __forceinline__ void begin_dk(uint32_t q_slot, bool add) {
+    const uint64_t dscores = k_major_at(dscores_address(stage.slot) + number * (64 * kTileRowBytes / kAddressUnit));
+    const uint64_t q = mn_major_at(q_address(q_slot), kQueryTileBytes);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      wgmma<T, Major::mn>(sum, operand + 4 * c, advance(mn_major(rows, kQueryTileBytes), c * kMnMajorStep),
-                          c > 0 || add);
+      wgmma<T, Major::k, Major::mn>(dk, advance(dscores, c * kKMajorStep), advance(q, c * kMnMajorStep), c > 0 || add);
   }
 
-  // Issues S^T = K Q^T of a query tile.
-  __device__ __forceinline__ void begin_scores(float (&scores)[32], uint32_t step) {
-    memory.q_full[q_slot(step)].wait(step / kQueryStages % 2);
-    multiply_rows(scores, opaque(shared_address(memory.k[k_slot()]) + number * 64 * kTileRowBytes),
-                  shared_address(memory.q[q_slot(step)]));
-  }
-
-  // Issues dK += dS^T Q of a query tile, from the warpgroup's own rows of dS^T in shared memory.
-  __device__ __forceinline__ void begin_dk(uint32_t step, bool add) {
-    const uint32_t dscores = opaque(shared_address(memory.dscores[step % kScoreStages]) + number * 64 * kTileRowBytes);
-    const uint32_t q = shared_address(memory.q[q_slot(step)]);
-    wgmma_fence();
-#pragma unroll
-    for (int c = 0; c < 4; ++c)
-      wgmma<T, Major::k, Major::mn>(dk, advance(k_major(dscores), c * kKMajorStep),
-                                    advance(mn_major(q, kQueryTileBytes), c * kMnMajorStep), c > 0 || add);
-  }
-
-  // Issues 64 columns of dQ = dS K of a query tile.
-  __device__ __forceinline__ void begin_dq(float (&dq)[32], uint32_t step) {
-    memory.dscores_full[step % kScoreStages].wait(step / kScoreStages % 2);
-    const uint32_t dscores = shared_address(memory.dscores[step % kScoreStages]);
-    const uint32_t k = opaque(shared_address(memory.k[k_slot()]) + number * kKeyTileBytes);
+  // Issues 64 columns of dQ = dS K of a query tile, whose dS is in stage `at`.
+  __device__ __forceinline__ void begin_dq(float (&dq)[32], const Stage& at) {
+    memory.dscores_full[at.slot].wait(at.parity);
+    const uint64_t dscores = mn_major_at(dscores_address(at.slot), 0);
+    const uint64_t k = mn_major_at(varying(k_columns, at.slot), 0);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < 8; ++c)
-      wgmma<T, Major::mn, Major::mn>(dq, advance(mn_major(dscores, 0), c * kMnMajorStep),
-                                     advance(mn_major(k, 0), c * kMnMajorStep), c > 0);
+      wgmma<T, Major::mn, Major::mn>(dq, advance(dscores, c * kMnMajorStep), advance(k, c * kMnMajorStep), c > 0);
   }
 
-  // Passes the completed dQ of a query tile to sum_dq_d128() through the staging tile, or writes it if it is the last
-  // addition.
-  __device__ __forceinline__ void accumulate_dq(float (&dq)[32], int tile, uint32_t step) {
+  // Passes the completed dQ of a query tile, whose dS is in stage `slot`, to sum_dq_d128() through the staging tile, or
+  // writes it if it is the last addition. BEFORE: it is the query tile before `present`.
+  template <bool BEFORE>
+  __device__ __forceinline__ void accumulate_dq(float (&dq)[32], int present, uint32_t slot) {
     const TurnUnit<MASK, GROUPED>& unit = memory.unit[number];
-    arrive_warp(memory.dscores_empty[step % kScoreStages]);
-    memory.staging_free[number].wait(step % 2);
+    arrive_warp(memory.dscores_empty[slot]);
+    memory.staging_free[number].wait(slot);
     const int use = memory.staging_use;
     float4* staging = memory.staging[0] + threadIdx.x % kWarpgroup;
     if (use == kAdded) {
@@ -141,7 +164,7 @@ struct KeyWarpgroupD128 {
     }
     fence_operand(dq);  // the loads are complete, because their values were used; late_loads.py checks this in the SASS
     arrive_warp(memory.staging_done[number]);
-    const int query = tile_of<GROUPED>(p, tile) * kQueries;
+    const int tile = BEFORE ? unit.before(p, present) : present, query = tile_of<GROUPED>(p, tile) * kQueries;
     store_product(dq, p.dq_scale,
                   row_of<T>(p.dq, p, unit.sequence, query_head<GROUPED>(p, unit.head, tile), unit.q.first + query) +
                       number * kTileColumns,
@@ -150,10 +173,10 @@ struct KeyWarpgroupD128 {
 
   // Computes P^T = exp(S^T - lse) of a query tile in 16 bits, and `left`, the same after dropout.
   __device__ __forceinline__ void compute_weights(float (&scores)[32], uint32_t (&weights)[16], uint32_t (&left)[16],
-                                                  int key, int tile, uint32_t step) {
+                                                  int key, int tile, uint32_t q_slot, uint32_t slot) {
     const TurnUnit<MASK, GROUPED>& unit = memory.unit[number];
-    mask_scores<MASK>(scores, key, tile_of<GROUPED>(p, tile) * kQueries, unit);
-    const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot(step)]) + threadIdx.x % 4;
+    mask_scores<MASK>(scores, key, tile_of<GROUPED>(p, tile) * kQueries, unit, whole);
+    const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 lse = statistics[4 * i];
@@ -165,17 +188,17 @@ struct KeyWarpgroupD128 {
       }
     }
     if constexpr (DROPOUT) {
-      memory.kept_full[number].wait(step % 2);
+      memory.kept_full[number].wait(slot);
       drop(weights, memory.kept[number][threadIdx.x % kWarpgroup], left);
     }
-    prevent_sink(DROPOUT ? left : weights);
+    prevent_sink(DROPOUT ? left : weights, slot);
     if constexpr (DROPOUT) arrive_warp(memory.kept_empty[number]);  // the word was used, so its load is complete
   }
 
   // Computes dS^T = P^T (dP^T - delta) in 16 bits; with dropout, left * dP^T - P^T * delta.
   __device__ __forceinline__ void compute_dscores(const float (&dweights)[32], const uint32_t (&weights)[16],
                                                   const uint32_t (&left)[16], uint32_t (&dscores)[16]) {
-    const float2* statistics = reinterpret_cast<const float2*>(memory.delta[slot(step)]) + threadIdx.x % 4;
+    const float2* statistics = reinterpret_cast<const float2*>(memory.delta[stage.slot]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float2 delta = statistics[4 * i];
@@ -195,15 +218,14 @@ struct KeyWarpgroupD128 {
   }
 
   // Issues dP^T = V dO^T of a query tile.
-  __device__ __forceinline__ void begin_dweights(float (&dweights)[32], uint32_t step) {
-    memory.dout_full[slot(step)].wait(parity(step));
-    multiply_rows(dweights, opaque(shared_address(memory.v) + number * 64 * kTileRowBytes),
-                  shared_address(memory.dout[slot(step)]));
+  __device__ __forceinline__ void begin_dweights(float (&dweights)[32], const Stage& at) {
+    memory.dout_full[at.slot].wait(at.parity);
+    multiply_rows(dweights, varying(v_rows, at.slot), dout_address(at.slot));
   }
 
   // Issues dV += P^T dO of a query tile, with P^T after dropout.
-  __device__ __forceinline__ void begin_dv(uint32_t (&weights)[16], uint32_t (&left)[16], uint32_t step, bool add) {
-    multiply_columns(dv, DROPOUT ? left : weights, shared_address(memory.dout[slot(step)]), add);
+  __device__ __forceinline__ void begin_dv(uint32_t (&weights)[16], uint32_t (&left)[16], const Stage& at, bool add) {
+    multiply_columns(dv, DROPOUT ? left : weights, dout_address(at.slot), add);
   }
 
   // The two warpgroups alternate: one issues wgmma while the other does elementwise work.
@@ -216,14 +238,14 @@ struct KeyWarpgroupD128 {
 
   // Stores dS^T in shared memory for both warpgroups.
   __device__ __forceinline__ void store_dscores(const uint32_t (&dscores)[16]) {
-    memory.dscores_empty[step % kScoreStages].wait(step / kScoreStages % 2 ^ 1);
+    memory.dscores_empty[stage.slot].wait(stage.parity ^ 1);
     const int lane = threadIdx.x % 32, row = number * 64 + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
     const uint32_t to =
-        opaque(shared_address(memory.dscores[step % kScoreStages]) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16);
+        opaque(shared_address(memory.dscores[stage.slot]) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16);
 #pragma unroll
     for (int c = 0; c < 4; ++c) stmatrix_x4(to ^ 32 * c, dscores + 4 * c);
     fence_proxy_async();
-    arrive_warp(memory.dscores_full[step % kScoreStages]);
+    arrive_warp(memory.dscores_full[stage.slot]);
   }
 
   // Processes a query tile. FIRST: it is the first one of the key tile. AFTER: the number of query tiles that follow
@@ -242,42 +264,44 @@ struct KeyWarpgroupD128 {
     if constexpr (LAST) arrive_warp(memory.v_empty);
     compute_dscores(dweights, weights, left, dscores);
     store_dscores(dscores);
-    arrive_warp(memory.dout_empty[slot(step)]);  // delta was used, so its load is complete
+    arrive_warp(memory.dout_empty[stage.slot]);  // delta was used, so its load is complete
+    const Stage next = stage.next(), previous = stage.previous();
+    const uint32_t q_slot = q_slot_before(LAST ? 1 : 2);
     if constexpr (!LAST) {
       wgmma_wait<0>();
       fence_operand(scores);
-      compute_weights(scores, weights, left, key, unit.after(p, tile), step + 1);
+      compute_weights(scores, weights, left, key, unit.after(p, tile), q_slot_before(1), next.slot);
     }
     wait_for_turn();
-    begin_dk(step, !FIRST);
-    if constexpr (!FIRST) begin_dq(scores, step - 1);
+    begin_dk(q_slot, !FIRST);
+    if constexpr (!FIRST) begin_dq(scores, previous);
     wgmma_commit();
     if constexpr (LAST) {
-      begin_dq(dweights, step);
+      begin_dq(dweights, stage);
       wgmma_commit();
       pass_turn();
     } else {
-      begin_dweights(dweights, step + 1);
-      begin_dv(weights, left, step + 1, true);
+      begin_dweights(dweights, next);
+      begin_dv(weights, left, next, true);
       wgmma_commit();
     }
     wgmma_wait<1>();
     fence_operand(dk);
     fence_operand(scores);
-    arrive_warp(memory.q_empty[q_slot(step)]);
-    if constexpr (!FIRST) accumulate_dq(scores, unit.before(p, tile), step - 1);
+    arrive_warp(memory.q_empty[q_slot]);
+    if constexpr (!FIRST) accumulate_dq<true>(scores, tile, previous.slot);
     if constexpr (LAST) {
       wgmma_wait<0>();
       fence_operand(dweights);
-      arrive_warp(memory.k_empty[k_slot()]);
+      arrive_warp(memory.k_empty[k_stage.slot]);
     } else {
       if constexpr (AFTER > 1) {
-        begin_scores(scores, step + 2);
+        begin_scores(scores);
         wgmma_commit();
       }
       pass_turn();
     }
-    ++step;
+    stage = next;
   }
 
   // Processes one key tile.
@@ -288,16 +312,24 @@ struct KeyWarpgroupD128 {
         after = warp_uniform(unit.count_steps(p, key_tile) - 1);  // number of query tiles that follow
     float dweights[32], scores[32];
     uint32_t weights[16], left[16];
-    memory.k_full[k_slot()].wait(k_step / kKeyStages % 2);
-    begin_scores(scores, step);
+    whole = warp_uniform(first_whole_query<MASK>(key, unit));
+    stage = {uniform(stage.slot), uniform(stage.parity)};
+    q_stage.slot = uniform(q_stage.slot);
+    q_stage.parity = uniform(q_stage.parity);
+    k_stage = {uniform(k_stage.slot), uniform(k_stage.parity)};
+    k_rows = tile_address(memory.k) + (k_stage.slot * 2 * kKeyTileBytes + number * 64 * kTileRowBytes) / kAddressUnit;
+    k_columns = tile_address(memory.k) + (k_stage.slot * 2 + number) * (kKeyTileBytes / kAddressUnit);
+    v_rows = tile_address(memory.v) + number * (64 * kTileRowBytes / kAddressUnit);
+    memory.k_full[k_stage.slot].wait(k_stage.parity);
+    begin_scores(scores);
     wgmma_commit();
     wgmma_wait<0>();
     fence_operand(scores);
-    compute_weights(scores, weights, left, key, tile, step);
-    memory.v_full.wait(k_step % 2);
+    compute_weights(scores, weights, left, key, tile, q_slot_before(1), stage.slot);
+    memory.v_full.wait(k_stage.slot);  // one stage, so its parity is that of the number of key tiles
     wait_for_turn();
-    begin_dweights(dweights, step);
-    begin_dv(weights, left, step, false);
+    begin_dweights(dweights, stage);
+    begin_dv(weights, left, stage, false);
     wgmma_commit();
     const auto over = [&](auto first, auto following) {
       process_query_tile<decltype(first)::value, decltype(following)::value>(dweights, scores, weights, left, key,
@@ -313,7 +345,7 @@ struct KeyWarpgroupD128 {
       pass_turn();
       over(first, last);
     } else {
-      begin_scores(scores, step + 1);
+      begin_scores(scores);
       wgmma_commit();
       pass_turn();
       if (after == 1) {
@@ -326,7 +358,7 @@ struct KeyWarpgroupD128 {
       }
       over(not_first, last);
     }
-    ++k_step;
+    k_stage = k_stage.next();
     const int rows = unit.k.stored - key;
     store_product_d128(dk, p.dq_scale,
                        row_of<T>(p.dk, p, unit.sequence, gradient_head<GROUPED>(p, unit.head), unit.k.first + key),
@@ -335,7 +367,7 @@ struct KeyWarpgroupD128 {
                        row_of<T>(p.dv, p, unit.sequence, gradient_head<GROUPED>(p, unit.head), unit.k.first + key),
                        p.dv.token, rows, more_columns());
     // Waits for the staging tile until the other warpgroup's previous dQ has been read from it.
-    accumulate_dq(dweights, tile, step - 1);
+    accumulate_dq<false>(dweights, tile, stage.previous().slot);
   }
 
   // Writes zeros to the gradients of `rows` keys from `key` on.

@@ -15,10 +15,39 @@ namespace fasttfm {
 namespace cuda {
 namespace hopper_backward {
 
-// advance() as a 32-bit addition to the low word, which contains the address and does not overflow.
-__device__ __forceinline__ uint64_t advance_lo32(uint64_t descriptor, uint32_t bytes) {
-  return (descriptor & 0xffffffff00000000ull) | static_cast<uint32_t>(static_cast<uint32_t>(descriptor) + (bytes >> 4));
+// ---- operands of wgmma ---------------------------------------------------------------------------------------------
+//
+// Adding to a descriptor takes one instruction (UIADD3.64) if it is computed in the loop over the steps, and four if
+// the compiler splits it into words: LLVM does, unless the descriptor is opaque, and ptxas does if it is invariant in
+// the loop. So a step computes the low word of each descriptor, an addition to a word that is computed once, and from
+// it all descriptors of the operand by advance().
+
+// Makes a value opaque to the compiler, so that it recomputes expressions of the value instead of keeping them in
+// registers.
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
 }
+__device__ __forceinline__ uint64_t opaque(uint64_t value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
+
+// The address of a tile as descriptors contain it, in units of 16 bytes.
+constexpr uint32_t kAddressUnit = 16;
+__device__ __forceinline__ uint32_t tile_address(const void* tile) {
+  return (shared_address(tile) & 0x3ffffu) / kAddressUnit;
+}
+// The same address, which ptxas takes for one that changes from step to step, as `slot` does.
+__device__ __forceinline__ uint32_t varying(uint32_t address, uint32_t slot) { return address + (opaque(slot) >> 31); }
+
+// k_major() and mn_major() of a tile_address().
+__device__ __forceinline__ uint64_t mn_major_at(uint32_t address, uint32_t leading) {
+  const uint64_t rest = mn_major(0, leading);
+  const uint64_t descriptor = (rest >> 32 << 32) | (address + static_cast<uint32_t>(rest));
+  return opaque(descriptor);
+}
+__device__ __forceinline__ uint64_t k_major_at(uint32_t address) { return mn_major_at(address, 16); }
 
 // ---- masks -----------------------------------------------------------------------------------------------------------
 
@@ -47,17 +76,25 @@ __device__ __forceinline__ void mask_window(float (&scores)[32], int key, int qu
   }
 }
 
-// Masks the scores of 64 keys from `key` on and 64 queries from `query` on.
+// The first query that attends to all 64 keys from `key` on, as do those after it; without a mask it is 0, or there is
+// none. It is computed once for a key tile, because loading the unit in every step would delay the weights.
 template <Mask MASK>
-__device__ __forceinline__ void mask_scores(float (&scores)[32], int key, int query, const Unit<MASK>& unit) {
+__device__ __forceinline__ int first_whole_query(int key, const Unit<MASK>& unit) {
+  if (key + 64 > unit.k.length) return 0x7fffffff;
+  return MASK == Mask::causal ? key + 63 - unit.offset() : 0;
+}
+
+// Masks the scores of 64 keys from `key` on and 64 queries from `query` on. whole: first_whole_query().
+template <Mask MASK>
+__device__ __forceinline__ void mask_scores(float (&scores)[32], int key, int query, const Unit<MASK>& unit,
+                                            int whole) {
   constexpr bool kCausal = MASK == Mask::causal;
-  const int keys = unit.k.length, offset = unit.offset();
   if constexpr (MASK == Mask::window) {
-    mask_window(scores, key, query, keys, offset, unit.window);
+    mask_window(scores, key, query, unit.k.length, unit.offset(), unit.window);
     return;
   }
-  const bool whole = key + 64 <= keys && (!kCausal || key + 63 <= query + offset);
-  if (whole) return;
+  if ((kCausal ? query : 0) >= whole) return;
+  const int keys = unit.k.length, offset = unit.offset();
   const int lane = threadIdx.x % 32, row = key + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
@@ -84,21 +121,16 @@ __device__ __forceinline__ void prevent_hoist(float value) {
   if (__any_sync(0xffffffffu, __float_as_uint(value) == 0x7fc0dead)) asm volatile("nanosleep.u32 0;");
 }
 
-// Makes a value opaque to the compiler, so that it recomputes expressions of the value instead of keeping them in
-// registers.
-__device__ __forceinline__ uint32_t opaque(uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
-// Keeps ptxas from sinking the code that computes these words: the branch depends on all of them, and it is taken only
-// if all of them are NaN.
+// Keeps ptxas from sinking the code that computes these words, by stores that are never made. slot: of any ring buffer;
+// the compiler does not know that it is small.
 template <int COUNT>
-__device__ __forceinline__ void prevent_sink(const uint32_t (&word)[COUNT]) {
-  uint32_t all = 0xffffffffu;
+__device__ __forceinline__ void prevent_sink(const uint32_t (&word)[COUNT], uint32_t slot) {
+  slot = opaque(slot);
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) all &= word[i];
-  if (__any_sync(0xffffffffu, all == 0xffffffffu)) __nanosleep(20);
+  for (int i = 0; i < COUNT; i += 4)
+    asm volatile("{ .reg .pred p; setp.gt.u32 p, %0, 15; @p st.shared.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"r"(slot),
+                 "r"(word[i]), "r"(word[i + 1]), "r"(word[i + 2]), "r"(word[i + 3])
+                 : "memory");
 }
 
 // ---- warpgroups 1 and 2 ----------------------------------------------------------------------------------------------
@@ -122,7 +154,8 @@ class KeyTiles {
     memory.k_full[k_stage.slot].wait(k_stage.parity);
     task = &memory.task[k_stage.slot];
     key_tile = task->key_tile;
-    k = shared_address(memory.k[k_stage.slot]) + number * 64 * kTileRowBytes;
+    k = tile_address(memory.k) + (k_stage.slot * kKeyTileBytes + number * 64 * kTileRowBytes) / kAddressUnit;
+    whole = warp_uniform(first_whole_query<MASK>(first_key(), unit()));
     k_stage.next();
   }
 
@@ -168,6 +201,14 @@ class KeyTiles {
     return shared_address(tile) + row * kTileRowBytes + (lane / 16 ^ lane % 8) * 16;
   }
 
+  // The tile_address() of the queries in a stage, and of their gradients.
+  __device__ __forceinline__ uint32_t q_address(uint32_t slot) const {
+    return tile_address(memory.stage) + slot * (kStageBytes / kAddressUnit);
+  }
+  __device__ __forceinline__ uint32_t dout_address(uint32_t slot) const {
+    return q_address(slot) + kQueryTileBytes / kAddressUnit;
+  }
+
   // Loads the warpgroup's values from a stage into registers.
   __device__ __forceinline__ void load_values(const RingPosition<BlockMemory::kStages>& at) {
     memory.stage_full[at.slot].wait(at.parity);
@@ -205,11 +246,12 @@ class KeyTiles {
   const int number;
   const std::remove_reference_t<decltype(BlockMemory::task[0])>* task;
   int key_tile;
+  int whole;  // first_whole_query() of the key tile
   RingPosition<BlockMemory::kStages> stage;
   RingPosition<2> k_stage;
   RingPosition<BlockMemory::kBuffers> step;
   uint32_t v[HEAD_DIM / 4];
-  uint32_t k;  // shared address of the warpgroup's keys
+  uint32_t k;  // tile_address() of the warpgroup's keys
 };
 
 }  // namespace hopper_backward

@@ -28,24 +28,8 @@ __device__ __forceinline__ void multiply_dq_long(const Parameters& p, LongMemory
          --left, tile = unit.after(p, tile), step.next(), staged.next()) {
       const int turn = unit.turn(p, task.round, tile);
       const bool last = turn == unit.last_turn(p, tile);
-      const uint32_t dscores = shared_address(memory.dscores[warp_uniform(step.slot)]);
-      const uint32_t k = shared_address(memory.k[warp_uniform(k_stage.slot)]);
       float dq[32];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        memory.dscores_full[step.slot][half].wait(step.parity);
-        wgmma_fence();
-#pragma unroll
-        for (int c = 4 * half; c < 4 * half + 4; ++c)
-          wgmma<T, Major::mn, Major::mn>(dq, advance_lo32(mn_major(dscores, 0), c * kMnMajorStep),
-                                         advance_lo32(mn_major(k, 0), c * kMnMajorStep), c > 0);
-        wgmma_commit();
-      }
-      wgmma_wait<1>();
-      arrive_warp(memory.dscores_empty[step.slot][0]);
-      wgmma_wait<0>();
-      fence_operand(dq);
-      arrive_warp(memory.dscores_empty[step.slot][1]);
+      multiply_dscores<T>(dq, memory, k_stage.slot, step, false);
       memory.staging_empty[staged.slot].wait(staged.parity ^ 1);
       SharedSums<32> staging(memory.staging[staged.slot][0]);
       if (!last) {
@@ -93,8 +77,8 @@ class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK, GROUPED
   static constexpr int kStages = LongMemory<MASK, GROUPED>::kStages;
   using Base = KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK, GROUPED>>;
   using Base::first_key, Base::pass_turn, Base::has_keys, Base::load_values, Base::next_key_tile, Base::key_rows,
-      Base::store_dscores, Base::store_gradient, Base::wait_for_turn, Base::unit;
-  using Base::k, Base::key_tile, Base::memory, Base::number, Base::p, Base::stage, Base::step, Base::v;
+      Base::store_dscores, Base::store_gradient, Base::wait_for_turn, Base::unit, Base::q_address, Base::dout_address;
+  using Base::k, Base::key_tile, Base::memory, Base::number, Base::p, Base::stage, Base::step, Base::v, Base::whole;
 
  public:
   __device__ __forceinline__ LongKeyWarpgroup(const Parameters& p, LongMemory<MASK, GROUPED>& memory, int number)
@@ -165,32 +149,31 @@ class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK, GROUPED
   __device__ __forceinline__ void start_scores() {
     memory.stage_full[stage.slot].wait(stage.parity);
     const int slot = warp_uniform(stage.slot);
-    const uint32_t q = shared_address(memory.q(slot)), dout = shared_address(memory.dout(slot)), keys = warp_uniform(k);
+    const uint64_t q = k_major_at(q_address(slot)), dout = k_major_at(dout_address(slot));
+    const uint64_t keys = k_major_at(varying(k, slot));
     wgmma_fence();
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-      wgmma<T>(scores, advance_lo32(k_major(keys), c * kKMajorStep), advance_lo32(k_major(q), c * kKMajorStep), c > 0);
+    for (int c = 0; c < 4; ++c) wgmma<T>(scores, advance(keys, c * kKMajorStep), advance(q, c * kKMajorStep), c > 0);
     wgmma_commit();
 #pragma unroll
-    for (int c = 0; c < 4; ++c) wgmma<T>(dweights, v + 4 * c, advance_lo32(k_major(dout), c * kKMajorStep), c > 0);
+    for (int c = 0; c < 4; ++c) wgmma<T>(dweights, v + 4 * c, advance(dout, c * kKMajorStep), c > 0);
     wgmma_commit();
   }
 
   // Issues dV and dK of the step whose queries are in `slot`.
   __device__ __forceinline__ void start_dv(int slot, bool first) {
-    const uint32_t dout = shared_address(memory.dout(slot));
+    const uint64_t dout = mn_major_at(dout_address(slot), 0);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      wgmma<T, Major::mn>(dv, weights + 4 * c, advance_lo32(mn_major(dout, 0), c * kMnMajorStep), c > 0 || !first);
+      wgmma<T, Major::mn>(dv, weights + 4 * c, advance(dout, c * kMnMajorStep), c > 0 || !first);
     wgmma_commit();
   }
   __device__ __forceinline__ void start_dk(int slot, bool first) {
-    const uint32_t q = shared_address(memory.q(slot));
+    const uint64_t q = mn_major_at(q_address(slot), 0);
     wgmma_fence();
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-      wgmma<T, Major::mn>(dk, dscores + 4 * c, advance_lo32(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
+    for (int c = 0; c < 4; ++c) wgmma<T, Major::mn>(dk, dscores + 4 * c, advance(q, c * kMnMajorStep), c > 0 || !first);
     wgmma_commit();
   }
 
@@ -228,7 +211,7 @@ class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK, GROUPED
     fence_operand(weights);
     load_statistics(lse, slot, 0);
     wait_for_turn();
-    mask_scores<MASK>(scores, first_key(), query, unit());
+    mask_scores<MASK>(scores, first_key(), query, unit(), whole);
 #pragma unroll
     for (int i = 0; i < 32; ++i) scores[i] = exp2_approx(scores[i] * p.score_scale - lse[i / 4 * 2 + i % 2]);
     prevent_hoist(scores[31]);

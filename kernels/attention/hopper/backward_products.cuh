@@ -15,8 +15,8 @@ class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
   static constexpr int kStages = Memory<ON_CHIP, MASK>::kStages;
   using Base = KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>>;
   using Base::first_key, Base::pass_turn, Base::has_keys, Base::load_values, Base::next_key_tile, Base::key_rows,
-      Base::store_dscores, Base::store_gradient, Base::wait_for_turn, Base::unit;
-  using Base::k, Base::key_tile, Base::memory, Base::number, Base::p, Base::stage, Base::step, Base::v;
+      Base::store_dscores, Base::store_gradient, Base::wait_for_turn, Base::unit, Base::q_address, Base::dout_address;
+  using Base::k, Base::key_tile, Base::memory, Base::number, Base::p, Base::stage, Base::step, Base::v, Base::whole;
 
  public:
   __device__ __forceinline__ KeyWarpgroup(const Parameters& p, Memory<ON_CHIP, MASK>& memory, int number)
@@ -109,17 +109,16 @@ class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
   }
 
   __device__ __forceinline__ void start_scores(int slot, uint32_t keys) {
-    const uint32_t q = shared_address(memory.q(slot));
+    const uint64_t a = k_major_at(varying(keys, slot)), b = k_major_at(q_address(slot));
 #pragma unroll
     for (int c = 0; c < HEAD_DIM / 16; ++c)
-      wgmma<T>(scores, advance_lo32(k_major(keys), c * kKMajorStep), advance_lo32(k_major(q), c * kKMajorStep), c > 0);
+      wgmma<T>(scores, advance(a, c * kKMajorStep), advance(b, c * kKMajorStep), c > 0);
     wgmma_commit();
   }
   __device__ __forceinline__ void start_dweights(int slot) {
-    const uint32_t dout = shared_address(memory.dout(slot));
+    const uint64_t dout = k_major_at(dout_address(slot));
 #pragma unroll
-    for (int c = 0; c < HEAD_DIM / 16; ++c)
-      wgmma<T>(dweights, v + 4 * c, advance_lo32(k_major(dout), c * kKMajorStep), c > 0);
+    for (int c = 0; c < HEAD_DIM / 16; ++c) wgmma<T>(dweights, v + 4 * c, advance(dout, c * kKMajorStep), c > 0);
     wgmma_commit();
   }
 
@@ -166,7 +165,7 @@ class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
     const auto give_free = [&] { arrive_warp(memory.stage_empty[slot == 0 ? kStages - 1 : slot - 1]); };
     if (ON_CHIP && !first) give_free();  // dK of the previous step has read the stage
     wait_for_turn();
-    mask_scores(scores, key, query, unit());
+    mask_scores<MASK>(scores, key, query, unit(), whole);
     compute_weights(statistics, dropped);
     if constexpr (!ON_CHIP) {
       prevent_hoist(scores[31]);
@@ -184,10 +183,10 @@ class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
     if constexpr (DROPOUT)
       arrive_warp(memory.kept_empty[step.slot][number]);  // the word was used, so its load is complete
     wgmma_fence();
-    const uint32_t dout = shared_address(memory.dout(slot));
+    const uint64_t dout = mn_major_at(dout_address(slot), 0);
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      wgmma<T, Major::mn>(dv, operand + 4 * c, advance_lo32(mn_major(dout, 0), c * kMnMajorStep), c > 0 || !first);
+      wgmma<T, Major::mn>(dv, operand + 4 * c, advance(dout, c * kMnMajorStep), c > 0 || !first);
     wgmma_commit();
     wgmma_wait<1>();
     fence_operand(dweights);
@@ -203,10 +202,9 @@ class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
   }
 
   __device__ __forceinline__ void start_dk(int slot, bool first) {
-    const uint32_t q = shared_address(memory.q(slot));
+    const uint64_t q = mn_major_at(q_address(slot), 0);
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-      wgmma<T, Major::mn>(dk, operand + 4 * c, advance_lo32(mn_major(q, 0), c * kMnMajorStep), c > 0 || !first);
+    for (int c = 0; c < 4; ++c) wgmma<T, Major::mn>(dk, operand + 4 * c, advance(q, c * kMnMajorStep), c > 0 || !first);
     wgmma_commit();
   }
 

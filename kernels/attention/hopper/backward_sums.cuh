@@ -116,6 +116,31 @@ __device__ __forceinline__ int ring_tile(int tile) {
 }
 static_assert(kRingQueries == kOnChipQueries);
 
+// dq = dS K of a step, or dq += dS K. k_slot: the stage of the key tile. Each half waits for dS of one warpgroup, and
+// computes its descriptors again, because keeping them across the wait would take registers.
+template <class T, class BlockMemory, int COUNT>
+__device__ __forceinline__ void multiply_dscores(float (&dq)[COUNT], BlockMemory& memory, uint32_t k_slot,
+                                                 const RingPosition<BlockMemory::kBuffers>& step, bool add) {
+  constexpr uint32_t kTile = kKeyTileBytes / kAddressUnit;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    memory.dscores_full[step.slot][half].wait(step.parity);
+    const uint64_t dscores = mn_major_at(tile_address(memory.dscores) + warp_uniform(step.slot) * kTile, 0);
+    const uint64_t k = mn_major_at(varying(tile_address(memory.k) + warp_uniform(k_slot) * kTile, step.slot), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int c = 4 * half; c < 4 * half + 4; ++c)
+      wgmma<T, Major::mn, Major::mn>(dq, advance(dscores, c * kMnMajorStep), advance(k, c * kMnMajorStep),
+                                     c > 0 || add);
+    wgmma_commit();
+  }
+  wgmma_wait<1>();
+  arrive_warp(memory.dscores_empty[step.slot][0]);
+  wgmma_wait<0>();
+  fence_operand(dq);
+  arrive_warp(memory.dscores_empty[step.slot][1]);
+}
+
 template <class T, class G, int HEAD_DIM, Mask MASK, bool ON_CHIP>
 __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK>& memory) {
   const int rank = ON_CHIP ? 0 : blockIdx.x % p.blocks;
@@ -143,8 +168,6 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK
       float* sum = p.sums + static_cast<int64_t>(unit.tile + tile) * kSumFloats;
       const DqStep<MASK> dq_step(unit, key_tile, tile);
       const bool last = dq_step.last, load = (last || ON_CHIP) && dq_step.follows;
-      const uint32_t dscores = shared_address(memory.dscores[warp_uniform(step.slot)]);
-      const uint32_t k = shared_address(memory.k[warp_uniform(k_stage.slot)]);
       float dq[HEAD_DIM / 2];
       if (load) {
         if constexpr (ON_CHIP)
@@ -152,21 +175,7 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK
         else
           sums.load(dq, sum, addition + tile, rank == 0 ? unit.query_tiles : 0);
       }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        memory.dscores_full[step.slot][half].wait(step.parity);
-        wgmma_fence();
-#pragma unroll
-        for (int c = 4 * half; c < 4 * half + 4; ++c)
-          wgmma<T, Major::mn, Major::mn>(dq, advance_lo32(mn_major(dscores, 0), c * kMnMajorStep),
-                                         advance_lo32(mn_major(k, 0), c * kMnMajorStep), c > 0 || load);
-        wgmma_commit();
-      }
-      wgmma_wait<1>();
-      arrive_warp(memory.dscores_empty[step.slot][0]);
-      wgmma_wait<0>();
-      fence_operand(dq);
-      arrive_warp(memory.dscores_empty[step.slot][1]);
+      multiply_dscores<T>(dq, memory, k_stage.slot, step, load);
       if constexpr (MASK == Mask::window) {
         if (last && dq_step.received) add_partial_sum(dq, sum, p.arrivals + unit.tile + tile);
       }

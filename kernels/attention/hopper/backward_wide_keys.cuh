@@ -212,7 +212,7 @@ class WideKeysWarpgroup {
 
   // P^T = exp(S^T - lse) of a query tile in 16 bits, as the operand of dV and for warpgroup 2.
   __device__ __forceinline__ void compute_weights(const Unit<MASK>& unit, int key, int tile) {
-    mask_scores<MASK>(product, key, tile_of<GROUPED>(p, tile) * kWideRows, unit);
+    mask_scores<MASK>(product, key, tile_of<GROUPED>(p, tile) * kWideRows, unit, first_whole_query<MASK>(key, unit));
     const float2* statistics = reinterpret_cast<const float2*>(memory.lse[stage.slot]) + threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -250,7 +250,7 @@ class WideKeysWarpgroup {
         operand[4 * part + j] = narrow_word(weight.x * (pair[0] - delta.x), weight.y * (pair[1] - delta.y), T{});
       }
     }
-    prevent_sink(operand);  // the loads are complete before the arrivals
+    prevent_sink(operand, weights_stage.slot);  // the loads are complete before the arrivals
     arrive_warp(memory.weights_empty[weights_stage.slot]);
     weights_stage.next();
   }

@@ -155,7 +155,7 @@ struct WideQueriesWarpgroup {
       scores[i] = exp2_approx(scores[i] * p.score_scale - lse[i / 2 % 2]);
       word[i] = __float_as_uint(scores[i]);
     }
-    prevent_sink(word);
+    prevent_sink(word, k_stage.slot);
   }
   // dS = P (dP - delta) in 16 bits.
   __device__ __forceinline__ void compute_dscores() {
