@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from fasttfm import explain, ops
 from fasttfm.kernels.common.index_errors import IndexErrors
+from fasttfm.ops.backends import Backend, _no_backward
+from fasttfm.ops.embedding import OP
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.specs.embedding import SPEC
@@ -195,6 +198,27 @@ def test_nothing_synchronizes_with_the_gpu() -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_backend_that_refuses_the_backward_leaves_it_to_the_next() -> None:
+    def change(backend: Backend) -> Backend:
+        if backend.name != "cpu":
+            return backend
+        return replace(backend, refuse_backward=lambda *_: "takes forwards only", backward=_no_backward)
+
+    ids, dy = torch.randint(0, V, (3, 7)), torch.randn(3, 7, C)
+    found = []
+    given = tables(requires_grad=True)
+    kept = OP.table.backends
+    for backends in (tuple(map(change, kept)), kept):
+        object.__setattr__(OP.table, "backends", backends)
+        try:
+            y = ops.embedding(ids, **given)
+            found.append(torch.autograd.grad(y, list(given.values()), dy))
+        finally:
+            object.__setattr__(OP.table, "backends", kept)
+    for own, other in zip(*found, strict=True):
+        torch.testing.assert_close(own, other)
 
 
 @pytest.mark.gpu

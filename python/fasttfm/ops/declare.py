@@ -380,6 +380,12 @@ class Op:
         selected = self.known.find(self.known.key(self.kinds, *tensors), asked) if self.kinds else None
         return self.table.select(asked, *tensors) if selected is None else selected.backend
 
+    def _choose_backward(self, asked: str | None, *tensors: Tensor | None) -> Backend:
+        chosen = self._choose(asked, *tensors)
+        if chosen.backward_reason(asked, *tensors) is None:
+            return chosen
+        return self.table.select_backward(asked, *tensors)
+
     # ---- torch.library: the last argument is the backend's name ----
 
     def _backward_schema(self) -> str:
@@ -398,7 +404,7 @@ class Op:
 
     def _backward(self, *arguments: Any) -> Any:
         given = arguments[:-1]
-        return self._choose(arguments[-1], *self._backward_choosers(given)).backward(*given)
+        return self._choose_backward(arguments[-1], *self._backward_choosers(given)).backward(*given)
 
     def make_outputs(self, *arguments: Any) -> Any:
         """Allocates the outputs; the fake implementation of the forward."""

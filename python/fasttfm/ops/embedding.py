@@ -105,11 +105,7 @@ def _key(
 ) -> Hashable:
     """The key of a call, for ``KnownCalls``."""
     keys = KnownCalls.key("ijjcs", *indices), KnownCalls.key("ttttt", *parameters)
-    if None in keys:
-        return None
-    ids = indices[0]
-    assert ids is not None
-    return *keys, dtype, ids.numel() <= _native.core().embedding_gpu_rows
+    return None if None in keys else (*keys, dtype)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
