@@ -1,5 +1,5 @@
-// Embedding on NVIDIA GPUs; the formulas are in reference.py. The backward is for batches of few tokens, which are bound
-// by launch latency.
+// Embedding on NVIDIA GPUs; the formulas are in reference.py. The backward is for batches of few tokens, which are
+// bound by launch latency.
 //
 // A block processes a token's row; in the forward of many tokens, a warp processes a row of up to 1,024 columns. The
 // backward writes dx, the gradient of every token's sum of table rows, to the workspace. A table's gradient is computed
@@ -362,8 +362,8 @@ Status with_block_rows(int64_t columns, Use use) {
   return columns <= kVector * kBlock ? use(RowShape<kBlock, 1, kBlock>{}) : use(RowShape<kBlock, 2, kBlock>{});
 }
 
-// Up to this many rows, for which all blocks are resident at once on an H200, the forward has a block for each. It takes
-// 3.8 us instead of 4.9 for 576 rows of 768 columns, and for 2,304 rows 8.5 instead of 6.1.
+// Up to this many rows, for which all blocks are resident at once on an H200, the forward has a block for each. It
+// takes 3.8 us instead of 4.9 for 576 rows of 768 columns, and for 2,304 rows 8.5 instead of 6.1.
 constexpr int64_t kBlockRows = 2048;
 
 constexpr int64_t kMostParts = 256;
