@@ -129,6 +129,8 @@ class Network:
     @torch.inference_mode()
     def run(self, output: Output, inputs: Inputs) -> Tensor:
         """fp32 [sequences, ...] or [T, ...]. Autocast of the calling thread has no effect."""
+        if not torch.is_autocast_enabled(self.device.type):  # entering the context takes longer than this
+            return self._run(output, inputs)
         with torch.autocast(self.device.type, enabled=False):
             return self._run(output, inputs)
 

@@ -148,8 +148,10 @@ class Session:
         if precision == "int8" and (self.device.type != "cpu" or self.dtype != torch.float32):
             got = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
             raise ValueError(f"Session: precision: expected float32 on a CPU with 'int8', got {got}")
-        sizes = {"max_tokens": self.max_tokens, "max_batch": max_batch, "max_waiting": max_waiting}
-        for name, value, least in (*((*each, 1) for each in sizes.items()), ("max_graphs", max_graphs, 0)):
+        for name, value, least in (
+            *(("max_tokens", self.max_tokens, 1), ("max_batch", max_batch, 1)),
+            *(("max_waiting", max_waiting, 1), ("max_graphs", max_graphs, 0)),
+        ):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"Session: {name}: expected a number from {least} on, got {value!r}")
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
