@@ -142,7 +142,7 @@ class AdamW(torch.optim.AdamW):
         """The norm of all gradients together: one pass over them; the same bits each time."""
         given = self._given()
         if not given.parameters:
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32, device="cpu")
         if given.parameters[0].is_cuda:
             if (reason := _native.missing_cuda()) is not None:
                 raise ValueError(f"AdamW: {reason}")

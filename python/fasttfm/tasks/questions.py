@@ -110,8 +110,12 @@ class QuestionTask(Task):
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         return {
-            "start_positions": torch.tensor([feature.target.start for feature in batch.features]),
-            "end_positions": torch.tensor([feature.target.end for feature in batch.features]),
+            "start_positions": torch.tensor(
+                [feature.target.start for feature in batch.features], dtype=torch.int64, device="cpu"
+            ),
+            "end_positions": torch.tensor(
+                [feature.target.end for feature in batch.features], dtype=torch.int64, device="cpu"
+            ),
         }
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:

@@ -164,7 +164,7 @@ class Trainer:
         if self.world.size == 1 and self._graphs is None:
             self._host_totals = [float(sum(column)) for column in zip(*rows, strict=True)]
             return
-        totals = torch.tensor(rows, dtype=torch.float64).sum(0)
+        totals = torch.tensor(rows, dtype=torch.float64, device="cpu").sum(0)
         if self.world.device.type == "cuda":
             totals = totals.pin_memory()
         self._totals.copy_(totals, non_blocking=True)
@@ -263,7 +263,7 @@ class Trainer:
         sums, totals = torch.zeros_like(self._sums), torch.zeros_like(self._sums)
         with _own_random_numbers(self.world.device):
             for batch in batches:
-                counts = torch.tensor(self.objective.counts(batch), dtype=torch.float64)
+                counts = torch.tensor(self.objective.counts(batch), dtype=torch.float64, device="cpu")
                 sums += torch.stack(self._terms(self._moved(batch)))
                 totals += counts.to(totals.device)
         means = (self.world.sum(sums) / self.world.sum(totals).clamp(min=1)).tolist()
@@ -291,7 +291,7 @@ def check_finite(module: nn.Module, world: World | None = None) -> None:
     """Raises ``NonFiniteError``, in all processes of ``world``, if a parameter is not finite: such a model should not
     be saved."""
     found = [name for name, each in module.named_parameters() if not bool(_local(each).isfinite().all())]
-    bad = torch.tensor(float(bool(found)), device=next(module.parameters()).device)
+    bad = torch.tensor(float(bool(found)), device=next(module.parameters()).device, dtype=torch.float32)
     if world is not None:
         world.sum(bad)
     if bad:
