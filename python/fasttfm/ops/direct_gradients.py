@@ -61,6 +61,8 @@ def accumulate(ctx: Any, parameters: Sequence[Tensor], gradients: Sequence[Tenso
     totals: Any = []
     terms: Any = []
     for each, gradient in zip(parameters, gradients, strict=True):
+        if not each.requires_grad:  # frozen since the forward
+            continue
         total = each.grad
         if total is None:
             each.grad = gradient

@@ -332,7 +332,7 @@ def shuffled_steps(
     features: Sequence[Feature], settings: FinetuneSettings, epoch: int
 ) -> Iterator[list[list[Feature]]]:
     """Yields the batches of each step of an epoch, in a random order that seed and epoch determine."""
-    generator = torch.Generator("cpu").manual_seed(settings.seed * 1_000_003 + epoch)
+    generator = torch.Generator("cpu").manual_seed((settings.seed * 1_000_003 + epoch) % 2**64)
     order = torch.randperm(len(features), generator=generator, device="cpu").tolist()
     step: list[list[Feature]] = []
     shuffled, tokens = (features[index] for index in order), settings.tokens_per_batch

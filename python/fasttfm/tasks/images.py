@@ -78,6 +78,7 @@ class ImageFeature(Feature):
     def content(self) -> Iterator[bytes]:
         image = self.image.image
         yield self.image.name.encode() if isinstance(image, Path) else image.tobytes()
+        yield repr(self.target).encode()
 
 
 @dataclass

@@ -33,6 +33,9 @@ class SpanTarget(NamedTuple):
     start: int
     end: int
 
+    def __repr__(self) -> str:  # the feature's sequence has the window's tokens
+        return f"SpanTarget({self.start}, {self.end})"
+
 
 class QuestionTask(Task):
     """The span that answers a question.

@@ -107,8 +107,6 @@ class Trainer:
         # Totals of a single process stay on the host, unless a CUDA graph reads them.
         self._host_totals: list[float] | None = None
         self._metrics: AsyncMetrics = AsyncMetrics(device)
-        if isinstance(optimizer, optim.AdamW):
-            optimizer.max_norm = self.settings.clip or math.inf  # its step then also computes the norm
         self.fp8 = self._fp8_training() if self.settings.precision == "fp8" else None
         self._graphs = Graphs(self._accumulate, self._update) if self.settings.cuda_graph else None
 
@@ -203,16 +201,16 @@ class Trainer:
     @torch.no_grad()
     def _update(self) -> None:
         not_finite = (self._sums.sum() * 0 != 0).float()  # 0 * inf is NaN
-        if isinstance(self.optimizer, optim.AdamW):
-            self.optimizer.found_inf = not_finite  # type: ignore[attr-defined]
-            self.optimizer.step()
+        if isinstance(self.optimizer, optim.AdamW):  # with a max_norm its step also computes the norm
+            with _lent(self.optimizer, max_norm=self.settings.clip or math.inf, found_inf=not_finite):
+                self.optimizer.step()
             norm = self.optimizer.last_norm
         else:
             norm = self._gradient_norm()
             scale = torch.ones_like(norm) if self.settings.clip is None else (norm / self.settings.clip).clamp(min=1)
-            self.optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]
-            self.optimizer.found_inf = torch.maximum(not_finite, (norm * 0 != 0).float())  # type: ignore[attr-defined]
-            self.optimizer.step()
+            found_inf = torch.maximum(not_finite, (norm * 0 != 0).float())
+            with _lent(self.optimizer, grad_scale=scale.float(), found_inf=found_inf):
+                self.optimizer.step()
         if self.fp8 is not None:
             self.fp8.update(reduce=self.world.size > 1)
         if norm is None:  # no parameter has a gradient
@@ -305,6 +303,20 @@ def _reads_scale(optimizer: Optimizer) -> bool:
     """Whether its step reads ``grad_scale`` and ``found_inf``."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return fused or getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+@contextlib.contextmanager
+def _lent(optimizer: Optimizer, **values: Any) -> Iterator[None]:
+    """Sets attributes of an optimizer for one step, so that its caller's own steps do not read them."""
+    own = vars(optimizer)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del own[name]
+        own.update(before)
 
 
 def _local(tensor: Tensor) -> Tensor:
