@@ -45,7 +45,7 @@ class Dispatcher(Generic[Item]):
     """
 
     def __init__(self, launch: Launch[Item], *, max_tokens: int, max_waiting: int) -> None:
-        self._launch = weakref.WeakMethod(launch)  # type: ignore[arg-type]
+        self._launch = weakref.WeakMethod(launch)
         self._max_tokens, self._max_waiting = max_tokens, max_waiting
         self._closed = False
         self.reset_after_fork()
