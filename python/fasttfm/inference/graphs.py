@@ -171,7 +171,7 @@ class Graphs:
         except (CaptureError, torch.OutOfMemoryError) as error:
             if not self._warned:
                 warnings.warn(
-                    f"Session: runs without a new CUDA graph for some time: {first_line(error)}", stacklevel=2
+                    f"Session: runs without a new CUDA graph for a while: {first_line(error)}", stacklevel=2
                 )
                 self._warned = True
             return None
