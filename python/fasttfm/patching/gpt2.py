@@ -104,7 +104,9 @@ class GPT2LMHeadModel(heads.LossHead, theirs.GPT2LMHeadModel):
         return given | {"use_cache": False, "past_key_values": NoCache()}
 
     def has_known_loss(self) -> bool:
-        return super().has_known_loss() and self.loss_function is ForCausalLMLoss
+        # The property warns of a model without a loss of its own, as GPT-2's is; torch.compile rejects the warning.
+        is_default = self.loss_type is None and not hasattr(self, "_loss_function")
+        return super().has_known_loss() and (is_default or self.loss_function is ForCausalLMLoss)
 
     def vocabulary_layer(self) -> Any:
         return self.lm_head
