@@ -81,7 +81,7 @@ def test_a_wrong_index_of_any_replay_is_found(call: Any) -> None:
     call.labels[0] = 1
     graph.replay()
     assert loss.isfinite()
-    with pytest.raises(ValueError, match="labels: .*got 999 at token 0"):
+    with pytest.raises(ValueError, match=r"labels: .*got 999 at token 0"):
         ops.check_errors()
     ops.check_errors()
 
@@ -97,7 +97,7 @@ def test_an_error_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.cuda.stream(side):
         torch.cuda._sleep(300_000_000)
         errors._state(device).host.copy_(errors.words(device), non_blocking=True)
-    with pytest.raises(ValueError, match="op: ids: .*got 50 at token 7 in an earlier call"):
+    with pytest.raises(ValueError, match=r"op: ids: .*got 50 at token 7 in an earlier call"):
         errors.raise_if_seen(device)
     with torch.cuda.stream(side):
         errors.watch(device)
@@ -110,7 +110,7 @@ def test_words_on_the_cpu_are_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_errors, "_all", [])
     errors = IndexErrors("op", ("ids",))
     errors.words(torch.device("cpu")).copy_(torch.tensor(_BAD))
-    with pytest.raises(ValueError, match="op: ids: .*got 50 at token 7 in a call"):
+    with pytest.raises(ValueError, match=r"op: ids: .*got 50 at token 7 in a call"):
         errors.raise_if_any()
     errors.raise_if_any()
 

@@ -233,7 +233,11 @@ def test_fp8_passes(rows: int, columns: int) -> None:
     layer = fp8.Fp8Linear(torch.randn(208, columns).cuda(), (slot, weight_slot, gradient_slot))
     fp8.refresh_all([layer], None)
     for keep_h in (True, False):
-        layer.forward_gelu(x8, torch.bfloat16, torch.randn(208).cuda(), "gelu", slot, keep_h=keep_h)
+        h, _ = layer.forward_gelu(x8, torch.bfloat16, torch.randn(208).cuda(), "gelu", slot, keep_h=keep_h)
+        if keep_h:
+            dy = fp8.cast(torch.randn_like(h), gradient_slot, backend="cuda")
+            layer.input_gradient(dy, torch.bfloat16)
+            layer.input_gradient_gelu(dy, x, bias, "gelu", gradient_slot, True)
 
 
 @pytest.mark.gpu
