@@ -204,7 +204,8 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
     if (blockIdx.x == 0) clear_tokens<T, D>(p, packed_first(p.cu_seqlens, p.sequences, tokens));
     return;
   }
-  const auto [begin, length] = packed_span(p.cu_seqlens, blockIdx.z, tokens, static_cast<int>(p.max_seqlen));
+  const Span span = packed_span(p.cu_seqlens, blockIdx.z, tokens, static_cast<int>(p.max_seqlen));
+  const int begin = span.first, length = span.length;
   griddepcontrol_wait();
   if (first_query >= length) return;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
