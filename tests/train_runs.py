@@ -119,9 +119,16 @@ def results(directory: Path) -> tuple[bytes, Any, list[dict[str, str]]]:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
+_PRELOADED = [
+    "train_runs",
+    *("fasttfm.cli.embed", "fasttfm.cli.predict", "fasttfm.cli.pretrain"),
+    *("fasttfm.tasks.embedding", "fasttfm.tasks.loading", "fasttfm.tasks.registry", "fasttfm.train.curves"),
+]
+
+
 def start(target: Callable[..., Any], *arguments: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train_runs"])
+    context.set_forkserver_preload(_PRELOADED)
     process = context.Process(target=_alone, args=(target, *arguments))
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])

@@ -43,7 +43,7 @@ def classifier(bert_directory: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def report(name: str, found: Counter[str]) -> None:
-    print(f"{name}: {KILLS} times SIGTERM: {dict(found)}")
+    print(f"{name}: {found.total()} processes: {dict(found)}")
 
 
 @pytest.mark.parametrize("output", ["vectors.npy", "vectors.jsonl", "labels.csv", "labels.jsonl"])
@@ -53,7 +53,8 @@ def test_an_output_file_is_complete_or_absent(
     model = ["embed", "--model", bert_directory] if "vectors" in output else ["predict", "--model", classifier]
     call: list[Any] = [*model, "--data", texts, "--device", "cpu", "--quiet", "--overwrite"]
     log = tmp_path / "printed.txt"
-    status, seconds = run_command([*call, "--output", tmp_path / "whole" / output], log)
+    for _ in range(2):  # the first process may wait for the server to start
+        status, seconds = run_command([*call, "--output", tmp_path / "whole" / output], log)
     assert status == 0, log.read_text()
     expected = (tmp_path / "whole" / output).read_bytes()
     draw, found = random.Random(output), Counter[str]()
@@ -72,7 +73,8 @@ def test_an_output_file_is_complete_or_absent(
         assert state == "complete" or status != 0
         assert names in ([], [output]), log.read_text()  # no temporary file
         assert state != "absent" or index % 2 == 0
-        assert run_command([*call, "--output", path], log)[0] == 0, log.read_text()
+        if state != "complete":
+            assert run_command([*call, "--output", path], log)[0] == 0, log.read_text()
         assert path.read_bytes() == expected
     report(output, found)
 
@@ -88,7 +90,8 @@ def test_a_pretraining_run_resumes_to_the_same_curve(tmp_path: Path) -> None:
     often = ["--checkpoint-every", "2", "--evaluate-every", "6", "--workers", "0", "--quiet", "--no-compare"]
     call: list[Any] = ["pretrain", "bert", "--device", "cpu", *paths, *sizes, *often]
     log = tmp_path / "printed.txt"
-    status, seconds = run_command([*call, "--output", tmp_path / "whole"], log)
+    for more in ([], ["--overwrite"]):  # the first process may wait for the server to start
+        status, seconds = run_command([*call, "--output", tmp_path / "whole", *more], log)
     assert status == 0, log.read_text()
     expected, weights = losses(tmp_path / "whole"), train_runs.results(tmp_path / "whole")[0]
     draw, found, kills, runs = random.Random(0), Counter[str](), 0, 0
