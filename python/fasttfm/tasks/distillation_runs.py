@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fasttfm.atomic_files import atomic_write
+from fasttfm.atomic_files import atomic_write, written_together
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.data.tokenizer_files import load_tokenizer
@@ -125,13 +125,14 @@ def _size_names(config: Any) -> tuple[str, ...] | None:
 def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
     """Saves the student in transformers' format, and TinyBERT's projections in the same directory."""
     check_finite(recipe.student)
-    recipe.student.save_pretrained(directory)
     config = recipe.student.config
-    tokenizer.save(directory, model_max_length=longest_input(config), config=config)
     projections = getattr(recipe, "projections", None)
-    if projections is not None and len(projections):
-        with atomic_write(directory / PROJECTIONS) as partial:
-            save_file({name: value.cpu() for name, value in projections.state_dict().items()}, partial)
+    with written_together():
+        recipe.student.save_pretrained(directory)
+        tokenizer.save(directory, model_max_length=longest_input(config), config=config)
+        if projections is not None and len(projections):
+            with atomic_write(directory / PROJECTIONS) as partial:
+                save_file({name: value.cpu() for name, value in projections.state_dict().items()}, partial)
 
 
 # ---- on a corpus -----------------------------------------------------------------------------------------------------

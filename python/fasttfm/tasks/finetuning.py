@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fasttfm.atomic_files import written_together
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.batches import prefetch
@@ -350,9 +351,10 @@ def save(model: PretrainedModel, task: Task, directory: str | Path) -> None:
     settings. The configuration has the maximum length of sequences (``TASK_KEY``)."""
     check_finite(model)
     task.adjust(model)
-    model.save_pretrained(directory)
-    task.language.save(Path(directory), model.config)
-    task.save(Path(directory))
+    with written_together():
+        model.save_pretrained(directory)
+        task.language.save(Path(directory), model.config)
+        task.save(Path(directory))
 
 
 @torch.no_grad()
