@@ -297,7 +297,7 @@ def test_the_only_graph_may_be_evicted(max_graphs: int) -> None:
 
 
 def test_a_collection_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it frees must not wait for the device: a session, and a launch whose result nobody has read."""
+    """What it frees must not wait for the device: a session, and a launch whose result was not read."""
     model = small_bert("BertModel", hidden_size=128).cuda().bfloat16()
     given = [[1 + index % 200 for index in range(100)]] * 4
     old = Session(model)

@@ -480,6 +480,11 @@ class _Graphs:
         if not self._usable or not self._tree.is_unchanged() or _addresses(self._model) != self._addresses:
             self._forget()
 
+    def captured(self, rows: int) -> torch.cuda.CUDAGraph | None:
+        """The graph of this many rows; None if there is none."""
+        entry = self._cache.kept(rows)
+        return None if entry is None else entry.value
+
     def run(self, rows: int, step: Callable[[int], None], active: Tensor) -> None:
         graph = None
         if self._usable:

@@ -287,9 +287,10 @@ class Session:
 
     def _check_device(self, error: RuntimeError) -> None:
         """Called after an error of a launch. If the device has failed, it computes nothing more in this process."""
-        if self._ended is None and has_failed(self._ordered.stream):
-            got = f"one on which a kernel has failed: {first_line(error)}"
-            self._ended = f"Session: expected a device that computes (a new process has one), got {got}"
+        with self._lock:  # no thread may wait for the stream while another one captures on it
+            if self._ended is None and has_failed(self._ordered.stream):
+                got = f"one on which a kernel has failed: {first_line(error)}"
+                self._ended = f"Session: expected a device that computes (a new process has one), got {got}"
 
     def __reduce__(self) -> Any:
         raise TypeError(
