@@ -223,6 +223,11 @@ MODULES: dict[str, tuple[Make, _Inputs, Call]] = {
 }
 
 
+def _has_parameters(make: Make) -> bool:
+    with torch.device("meta"):
+        return any(True for _ in make().parameters())
+
+
 def module_entries() -> list[EntryPoint]:
     return [
         EntryPoint(
@@ -231,7 +236,7 @@ def module_entries() -> list[EntryPoint]:
             make=functools.partial(seeded, make),
             inputs=inputs,
             call=functools.partial(run_module, call),
-            module=lambda module: module,
+            module=(lambda module: module) if _has_parameters(make) else None,
         )
         for name, (make, inputs, call) in MODULES.items()
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -73,24 +74,30 @@ def _cases(spec: OpSpec) -> list[OpCase]:
     return list(found.values())
 
 
+def _backends(spec: OpSpec, device: str) -> list[str | None]:
+    """On a GPU the one that a call without a request gets, and the others; on a CPU the first one: not Triton's
+    interpreter, which is a tool for tests and runs in one thread."""
+    names = [name for name in backends_on(spec, device) if name != "reference"]
+    if device == "cuda":
+        return [None, *names[1:]]
+    return [next((name for name in names if name != "triton"), "reference")]
+
+
 def op_entries(device: str) -> list[EntryPoint]:
-    """Of the backend that a call without a request gets and, on a GPU, of the others that run there."""
     found = []
     for spec in every_spec():
-        others = [name for name in backends_on(spec, device) if name != "reference"] if device == "cuda" else []
-        for case in _cases(spec):
-            for backend in (None, *others[1:]):
-                suffix = "" if case is spec.cases[0] else f", {case.name}"
-                found.append(
-                    EntryPoint(
-                        name=f"ops.{spec.name}{suffix}{'' if backend is None else f', {backend}'}",
-                        covers=(f"ops.{spec.name}",),
-                        make=lambda _: None,
-                        inputs=functools.partial(_inputs, spec, case),
-                        call=functools.partial(_call, spec, case, backend),
-                        reference=functools.partial(_reference, spec, case),
-                    )
+        for case, backend in itertools.product(_cases(spec), _backends(spec, device)):
+            parts = ([] if case is spec.cases[0] else [case.name]) + ([backend] if backend and device == "cuda" else [])
+            found.append(
+                EntryPoint(
+                    name=", ".join([f"ops.{spec.name}", *parts]),
+                    covers=(f"ops.{spec.name}",),
+                    make=lambda _: None,
+                    inputs=functools.partial(_inputs, spec, case),
+                    call=functools.partial(_call, spec, case, backend),
+                    reference=functools.partial(_reference, spec, case),
                 )
+            )
     return [*found, *_helper_entries()]
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
 
 import torch
 
 from fasttfm.testing.seams import allocations, boundaries, captures, contexts, threads, weights
-from fasttfm.testing.seams.entry import EntryPoint
+from fasttfm.testing.seams.entry import EntryPoint, SeamError, check_close
 from fasttfm.testing.seams.model_entries import model_entries, patched_entries
 from fasttfm.testing.seams.module_entries import module_entries
 from fasttfm.testing.seams.op_entries import op_entries
@@ -18,104 +17,130 @@ from fasttfm.testing.seams.session_entries import generation_entries, session_en
 from fasttfm.testing.seams.training_entries import all_training_entries
 
 Check = Callable[[EntryPoint, torch.device], None]
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Seam:
-    """A check of entry points.
+    """What happens around a call, in one or several variants.
 
     Args:
-        name: What happens around a call.
-        check: Raises SeamError where an entry point breaks.
+        name: The name that tests show.
+        variants: Checks by name; each raises SeamError where an entry point breaks.
         devices: Where it applies: ``cpu``, ``cuda``.
-        applies: Whether it applies to an entry point on a device.
+        applies: Whether it applies to an entry point.
     """
 
     name: str
-    check: Check
+    variants: Mapping[str, Check]
     devices: tuple[str, ...] = ("cpu", "cuda")
-    applies: Callable[[EntryPoint, torch.device], bool] = lambda entry, device: True
+    applies: Callable[[EntryPoint], bool] = lambda entry: True
 
     def __str__(self) -> str:
         return self.name
 
+    def variants_of(self, entry: EntryPoint) -> dict[str, Check]:
+        """What is not left out. A reason for a variant also holds for the one under autocast."""
+        if self.name in entry.left_out:
+            return {}
+        left = {name for name in self.variants if name.removesuffix(", autocast") in entry.left_out}
+        return {name: check for name, check in self.variants.items() if name not in left}
 
-def _has_weights(entry: EntryPoint, device: torch.device) -> bool:
-    if entry.module is None:
-        return False
-    # On the CPU, so that tests can be collected without a GPU.
-    return any(True for _ in entry.module(entry.make(torch.device("cpu"))).parameters())
+    def check(self, entry: EntryPoint, device: torch.device) -> None:
+        """Runs all variants, and raises one error with the failures of all."""
+        failures = []
+        for name, check in self.variants_of(entry).items():
+            try:
+                check(entry, device)
+            except Exception as error:
+                failures.append((name, error))
+        if failures:
+            lines = [f"{name}: {type(error).__name__}: {error}" for name, error in failures]
+            raise SeamError("\n".join(lines)) from failures[0][1]
 
 
-def _has_boundaries(entry: EntryPoint, device: torch.device) -> bool:
-    return bool(boundaries.boundaries_of(entry.inputs(0, torch.device("cpu"))))
+# ---- seams -----------------------------------------------------------------------------------------------------------
 
 
-def _has_bound(entry: EntryPoint, device: torch.device) -> bool:
-    return boundaries.BOUND in entry.inputs(0, torch.device("cpu"))
+def check_reference(entry: EntryPoint, device: torch.device) -> None:
+    """With nothing around it, a call agrees with other code that computes the same."""
+    if entry.reference is not None:
+        found = entry.reference(entry.make(device), entry.inputs(0, device))
+        check_close(entry.expected(0, device), found, f"{entry}")
 
 
-def _weights_seams() -> list[Seam]:
-    found = [
-        Seam(name, functools.partial(weights.check_changed_weights, change=name), applies=_has_weights)
-        for name in weights.CHANGES
-    ]
-    # What forwards under autocast keep: copies of the weights in 16 bits.
-    for name in ("parameter.data changed in place", "copied to under no_grad", "new parameters", "moved"):
+def _weights_variants() -> dict[str, Check]:
+    found: dict[str, Check] = {
+        name: functools.partial(weights.check_changed_weights, change=name) for name in weights.CHANGES
+    }
+    # Forwards under autocast may keep copies of the weights in 16 bits.
+    for name in ("parameter.data changed in place", "copied to under no_grad", "new parameters"):
         check = functools.partial(weights.check_changed_weights, change=name, autocast=True)
-        found.append(Seam(f"{name}, autocast", check, applies=_has_weights))
-    found.append(Seam("separate copies", weights.check_copy_is_separate, applies=_has_weights))
-    found.append(Seam("model changed, session not", weights.check_unaffected, applies=_is_session))
-    return found
+        found[f"{name}, autocast"] = check
+    return {**found, "separate copies": weights.check_copy_is_separate}
 
 
-def _is_session(entry: EntryPoint, device: torch.device) -> bool:
-    return entry.name.startswith("inference.Session")
-
-
-def _boundary_seams() -> list[Seam]:
-    found = [
-        Seam(
-            f"boundaries: {name}",
-            functools.partial(boundaries.check_lying_boundaries, lie=name),
-            applies=_has_boundaries,
-        )
-        for name in boundaries.LIES
-    ]
-    return [*found, Seam("boundaries: max_seqlen", boundaries.check_lying_bound, applies=_has_bound)]
+def _one(name: str, check: Check, *devices: str) -> Seam:
+    return Seam(name, {name: check}, devices or ("cpu", "cuda"))
 
 
 def seams() -> dict[str, Seam]:
+    lies: dict[str, Check] = {
+        name: functools.partial(boundaries.check_lying_boundaries, lie=name) for name in boundaries.LIES
+    }
+    settings: dict[str, Check] = {
+        name: functools.partial(contexts.check_setting, setting=name) for name in contexts.SETTINGS
+    }
+    modes: dict[str, Check] = {
+        "inference mode first": contexts.check_inference_first,
+        "fake tensors first": contexts.check_fake_tensors_first,
+        "alternating autocast": contexts.check_alternating_autocast,
+    }
+    unaffected: dict[str, Check] = {"model changed, session not": weights.check_unaffected}
+    bound: dict[str, Check] = {"max_seqlen": boundaries.check_lying_bound}
     found = [
-        Seam("threads of one object", threads.check_threads_of_one_object),
-        Seam("threads of objects", threads.check_threads_of_objects),
-        Seam("streams", threads.check_streams, ("cuda",)),
-        Seam("garbage collection", threads.check_garbage_collection),
-        Seam("fork", threads.check_fork, ("cpu",)),
-        Seam("capture", captures.check_capture, ("cuda",)),
-        Seam("first use in a capture", functools.partial(captures.check_capture, first_use=True), ("cuda",)),
-        Seam("failed allocations", allocations.check_failed_allocations),
-        Seam("out of memory", allocations.check_out_of_memory, ("cuda",)),
-        Seam("other instruction sets", contexts.check_other_instruction_sets, ("cpu",)),
-        Seam("other GPUs", contexts.check_other_gpus, ("cuda",)),
-        Seam("inference mode first", contexts.check_inference_first),
-        Seam("fake tensors first", contexts.check_fake_tensors_first),
-        Seam("alternating autocast", contexts.check_alternating_autocast),
-        *(Seam(name, functools.partial(contexts.check_setting, setting=name)) for name in contexts.SETTINGS),
-        *_weights_seams(),
-        *_boundary_seams(),
-        Seam("agrees with the reference", check_reference),
+        _one("reference", check_reference),
+        _one("threads of one object", threads.check_threads_of_one_object),
+        _one("threads of objects", threads.check_threads_of_objects),
+        _one("streams", threads.check_streams, "cuda"),
+        _one("garbage collection", threads.check_garbage_collection),
+        _one("fork", threads.check_fork, "cpu"),
+        _one("capture", captures.check_capture, "cuda"),
+        _one("failed allocations", allocations.check_failed_allocations),
+        _one("out of memory", allocations.check_out_of_memory, "cuda"),
+        _one("other instruction sets", contexts.check_other_instruction_sets, "cpu"),
+        _one("other GPUs", contexts.check_other_gpus, "cuda"),
+        Seam("settings of torch", settings),
+        Seam("modes of torch", modes),
+        Seam("changed weights", _weights_variants(), applies=_has_weights),
+        Seam("model changed, session not", unaffected, applies=_is_session),
+        Seam("boundaries", lies, applies=_has_boundaries),
+        Seam("max_seqlen", bound, applies=_has_bound),
     ]
     return {seam.name: seam for seam in found}
 
 
-def check_reference(entry: EntryPoint, device: torch.device) -> None:
-    """Without any seam, a call agrees with other code that computes the same."""
-    from fasttfm.testing.seams.entry import check_close
+# A process of its own runs it (``python -m fasttfm.testing.seams``).
+FIRST_CAPTURE = _one("first use in a capture", functools.partial(captures.check_capture, first_use=True), "cuda")
 
-    if entry.reference is not None:
-        subject, inputs = entry.make(device), entry.inputs(0, device)
-        check_close(entry.call(subject, inputs), entry.reference(subject, inputs), f"{entry}")
+
+def _has_weights(entry: EntryPoint) -> bool:
+    return entry.module is not None
+
+
+def _is_session(entry: EntryPoint) -> bool:
+    return "inference.Session" in entry.covers
+
+
+def _has_boundaries(entry: EntryPoint) -> bool:
+    return bool(boundaries.boundaries_of(entry.inputs(0, _CPU)))
+
+
+def _has_bound(entry: EntryPoint) -> bool:
+    return boundaries.BOUND in entry.inputs(0, _CPU)
+
+
+# ---- entry points ----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -135,31 +160,23 @@ def entry_points(device: str) -> dict[str, EntryPoint]:
 
 def plan(device: str) -> list[tuple[Seam, EntryPoint]]:
     """Every seam with every entry point that it applies to."""
-    where = torch.device(device)
     return [
         (seam, entry)
         for seam in seams().values()
         if device in seam.devices
         for entry in entry_points(device).values()
-        if not is_left_out(seam, entry) and seam.applies(entry, where)
+        if seam.variants_of(entry) and seam.applies(entry)
     ]
 
 
-def is_left_out(seam: Seam, entry: EntryPoint) -> bool:
-    """A reason for a seam holds for its variants: ``moved`` for ``moved, autocast``, ``capture`` for the first one."""
-    name = seam.name.removesuffix(", autocast").removeprefix("first use in a ")
-    return name in entry.left_out
-
-
-def run(device: str, names: Callable[[str, str], bool] = lambda seam, entry: True) -> list[str]:
-    """Runs what ``names(seam, entry point)`` selects. Returns the failures."""
+def run(device: str, select: Callable[[str, str], bool] = lambda seam, entry: True) -> list[str]:
+    """Runs the pairs of names of a seam and of an entry point that ``select`` selects. Returns the failures."""
     failures: list[str] = []
-    for seam, entry in plan(device):
-        if names(seam.name, entry.name):
-            try:
-                seam.check(entry, torch.device(device))
-            except Exception as error:
-                failures.append(f"{seam}: {entry}: {type(error).__name__}: {error}")
+    for seam in (*seams().values(), FIRST_CAPTURE):
+        for entry in entry_points(device).values() if device in seam.devices else ():
+            if select(seam.name, entry.name) and seam.variants_of(entry) and seam.applies(entry):
+                try:
+                    seam.check(entry, torch.device(device))
+                except SeamError as error:
+                    failures.append(f"{seam}: {error}")
     return failures
-
-

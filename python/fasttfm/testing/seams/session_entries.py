@@ -19,6 +19,7 @@ _HOST = "its inputs are lists of the host"
 _OWN = "a session belongs to one model, and is not copied with it"
 _SEPARATE = {"deep copy": _OWN, "pickle": _OWN, "separate copies": _OWN}
 _CAPTURE = "results are arrays on the host, which no CUDA graph can return"
+_ON_HOST = {"capture": _CAPTURE, "first use in a capture": _CAPTURE, "fake tensors first": _HOST}
 
 
 @dataclass
@@ -96,7 +97,7 @@ def session_entries(device: str) -> list[EntryPoint]:
                 module=lambda served: served.model,
                 rebuild=functools.partial(_rebuilt, name, options),
                 refresh=functools.partial(_take_weights, options),
-                left_out={**_SEPARATE, "capture": _CAPTURE, "fake tensors first": _HOST},
+                left_out={**_SEPARATE, **_ON_HOST},
             )
         )
     return found
@@ -151,7 +152,7 @@ def generation_entries() -> list[EntryPoint]:
                 make=functools.partial(_causal, name),
                 call=_generate,
                 module=lambda model: model,
-                left_out={"capture": _CAPTURE, "fake tensors first": _HOST},
+                left_out=dict(_ON_HOST),
                 **shared,
             )
         )
@@ -163,7 +164,7 @@ def generation_entries() -> list[EntryPoint]:
                 call=_continue,
                 module=lambda served: served.model,
                 rebuild=functools.partial(_rebuilt_generation, name),
-                left_out={**_SEPARATE, "capture": _CAPTURE, "fake tensors first": _HOST},
+                left_out={**_SEPARATE, **_ON_HOST},
                 **shared,
             )
         )

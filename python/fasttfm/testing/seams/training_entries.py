@@ -120,6 +120,7 @@ def optimizer_entries() -> list[EntryPoint]:
                 **dict.fromkeys(changed, _HELD),
                 **dict.fromkeys(("cast", "cast and cast back"), "parameters are fp32"),
                 **dict.fromkeys(("threads of one object", "streams"), _STATE),
+                "fake tensors first": "as torch's, it keeps the state that its first step makes",
             },
         )
         for name, kind in optimizer_classes().items()
