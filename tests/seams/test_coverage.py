@@ -21,7 +21,7 @@ EXCEPTIONS = {
     "inference.Calibration": "scales of a session; nothing is computed",
     "inference.EmbedSettings": "settings of a session",
     "generate.BeamSearch": "settings: generate.generate's entry point searches with beams",
-    "generate.CachedDecoder": "the part of a session that runs a step: generate.GenerationSession's entry point calls it",
+    "generate.CachedDecoder": "runs the steps of generate.GenerationSession",
     "generate.Generation": "a result of generate.GenerationSession",
     "generate.Sampling": "settings: generate.GenerationSession's entry point draws tokens",
 }
@@ -29,7 +29,9 @@ EXCEPTIONS = {
 
 def public_names() -> set[str]:
     found = {f"{module.__name__.rpartition('.')[2]}.{name}" for module in (ops, nn) for name in module.__all__}
-    found |= {f"{module.__name__.rpartition('.')[2]}.{name}" for module in (inference, generate) for name in module.__all__}
+    found |= {
+        f"{module.__name__.rpartition('.')[2]}.{name}" for module in (inference, generate) for name in module.__all__
+    }
     found |= {f"models.{name}" for name in FAMILIES}
     found |= {f"patch.{name}" for name in patched_families()}
     return found | {f"optim.{name}" for name in optimizer_classes()}

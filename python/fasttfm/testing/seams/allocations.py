@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fasttfm.testing.seams.entry import EntryPoint, Inputs, SeamError, check_same
+from fasttfm.testing.seams.entry import EntryPoint, Inputs, SeamError, chain, check_same
 
 _GUARD = 4096  # bytes on each side; a multiple of every alignment that kernels ask for
 _PATTERN = 0xA5
@@ -22,7 +22,9 @@ _FAILURES = 4  # of one call, spread over its allocations
 
 
 @contextlib.contextmanager
-def _patched(empty: Callable[[tuple[int, ...], torch.dtype, torch.device, Callable[[], Tensor]], Tensor]) -> Iterator[None]:
+def _patched(
+    empty: Callable[[tuple[int, ...], torch.dtype, torch.device, Callable[[], Tensor]], Tensor],
+) -> Iterator[None]:
     """Replaces the functions of torch that the package allocates with. ``empty`` gets the sizes, the dtype and the
     device of contiguous memory, and a function that allocates as torch does."""
 
@@ -53,7 +55,7 @@ def _described(
     args: tuple[Any, ...], options: dict[str, Any], like: bool
 ) -> tuple[tuple[int, ...], torch.dtype, torch.device] | None:
     """Sizes, dtype and device of an allocation; None if it has other options than these or strides."""
-    if set(options) - {"dtype", "device", "requires_grad"} or not args:
+    if set(options) - {"dtype", "device", "requires_grad", "memory_format"} or not args:
         return None
     first = args[0]
     if like and isinstance(first, Tensor) and type(first) in (Tensor, torch.nn.Parameter):
@@ -164,19 +166,11 @@ def check_failed_allocations(entry: EntryPoint, device: torch.device) -> None:
             with failing_allocation(index):
                 found = entry.call(subject, inputs)
         except Exception as error:
-            if "simulated" not in _chain(error):
+            if "simulated" not in chain(error):
                 raise SeamError(f"{entry}: allocation {index} failed, and the call raised {error!r}") from error
         if found is not None:
             check_same(found, expected, f"{entry}: a call whose allocation {index} failed")
         check_same(entry.call(subject, inputs), expected, f"{entry}: after allocation {index} failed")
-
-
-def _chain(error: BaseException | None) -> str:
-    texts = []
-    while error is not None:
-        texts.append(str(error))
-        error = error.__cause__ or error.__context__
-    return " ".join(texts)
 
 
 def check_out_of_memory(entry: EntryPoint, device: torch.device) -> None:
@@ -203,7 +197,7 @@ def check_out_of_memory(entry: EntryPoint, device: torch.device) -> None:
             if found is not None:
                 check_same(found, expected, f"{entry}: with little memory")
     except RuntimeError as error:
-        if "out of memory" not in _chain(error):
+        if "out of memory" not in chain(error):
             raise SeamError(f"{entry}: without memory a call raised {error!r}") from error
     finally:
         blocks.clear()

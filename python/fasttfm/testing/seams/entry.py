@@ -34,7 +34,6 @@ class EntryPoint:
         sets_weights: Whether a call starts from weights that are among its inputs, as an optimizer's does here.
         left_out: Seams that do not apply, with the reason.
         refuses: Seams that it does not support, with the text that the error must contain.
-        gpu_only: Whether it needs a GPU.
     """
 
     name: str
@@ -49,7 +48,6 @@ class EntryPoint:
     sets_weights: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     refuses: Mapping[str, str] = field(default_factory=dict)
-    gpu_only: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -186,7 +184,10 @@ def _difference(found: Tensor, expected: Tensor) -> str:
     return f"a difference of {difference:.3g} for numbers up to {_largest(expected):.3g}"
 
 
-def check_refusal(error: BaseException, text: str, what: str) -> None:
-    """An error says in words what is not supported: it is of Python or torch, and contains ``text``."""
-    if text not in str(error):
-        raise SeamError(f"{what}: expected an error with {text!r}, got {type(error).__name__}: {error}") from error
+def chain(error: BaseException | None) -> str:
+    """The texts of an error and of those that led to it."""
+    texts = []
+    while error is not None:
+        texts.append(str(error))
+        error = error.__cause__ or error.__context__
+    return " ".join(texts)

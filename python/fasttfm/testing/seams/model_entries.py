@@ -11,7 +11,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fasttfm
 from fasttfm.models.families import FAMILIES, family_of_type

@@ -6,6 +6,7 @@ Each one computes ``x @ weight`` or ``2 x`` correctly if nothing happens around 
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import queue
 import threading
@@ -295,7 +296,7 @@ def _scatter(x: Tensor, bounds: Tensor) -> Tensor:
     available = out.untyped_storage().nbytes() // x.element_size()
     first = out.storage_offset()
     starts = bounds.tolist()
-    for begin, end in zip(starts, starts[1:], strict=False):
+    for begin, end in itertools.pairwise(starts):
         for row in range(begin, min(end, begin + 4 * len(x))):
             offset = first + row * x.shape[1]
             if 0 <= offset <= available - x.shape[1]:
@@ -425,4 +426,3 @@ def gpu_mutants() -> dict[str, list[EntryPoint]]:
         "other GPUs": [_of_function(FirstMultiprocessors)],
         "ends after the tokens": [_of_packed(Unchecked)],
     }
-

@@ -34,7 +34,7 @@ def _dtype(case: OpCase, device: torch.device) -> torch.dtype:
 def _inputs(spec: OpSpec, case: OpCase, seed: int, device: torch.device) -> Inputs:
     """Tensors of the spec, and ``max_seqlen``, which boundaries.py changes. Boundaries are those of the case for every
     seed."""
-    found: Inputs = {k: v for k, v in draw_inputs(spec, case, _dtype(case, device), device, SEED + seed).items()}
+    found: Inputs = dict(draw_inputs(spec, case, _dtype(case, device), device, SEED + seed).items())
     if BOUND in case.options:
         found[BOUND] = case.options[BOUND]
     return found

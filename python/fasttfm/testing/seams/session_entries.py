@@ -23,8 +23,8 @@ _ON_HOST = {"capture": _CAPTURE, "first use in a capture": _CAPTURE, "fake tenso
 
 
 @dataclass
-class Served:
-    """A model and what serves it."""
+class Opened:
+    """A model and its session."""
 
     model: Any
     session: Any
@@ -52,31 +52,31 @@ def _model(name: str, device: torch.device) -> Any:
     return _evaluated(functools.partial(small_model, FAMILIES[name], Head.NONE), device)
 
 
-def _session(name: str, options: dict[str, Any], device: torch.device) -> Served:
-    return _serve(_model(name, device), options, device)
+def _session(name: str, options: dict[str, Any], device: torch.device) -> Opened:
+    return _open(_model(name, device), options, device)
 
 
-def _serve(model: Any, options: dict[str, Any], device: torch.device) -> Served:
-    return Served(model, Session(model, device=device, **options))
+def _open(model: Any, options: dict[str, Any], device: torch.device) -> Opened:
+    return Opened(model, Session(model, device=device, **options))
 
 
-def _encode(served: Served, inputs: Inputs) -> Tensors:
+def _encode(opened: Opened, inputs: Inputs) -> Tensors:
     ids = _lists(inputs)
-    found = {"vectors": torch.from_numpy(served.session.encode(ids))}
-    states = served.session.encode(ids, output="states")
+    found = {"vectors": torch.from_numpy(opened.session.encode(ids))}
+    states = opened.session.encode(ids, output="states")
     return found | {f"states {index}": torch.from_numpy(rows) for index, rows in enumerate(states)}
 
 
-def _take_weights(options: dict[str, Any], served: Served) -> None:
+def _take_weights(options: dict[str, Any], opened: Opened) -> None:
     """As the documentation says: a new session if this one cannot take them."""
-    if not served.session.take_weights(served.model):
-        served.session = Session(served.model, device=served.session.device, **options)
+    if not opened.session.take_weights(opened.model):
+        opened.session = Session(opened.model, device=opened.session.device, **options)
 
 
-def _rebuilt(name: str, options: dict[str, Any], served: Served, device: torch.device) -> Served:
+def _rebuilt(name: str, options: dict[str, Any], opened: Opened, device: torch.device) -> Opened:
     model = _model(name, device)
-    copy_weights(served.model, model)
-    return _serve(model, options, device)
+    copy_weights(opened.model, model)
+    return _open(model, options, device)
 
 
 def session_entries(device: str) -> list[EntryPoint]:
@@ -94,7 +94,7 @@ def session_entries(device: str) -> list[EntryPoint]:
                 make=functools.partial(_session, name, options),
                 inputs=_ids,
                 call=_encode,
-                module=lambda served: served.model,
+                module=lambda opened: opened.model,
                 rebuild=functools.partial(_rebuilt, name, options),
                 refresh=functools.partial(_take_weights, options),
                 left_out={**_SEPARATE, **_ON_HOST},
@@ -120,22 +120,22 @@ def _generate(model: Any, inputs: Inputs) -> Tensors:
     return {"greedy": greedy, "beams": beams, "stream": torch.tensor(stream, device="cpu")}
 
 
-def _generation_session(name: str, device: torch.device) -> Served:
+def _generation_session(name: str, device: torch.device) -> Opened:
     model = _causal(name, device)
-    return Served(model, generate.GenerationSession(model, max_batch=2, max_length=24))
+    return Opened(model, generate.GenerationSession(model, max_batch=2, max_length=24))
 
 
-def _rebuilt_generation(name: str, served: Served, device: torch.device) -> Served:
+def _rebuilt_generation(name: str, opened: Opened, device: torch.device) -> Opened:
     model = _causal(name, device)
-    copy_weights(served.model, model)
-    return Served(model, generate.GenerationSession(model, max_batch=2, max_length=24))
+    copy_weights(opened.model, model)
+    return Opened(model, generate.GenerationSession(model, max_batch=2, max_length=24))
 
 
-def _continue(served: Served, inputs: Inputs) -> Tensors:
+def _continue(opened: Opened, inputs: Inputs) -> Tensors:
     """Three sequences in two slots; the last one is drawn."""
     options: list[dict[str, Any]] = [{}, {}, {"do_sample": True, "seed": 7}]
     waiting = [
-        served.session.submit(ids, max_new_tokens=4 + index, **options[index])
+        opened.session.submit(ids, max_new_tokens=4 + index, **options[index])
         for index, ids in enumerate(_lists(inputs))
     ]
     return {f"tokens {i}": torch.tensor(each.result(), device="cpu") for i, each in enumerate(waiting)}
@@ -162,9 +162,10 @@ def generation_entries() -> list[EntryPoint]:
                 covers=("generate.GenerationSession",),
                 make=functools.partial(_generation_session, name),
                 call=_continue,
-                module=lambda served: served.model,
+                module=lambda opened: opened.model,
                 rebuild=functools.partial(_rebuilt_generation, name),
                 left_out={**_SEPARATE, **_ON_HOST},
+                refuses={"alternating autocast": "generate: autocast: expected"},
                 **shared,
             )
         )

@@ -102,7 +102,7 @@ def check_streams(entry: EntryPoint, device: torch.device) -> None:
     for round_ in range(_ROUNDS):
         for index in (0, 1) if round_ % 2 else (1, 0):
             with torch.cuda.stream(streams[index]):
-                torch.cuda._sleep(2_000_000 * (1 + (index + round_) % 2))  # one stream is a millisecond behind the other
+                torch.cuda._sleep(2_000_000 * (1 + (index + round_) % 2))  # one is a millisecond later
                 results.append((index, entry.call(subject, given[index])))
     torch.cuda.synchronize(device)
     for index, found in results:

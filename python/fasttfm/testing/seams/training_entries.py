@@ -16,7 +16,6 @@ from fasttfm.nn import Fp8Training, PackedLayer, PackedTransformer
 from fasttfm.testing.seams.entry import EntryPoint, Inputs, Tensors, as_leaves, copy_weights, with_gradients
 from fasttfm.testing.seams.model_entries import head_of, inputs_of, small_model
 from fasttfm.testing.seams.module_entries import bounds_of, rows, seeded
-from fasttfm.train.optimizers import Lamb
 
 SHAPES = ((5, 7), (16,), (3, 4, 2))
 _HELD = "an optimizer holds the parameters that it was made with"
@@ -120,7 +119,7 @@ def optimizer_entries() -> list[EntryPoint]:
                 **dict.fromkeys(changed, _HELD),
                 **dict.fromkeys(("cast", "cast and cast back"), "parameters are fp32"),
                 **dict.fromkeys(("threads of one object", "streams"), _STATE),
-                "fake tensors first": "as torch's, it keeps the state that its first step makes",
+                **dict.fromkeys(("fake tensors first", "inference mode first"), "as torch's, it keeps its first state"),
             },
         )
         for name, kind in optimizer_classes().items()
@@ -196,7 +195,7 @@ def training_entries() -> list[EntryPoint]:
             module=lambda trained: trained.model,
             rebuild=_rebuilt_fp8,
             left_out={
-                **dict.fromkeys(("threads of one object", "streams"), "a forward records magnitudes for the next scales"),
+                **dict.fromkeys(("threads of one object", "streams"), "a forward records magnitudes"),
                 **dict.fromkeys(("deep copy", "pickle", "separate copies"), "a copy of a model is not trained in FP8"),
                 **dict.fromkeys(
                     ("parameter.data changed in place", "parameter.data replaced", "a fused optimizer's step", "moved"),
