@@ -13,6 +13,7 @@ import os
 import random
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,27 @@ def _alone(target: Callable[..., Any], *arguments: Any) -> None:
 
 def train(settings: PretrainSettings, run: RunSettings) -> Summary | None:
     return pretrain(settings, run)
+
+
+def run_command(argv: list[Any], log: Path, delay: float | None = None) -> tuple[int, float]:
+    """Runs ``fasttfm`` in a process, which is ended by SIGTERM after a delay. Returns its exit status, or minus the
+    signal that ended it, and the seconds that it took. ``log`` gets what it prints."""
+    begin = time.monotonic()
+    process = start(_command, [str(each) for each in argv], log)
+    process.join(delay)
+    if delay is not None:
+        process.terminate()
+        process.join()
+    return process.exitcode, time.monotonic() - begin
+
+
+def _command(argv: list[str], log: Path) -> None:
+    from fasttfm.cli.main import main
+
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    raise SystemExit(main(argv))
 
 
 def start_ranks(size: int, target: Callable[..., Any], *arguments: Any) -> list[Any]:

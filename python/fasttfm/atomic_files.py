@@ -57,7 +57,7 @@ def atomic_writes(
 
     try:
         take_names()
-    except KeyboardInterrupt:  # a half-renamed set would be worse than a complete one
+    except (KeyboardInterrupt, SystemExit):  # of a signal: a half-renamed set would be worse than a complete one
         first = ()
         take_names()
         raise
