@@ -286,7 +286,7 @@ def test_the_only_graph_may_be_evicted(max_graphs: int) -> None:
         [[1 + index % 200 for index in range(length)]] * count for length, count in ((50, 4), (100, 8), (120, 30))
     ]
     with Session(model, max_graphs=max_graphs) as session, warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message="Session")
         found = []
         for turn, group in enumerate(groups):
             found.append([session.encode(group) for _ in range(3 * (turn + 1) ** 2)][-1])
@@ -306,7 +306,7 @@ def test_a_collection_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     cycle: list[Any] = [old.run(pack(given), Output.VECTORS), old]
     cycle.append(cycle)
     with Session(model) as session, warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message="Session")
         session.encode(given)
         run = session.network.run
         collected: list[int] = []

@@ -108,7 +108,9 @@ class _Launched:
         staging = self._staging
         assert staging is not None
         self._graph.graph.wait(staging)
-        self._staging = staging.large = None
+        self._staging = None
+        if self._large is not None:
+            staging.large = None
         return staging
 
 

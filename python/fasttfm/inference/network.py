@@ -89,7 +89,7 @@ class Network:
             self.model = _own_copy(model, device, dtype if packed is None else torch.float32, always=packed is not None)
         if packed is not None:
             pack_linears(self.model, packed)
-        self._is_packed = packed is not None
+        self.is_packed = packed is not None
         self.base = base_of(self.model)
         self.has_segments = self.base.embeddings.segment is not None
         self.layers.check(len(self.base.encoder.order))
@@ -105,7 +105,7 @@ class Network:
         stores them in another layout, or if the model has other modules now: then a new network is needed."""
         own, given = ({**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (self.model, model))
         shapes = [{name: each.shape for name, each in tensors.items()} for tensors in (own, given)]
-        if self._is_packed or shapes[0] != shapes[1]:
+        if self.is_packed or shapes[0] != shapes[1]:
             return False
         names = [name for name, each in given.items() if not _is_same_memory(own[name], each)]
         if names:

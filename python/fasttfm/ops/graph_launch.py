@@ -16,7 +16,8 @@ from fasttfm import _native
 
 
 class HostMemory:
-    """Pinned memory for the inputs and results of one launch at a time, and the event that ends the launch."""
+    """Pinned memory for the inputs and results of one launch at a time, and the event that ends the launch. The stream
+    of the launch orders it until the event."""
 
     def __init__(self, inputs: Tensor, results: Tensor, stream: torch.cuda.Stream) -> None:
         self.inputs, self.results = inputs, results
