@@ -130,7 +130,8 @@ def anonymous_namespaces(path: str, text: str) -> list[str]:
 # ---- layers of the package: the direction of imports -----------------------------------------------------------------
 
 # A layer is a module or package directly under fasttfm; `fasttfm` is the package's own __init__, `peers` is
-# bench/peers.py, with which specs build their peers. FOUNDATIONS import nothing of fasttfm, and all layers may import
+# bench/peers.py, with which specs build their peers, and `seams` is testing/seams, which calls all of the package.
+# FOUNDATIONS import nothing of fasttfm, and all layers may import
 # them.
 FOUNDATIONS = {"_gpus", "_version", "atomic_files", "extras"}
 _WORK = {"ops", "nn", "models", "train", "data", "generate"}
@@ -150,6 +151,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tasks": {"tasks", "inference", *_WORK},
     "peers": set(),
     "testing": {"testing", "peers", "nn", "ops", "kernels", "_native"},
+    "seams": {"seams", "testing", "inference", "patching", "optim", "kernels", "_native", "fasttfm", *_WORK},
     "bench": {"bench", "peers", "testing", "ops"},
     "cli": {"cli", "tasks", "inference", "testing", "bench", "_native", *_WORK},
     "__main__": {"cli"},
@@ -192,6 +194,8 @@ def layer_of(module: str) -> str:
     parts = module.split(".")
     if len(parts) == 1:
         return "fasttfm"
+    if parts[1:3] == ["testing", "seams"]:
+        return "seams"
     return "peers" if parts[1:] == ["bench", "peers"] else parts[1]
 
 
@@ -199,7 +203,7 @@ def _crosses_implementations(module: str, imported: str) -> bool:
     """Whether a kernel imports another op's kernels or a reference, or an op imports another op's kernels. An op's
     files of native calls and of the selection of a backend count as the op."""
     parts, target = module.split("."), imported.split(".")
-    if target[:2] != ["fasttfm", "kernels"] or layer_of(module) == "testing":
+    if target[:2] != ["fasttfm", "kernels"] or layer_of(module) in ("testing", "seams"):
         return False
     if layer_of(module) == "kernels" and target[-1] == "reference":
         return True

@@ -185,6 +185,8 @@ def test_anonymous_namespaces_are_found() -> None:
         ("fasttfm.train.loop", "from fasttfm.cli.main import main", False),
         ("fasttfm.testing.specs.scale", "from fasttfm.kernels.scale import reference", True),
         ("fasttfm.testing.harness", "from fasttfm.models import bert", False),
+        ("fasttfm.testing.harness", "from fasttfm.testing.seams import plan", False),
+        ("fasttfm.testing.seams.models", "from fasttfm.models import bert", True),
         ("fasttfm.ops.scale", "from fasttfm.testing import tolerance", False),
         ("fasttfm.cli.info", "from fasttfm.testing import tolerance", True),
         ("fasttfm.cellar", "import torch", False),

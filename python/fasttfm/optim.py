@@ -231,9 +231,11 @@ class AdamW(torch.optim.AdamW):
         if not all(found):
             for each, state in zip(given.parameters, found, strict=True):
                 if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=each.device)
-                    state["exp_avg"] = torch.zeros_like(each, memory_format=torch.preserve_format)
-                    state["exp_avg_sq"] = torch.zeros_like(each, memory_format=torch.preserve_format)
+                    state.update(  # at once: an allocation that fails leaves no half of a state
+                        step=torch.zeros((), dtype=torch.float32, device=each.device),
+                        exp_avg=torch.zeros_like(each, memory_format=torch.preserve_format),
+                        exp_avg_sq=torch.zeros_like(each, memory_format=torch.preserve_format),
+                    )
         return found
 
     # ---- copies ------------------------------------------------------------------------------------------------------

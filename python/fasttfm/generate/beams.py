@@ -75,7 +75,7 @@ class _Beams:
         sequences[:, :, count] = chosen
         ending = torch.isin(chosen, self.ends) | (count + 1 == self.new)
         self._finish(best, sequences, ending, count)
-        self.scores, running = (best + ending * _NO_SCORE).topk(beams)
+        self.scores, running = (best + ending.to(best.dtype) * _NO_SCORE).topk(beams)
         self.tokens = sequences.gather(1, running[:, :, None].expand(-1, -1, self.new))
         self._update_improving(count)
         return chosen.gather(1, running), origins.gather(1, running)
@@ -88,7 +88,7 @@ class _Beams:
             closed = closed | self.has_finished.all(1, keepdim=True)
         ranks = torch.arange(best.shape[1], device=best.device)
         counts = ending & (ranks < beams) & ~closed
-        merged = torch.cat([self.finished_scores, torch.where(counts, scores, _NO_SCORE)], 1)
+        merged = torch.cat([self.finished_scores, scores.masked_fill(~counts, _NO_SCORE)], 1)
         self.finished_scores, order = merged.topk(beams)
         sequences = torch.cat([self.finished, sequences], 1)
         self.finished = sequences.gather(1, order[:, :, None].expand(-1, -1, self.new))
@@ -99,7 +99,8 @@ class _Beams:
         search = self.search
         longest = self.new if search.early_stopping == "never" and search.length_penalty > 0 else count + 1
         possible = self.scores[:, :1] / longest**search.length_penalty
-        worst = torch.where(self.has_finished, self.finished_scores.amin(1, keepdim=True), _NO_SCORE)
+        lowest = self.finished_scores.amin(1, keepdim=True).expand_as(self.finished_scores)
+        worst = lowest.masked_fill(~self.has_finished, _NO_SCORE)
         self.improving = self.improving & (possible > worst).any(1, keepdim=True)
 
     def is_done(self) -> bool:

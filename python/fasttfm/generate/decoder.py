@@ -76,16 +76,23 @@ class CachedDecoder:
         return x.index_select(0, cu_seqlens[1:] - 1)
 
     def _allocate(self, qkv: Tensor, sequences: int) -> None:
-        """Allocates the cache in the dtype of ``qkv``, on the first call."""
+        """Allocates the cache in the dtype of ``qkv``, on the first call; outside of inference mode, because later
+        calls may be outside of it."""
         if self.keys.numel():
+            if qkv.dtype != self.keys.dtype:
+                expected = f"{self.keys.dtype}, in which the cache was made, with or without autocast as then"
+                raise ValueError(f"generate: autocast: expected {expected}, got {qkv.dtype}")
             return
         if self.sequences is None:
             self.sequences = sequences
         _, _, heads, width = qkv.shape
         shape = (len(self.layers), self.sequences, heads, self.capacity, width)
-        self.keys, self.values = qkv.new_zeros(shape), qkv.new_zeros(shape)
-        self.lengths = torch.zeros(self.sequences, dtype=torch.int32, device=qkv.device)
-        self._arrivals = torch.zeros(self.sequences, heads, dtype=torch.int32, device=qkv.device)
+        device = qkv.device
+        with torch.inference_mode(False):
+            self.values, keys = (torch.zeros(shape, dtype=qkv.dtype, device=device) for _ in range(2))
+            self.lengths = torch.zeros(self.sequences, dtype=torch.int32, device=device)
+            self._arrivals = torch.zeros(self.sequences, heads, dtype=torch.int32, device=device)
+            self.keys = keys  # last: it says that all are made
 
     def copy(self, source: Tensor, target: Tensor, tokens: int | None = None) -> None:
         """Copies sequences, or only their first ``tokens``, from slots ``source`` to slots ``target``: int64 [n] each.

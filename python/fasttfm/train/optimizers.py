@@ -124,9 +124,11 @@ class Lamb(Optimizer):
         optim.check_gradients("Lamb", gradients)
         for each in parameters:
             if not self.state[each]:
-                self.state[each]["exp_avg"] = torch.zeros_like(each)
-                self.state[each]["exp_avg_sq"] = torch.zeros_like(each)
-                self.state[each]["step"] = torch.zeros((), device=each.device, dtype=torch.float32)
+                self.state[each].update(  # at once: an allocation that fails leaves no half of a state
+                    exp_avg=torch.zeros_like(each),
+                    exp_avg_sq=torch.zeros_like(each),
+                    step=torch.zeros((), device=each.device, dtype=torch.float32),
+                )
         first, second, steps = (
             [self.state[each][name] for each in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
         )

@@ -1,0 +1,71 @@
+"""Every public op, module, family, optimizer and session has an entry point, or is named as an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from fasttfm import generate, inference, nn, ops
+from fasttfm.models.families import FAMILIES
+from fasttfm.testing.seams import entry_points, seams
+from fasttfm.testing.seams.model_entries import patched_families
+from fasttfm.testing.seams.module_entries import EXCEPTIONS as MODULE_EXCEPTIONS
+from fasttfm.testing.seams.op_entries import EXCEPTIONS as OP_EXCEPTIONS
+from fasttfm.testing.seams.registry import FIRST_CAPTURE
+from fasttfm.testing.seams.training_entries import optimizer_classes
+
+EXCEPTIONS = {
+    **OP_EXCEPTIONS,
+    **MODULE_EXCEPTIONS,
+    "inference.Calibration": "scales of a session; nothing is computed",
+    "inference.EmbedSettings": "settings of a session",
+    "generate.BeamSearch": "settings: generate.generate's entry point searches with beams",
+    "generate.CachedDecoder": "runs the steps of generate.GenerationSession",
+    "generate.Generation": "a result of generate.GenerationSession",
+    "generate.Sampling": "settings: generate.GenerationSession's entry point draws tokens",
+}
+
+
+def public_names() -> set[str]:
+    found = {f"{module.__name__.rpartition('.')[2]}.{name}" for module in (ops, nn) for name in module.__all__}
+    found |= {
+        f"{module.__name__.rpartition('.')[2]}.{name}" for module in (inference, generate) for name in module.__all__
+    }
+    found |= {f"models.{name}" for name in FAMILIES}
+    found |= {f"patch.{name}" for name in patched_families()}
+    return found | {f"optim.{name}" for name in optimizer_classes()}
+
+
+def missing(covered: set[str], exceptions: Mapping[str, str]) -> list[str]:
+    return sorted(public_names() - covered - set(exceptions))
+
+
+def covered(device: str) -> set[str]:
+    return {name for entry in entry_points(device).values() for name in entry.covers}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_everything_public_is_covered(device: str) -> None:
+    pytest.importorskip("transformers")
+    assert missing(covered(device), EXCEPTIONS) == []
+    assert covered(device) - public_names() == set()
+
+
+def test_exceptions_are_public_and_not_covered() -> None:
+    assert set(EXCEPTIONS) - public_names() == set()
+    assert set(EXCEPTIONS) & covered("cpu") == set()
+    assert all(EXCEPTIONS.values())
+
+
+def test_a_name_without_an_entry_point_is_reported() -> None:
+    assert missing(covered("cpu") - {"ops.layer_norm", "models.bert"}, EXCEPTIONS) == ["models.bert", "ops.layer_norm"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_left_out_exists_and_has_a_reason(device: str) -> None:
+    every = (*seams().values(), FIRST_CAPTURE)
+    known = {seam.name for seam in every} | {name for seam in every for name in seam.variants}
+    for entry in entry_points(device).values():
+        assert set(entry.left_out) <= known, entry
+        assert all(entry.left_out.values()), entry
