@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -131,7 +132,8 @@ def other_gpu(multiprocessors: int) -> Iterator[None]:
     def properties(*args: Any) -> Any:
         found = real(*args)
         names = [name for name in dir(found) if not name.startswith("_")]
-        return mock.Mock(**{**{name: getattr(found, name) for name in names}, "multi_processor_count": multiprocessors})
+        values = {name: getattr(found, name) for name in names}
+        return types.SimpleNamespace(**{**values, "multi_processor_count": multiprocessors})
 
     for cache in caches:
         cache.cache_clear()

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import importlib.util
+import inspect
 import warnings
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -78,6 +79,19 @@ def inputs_of(head: Head, seed: int, device: torch.device) -> Inputs:
     return found
 
 
+def packed_inputs(head: Head, limited: bool, seed: int, device: torch.device) -> Inputs:
+    """The same tokens without padding, in arguments that need no synchronization, so that a CUDA graph can capture the
+    call; ``limited`` says whether the model takes the maximum number of predictions."""
+    padded = inputs_of(head, seed, torch.device("cpu"))
+    if "input_ids" not in padded:
+        return inputs_of(head, seed, device)
+    mask = padded.pop("attention_mask").bool()
+    found: Inputs = {name: value[mask].to(device) for name, value in padded.items()}
+    bounds = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+    options = {"max_predictions": int(mask.sum())} if limited else {}
+    return {**found, "cu_seqlens": bounds.to(device), "max_seqlen": LENGTH, **options}
+
+
 def train(model: Any, inputs: Inputs) -> Tensors:
     """Outputs and the gradients of all parameters."""
     output = model(**inputs)
@@ -111,7 +125,9 @@ def model_entries() -> list[EntryPoint]:
             "module": lambda model: model,
             "covers": (f"models.{name}",),
         }
-        found.append(EntryPoint(f"models.{name}", functools.partial(seeded, make), call=train, **shared))
+        limited = "max_predictions" in inspect.signature(family.models[head].forward).parameters
+        packed = {**shared, "inputs": functools.partial(packed_inputs, head, limited)}
+        found.append(EntryPoint(f"models.{name}", functools.partial(seeded, make), call=train, **packed))
         without = functools.partial(_evaluated, make)
         found.append(EntryPoint(f"models.{name}, inference", without, call=evaluate, **shared))
     return found

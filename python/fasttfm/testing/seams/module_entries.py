@@ -81,7 +81,11 @@ def _ids(seed: int, device: torch.device) -> Inputs:
 
 
 def _labelled(seed: int, device: torch.device) -> Inputs:
-    return {**_packed(seed, device), "labels": _ids(seed, device)["ids"]}
+    return {"x": _packed(seed, device)["x"], "labels": _ids(seed, device)["ids"]}
+
+
+def _labelled_sequences(seed: int, device: torch.device) -> Inputs:
+    return {**_labelled(seed, device), "cu_seqlens": bounds_of(device)}
 
 
 def _entities(seed: int, device: torch.device) -> Inputs:
@@ -214,7 +218,7 @@ MODULES: dict[str, tuple[Make, _Inputs, Call]] = {
         _knowledge,
     ),
     "MaskedLMHead": (lambda: nn.MaskedLMHead(WIDTH, VOCABULARY), _labelled, _masked_lm),
-    "CausalLMHead": (lambda: nn.CausalLMHead(WIDTH, VOCABULARY), _labelled, _causal_lm),
+    "CausalLMHead": (lambda: nn.CausalLMHead(WIDTH, VOCABULARY), _labelled_sequences, _causal_lm),
     "GraphReasoner": (
         lambda: nn.GraphReasoner(6, 4, 6, 10, layers=2, path_size=8, pair_size=5, dropout=0.0),
         _x(2, 10),

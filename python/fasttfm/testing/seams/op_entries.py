@@ -27,6 +27,9 @@ EXCEPTIONS = {
 }
 
 
+LEFT_OUT = {"unpack": {"max_seqlen": "the size of its result"}}
+
+
 def _dtype(case: OpCase, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" and torch.bfloat16 in case.dtypes else case.dtypes[0]
 
@@ -96,6 +99,7 @@ def op_entries(device: str) -> list[EntryPoint]:
                     inputs=functools.partial(_inputs, spec, case),
                     call=functools.partial(_call, spec, case, backend),
                     reference=functools.partial(_reference, spec, case),
+                    left_out=LEFT_OUT.get(spec.name, {}),
                 )
             )
     return [*found, *_helper_entries()]

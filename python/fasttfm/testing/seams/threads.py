@@ -124,7 +124,7 @@ def check_garbage_collection(entry: EntryPoint, device: torch.device) -> None:
     try:
         gc.disable()
         _drop_in_a_cycle(entry, device, inputs)
-        gc.set_threshold(1, 1, 1)
+        gc.set_threshold(1, 5, 5)
         gc.enable()
         found = entry.call(subject, inputs)
     finally:
