@@ -51,7 +51,7 @@ def test_the_first_call_on_a_busy_stream(call: Any, monkeypatch: pytest.MonkeyPa
     for _ in range(3):
         call()
         torch.cuda.current_stream().synchronize()
-    assert not side.query(), "the host waited for the busy stream"
+    assert not side.query(), "the host synchronized with the busy stream"
     torch.cuda.synchronize()
     ops.check_errors()
 

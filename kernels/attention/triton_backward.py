@@ -279,9 +279,8 @@ def _bwd_kv_kernel(
     first = program % tiles * BLOCK_N
     kv_head = program // tiles % kv_heads
     sequence = program // tiles // kv_heads
-    if (
-        K_LAYOUT == "packed" and sequence == tl.num_programs(0) // (tiles * kv_heads) - 1
-    ):  # the rows after all sequences
+    sequences = tl.num_programs(0) // (tiles * kv_heads) - 1
+    if K_LAYOUT == "packed" and sequence == sequences:  # the rows after all sequences
         row = packed_first(k_bounds, sequence, k_size) + first
         dk_all = head_rows(dk, (0, dk_row, dk_head), sequence, 0, kv_head, UNIT, WIDE)
         clear_rows(dk_all, row, k_size, tiles * BLOCK_N, tl.arange(0, BLOCK_D), D, BLOCK_N)

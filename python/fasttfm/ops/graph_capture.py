@@ -90,7 +90,7 @@ class GraphPool:
 
     def _hold(self) -> torch.cuda.CUDAGraph:
         """A graph with a new pool. It sets a number, because torch warns of empty graphs."""
-        number = torch.zeros(1, device=self.stream.device)
+        number = torch.zeros(1, dtype=torch.int32, device=self.stream.device)
         return self._capture(number.zero_, torch.cuda.graph_pool_handle(), keep_graph=True)[0]
 
     def _replace_pool(self) -> None:

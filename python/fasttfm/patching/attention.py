@@ -120,7 +120,7 @@ def _restarts(positions: Any, query: Tensor) -> Tensor | None:
     version = None if positions.is_inference() else positions._version
     known: tuple[int | None, Tensor | None] | None = getattr(positions, _RESTARTS, None)
     if known is None or version is None or known[0] != version:
-        with torch.inference_mode(version is None):  # what is kept serves calls that train, too
+        with torch.inference_mode(version is None):  # calls that train use what is kept, too
             sequences = masking_utils.find_packed_sequence_indices(positions)
             known = version, None if sequences is None else boundaries_of(sequences)
         setattr(positions, _RESTARTS, known)
