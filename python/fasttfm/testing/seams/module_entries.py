@@ -22,7 +22,7 @@ EXCEPTIONS = {
 
 WIDTH, HEADS, INTERMEDIATE, VOCABULARY = 32, 2, 48, 40
 LENGTHS = (5, 0, 1, 6)
-_NO_DROPOUT = {"dropout": 0.0, "attention_dropout": 0.0}
+_NO_DROPOUT: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
 
 Make = Callable[[], torch_nn.Module]
 Call = Callable[[Any, Inputs], Any]
@@ -180,7 +180,7 @@ def _rotary_transformer() -> nn.RotaryTransformer:
 
 
 def _knowledge_layer(**options: Any) -> nn.KnowledgeLayer:
-    sizes = {"entity_width": 16, "entity_heads": 2}
+    sizes: dict[str, Any] = {"entity_width": 16, "entity_heads": 2}
     return nn.KnowledgeLayer(WIDTH, HEADS, INTERMEDIATE, **sizes, **_NO_DROPOUT, **options)
 
 

@@ -129,6 +129,10 @@ def _helpers() -> dict[str, Any]:
     }
 
 
+def _call_helper(run: Any, _: Any, given: Inputs) -> Tensors:
+    return {"output": run(given).detach()}
+
+
 def _helper_entries() -> list[EntryPoint]:
     return [
         EntryPoint(
@@ -136,7 +140,7 @@ def _helper_entries() -> list[EntryPoint]:
             covers=(f"ops.{name}",),
             make=lambda _: None,
             inputs=_helper_inputs,
-            call=lambda _, given, run=run: {"output": run(given).detach()},
+            call=functools.partial(_call_helper, run),
         )
         for name, run in _helpers().items()
     ]

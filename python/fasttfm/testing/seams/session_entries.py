@@ -82,8 +82,10 @@ def _rebuilt(name: str, options: dict[str, Any], opened: Opened, device: torch.d
 def session_entries(device: str) -> list[EntryPoint]:
     """Of every family that reads text, in the session's default precision; of the first one also in 8 bits."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    plain = [(name, {"dtype": dtype}) for name in _text_families()]
-    small = [(next(iter(_text_families())), {"precision": "int8"})] if device == "cpu" else []
+    plain: list[tuple[str, dict[str, Any]]] = [(name, {"dtype": dtype}) for name in _text_families()]
+    small: list[tuple[str, dict[str, Any]]] = (
+        [(next(iter(_text_families())), {"precision": "int8"})] if device == "cpu" else []
+    )
     found = []
     for name, options in [*plain, *small]:
         precision = ", int8" if "precision" in options else ""
