@@ -71,7 +71,8 @@ class Scales:
     """
 
     def __init__(self, formats: list[torch.dtype], history: int, device: torch.device) -> None:
-        count, options = len(formats), {"dtype": torch.float32, "device": device}
+        count = len(formats)
+        options: Any = {"dtype": torch.float32, "device": device}
         self.limits = torch.tensor([LIMITS[each] for each in formats], **options)
         self.amax = torch.zeros(count, **options)  # of the current step
         self.history = torch.zeros(history, count, **options)  # the latest step first
@@ -150,7 +151,7 @@ class _Readback:
 
     def __init__(self, history: Tensor) -> None:
         known = (history > 0).any(0)
-        self._event = None
+        self._event: Any = None
         if history.is_cuda:
             self._known = torch.empty(known.shape, dtype=torch.bool, device="cpu", pin_memory=True)
             self._known.copy_(known, non_blocking=True)

@@ -334,7 +334,8 @@ def _gradients_like(own: list[Tensor | None], wanted: Sequence[bool], layers: La
         ]
     if None in layers.shapes:
         return [None if each is None else torch.empty_like(each) for each in layers.given]
-    return list(map(torch.empty_like, layers.given))
+    parameters: Any = layers.given
+    return list(map(torch.empty_like, parameters))
 
 
 def _backward_op_by_op(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def filled(batch: Batch, shape: Shape) -> Batch:
     predictions = 0 if batch.positions is None else shape.predictions - len(batch.positions)
     if missing < 0 or sequences < fillers or predictions < 0:
         return batch
-    like = {"dtype": batch.cu_seqlens.dtype, "device": batch.cu_seqlens.device}
+    like: Any = {"dtype": batch.cu_seqlens.dtype, "device": batch.cu_seqlens.device}
     ends = torch.arange(1, sequences + 1, **like) * batch.max_seqlen + batch.tokens
     changes: dict[str, Tensor | None] = {
         "input_ids": pad(batch.input_ids, (0, missing), value=shape.padding),
