@@ -172,9 +172,7 @@ class Graphs:
             found = self._cache.get(key, self._capture)
         except (CaptureError, torch.OutOfMemoryError) as error:
             if not self._warned:
-                warnings.warn(
-                    f"Session: runs without a new CUDA graph for a while: {first_line(error)}", stacklevel=2
-                )
+                warnings.warn(f"Session: runs without a new CUDA graph for a while: {first_line(error)}", stacklevel=2)
                 self._warned = True
             return None
         if found is None:
