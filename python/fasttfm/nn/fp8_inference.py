@@ -93,7 +93,8 @@ class _Fp8Stack(_Stack):
         groups = self._encoder.groups(max_seqlen)
         if groups is None or len(groups) > 1:
             return None
-        found = run_native(x, residual, cu_seqlens, *groups[0], self._addresses)
+        options, parameters = groups[0]
+        found = run_native(x, residual, cu_seqlens, options, parameters, self._addresses)
         return None if found is None else found[0]
 
     def _run_layer(self, index: int, x: Tensor, x8: Any, residual: Any, cu_seqlens: Any, options: Any, own: Any) -> Any:

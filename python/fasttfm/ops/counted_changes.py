@@ -43,5 +43,10 @@ def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if getattr(optimizer, "counts_changes", False):  # its steps advance the counters themselves
         return
     for group in optimizer.param_groups:
-        pairs = ((each, _watched.get(id(each))) for each in group["params"])
-        increment_version([each for each, held in pairs if held is not None and held() is each])
+        parameters: list[Tensor] = group["params"]
+        increment_version([parameter for parameter in parameters if _is_watched(parameter)])
+
+
+def _is_watched(parameter: Tensor) -> bool:
+    reference = _watched.get(id(parameter))
+    return reference is not None and reference() is parameter

@@ -21,8 +21,8 @@ MOST_ROWS = 32  # kernels/few_rows/layers_shape.h
 # The kernel was measured with 6 and 12 layers; its arguments have room for the addresses of the parameters of 24.
 LEAST_LAYERS, MOST_LAYERS = 6, 24
 _ACTIVATIONS = ("gelu", "gelu_tanh")
-# After this many polls, 20 seconds or more, a block gives up waiting for another one. All blocks are resident before any
-# of them starts, so that none has to, whatever other streams run.
+# After this many polls, 20 seconds or more, a block gives up waiting for another one. All blocks are resident before
+# any of them starts, so that none has to, whatever other streams run.
 POLLS = 1 << 26
 
 

@@ -188,7 +188,7 @@ class PredictionRecipe(Recipe):
         super().__init__(student, teacher)
         check_temperature(temperature)
         self.task, self.temperature = task, temperature
-        self.distance = _DISTANCES.get(getattr(student.config, "problem_type", None), soft_cross_entropy)
+        self.distance = _DISTANCES.get(getattr(student.config, "problem_type", None) or "", soft_cross_entropy)
 
     def counts(self, batch: Any) -> tuple[float, ...]:
         return (self.task.rows(batch),)
