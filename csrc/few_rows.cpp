@@ -132,7 +132,7 @@ FASTTFM_FUNCTION(Status, few_rows_attention_cuda, const Tensor& qkv, const Tenso
 // `parameters` is a table of addresses.
 FASTTFM_FUNCTION(Status, few_rows_layers_cuda, const int64_t* parameters, int64_t layers, const Tensor& x,
                  const Tensor& y, const Tensor& cu_seqlens, const Tensor& workspace, int64_t intermediate,
-                 int64_t heads, Activation activation, float eps_a, float eps_b) {
+                 int64_t heads, Activation activation, float eps_a, float eps_b, int polls) {
   return cuda::few_rows_layers({
       .parameters = parameters,
       .x = x.data,
@@ -148,6 +148,7 @@ FASTTFM_FUNCTION(Status, few_rows_layers_cuda, const int64_t* parameters, int64_
       .activation = activation,
       .eps_a = eps_a,
       .eps_b = eps_b,
+      .polls = polls,
       .device = context.device,
       .stream = context.stream,
   });

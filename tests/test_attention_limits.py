@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.attention.problem import AttentionProblem
-from fasttfm.ops import attention, attention_weights, backends, cu_seqlens_from_lengths
+from fasttfm.ops import attention, attention_weights, backends, checks, cu_seqlens_from_lengths
 from fasttfm.ops.attention import backward_op, qkv_backward_op
 from fasttfm.ops.backends import BackendRefused
 from fasttfm.testing.pytest_ops import interpreted
@@ -53,6 +53,106 @@ def gradients(backend: str, device: str, **options: Any) -> list[Tensor]:
 def test_bounds_above_the_tokens_change_nothing(backend: str, device: str, options: dict[str, Any]) -> None:
     for found, expected in zip(gradients(backend, device, **options), gradients(backend, device), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+LIMITED = [
+    ("reference", "cpu"),
+    pytest.param("triton", "cpu", marks=interpreted),
+    pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+    pytest.param("cuda", "cuda", marks=[pytest.mark.gpu, HOPPER]),
+]
+
+
+@pytest.mark.parametrize(("lengths", "longest"), [((150, 96), 96), ((40, 20), 20)])  # kernels for long and short ones
+@pytest.mark.parametrize(("backend", "device"), LIMITED)
+def test_a_sequence_ends_at_max_seqlen(
+    backend: str, device: str, lengths: tuple[int, int], longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows beyond it have no result, and no other row depends on them. Memory that nothing wrote is NaN."""
+    dtype, head_dim = (torch.float32, 16) if device == "cpu" else (torch.bfloat16, 64)
+    tokens = sum(lengths)
+    monkeypatch.setattr(checks, "check_cu_seqlens_values", lambda *_, **__: None)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = torch.randn(4, tokens, 2, head_dim, generator=generator).to(device, dtype)
+    inside = torch.ones(tokens, dtype=torch.bool)
+    inside[longest : lengths[0]] = False
+    dout[~inside] = 0
+    starts = cu_seqlens_from_lengths(lengths, device=device)
+
+    def run(name: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, cu_seqlens=starts, max_seqlen=longest, backend=name)
+        if device == "cuda":  # what the backward allocates
+            freed = [torch.full((size,), torch.nan, device=device) for size in (1 << 12, 1 << 14, 1 << 16, 5000, 3000)]
+            del freed
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
+
+    expected = run("reference", torch.float64)
+    for found, exact in zip(run(backend, dtype), expected, strict=True):
+        bound = 1e-4 if dtype == torch.float32 else 0.1
+        assert float((found.double() - exact)[inside].abs().nan_to_num(torch.inf).max()) < bound
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries", "head_dim"),
+    [(torch.float32, 64, 64), (torch.bfloat16, 64, 48), (torch.float32, 63, 64), (torch.float32, 256, 64)],
+)
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_queries_without_keys(device: str, dtype: torch.dtype, queries: int, head_dim: int) -> None:
+    dtype = torch.float32 if device == "cpu" else dtype
+    q = torch.randn(2, queries, 2, head_dim, device=device, dtype=dtype)
+    kv = torch.empty(2, 0, 2, head_dim, device=device, dtype=dtype)
+    out, lse = attention(q, kv, kv, return_lse=True, backend="triton")
+    assert bool((out == 0).all())
+    assert bool((lse == -torch.inf).all())
+
+
+# ---- rows that are far apart -----------------------------------------------------------------------------------------
+
+
+def test_strides_with_offsets_of_64_bits() -> None:
+    pytest.importorskip("triton")
+    from fasttfm.kernels.attention.triton import _strides
+
+    def wide(stride: int, heads: int = 1) -> bool:
+        tensor = torch.empty(0, device="meta").as_strided((1, 64, heads, 16), (16, stride, 16, 1))
+        return bool(_strides({"q": tensor, "k": tensor})["WIDE"])
+
+    assert not wide(16)
+    assert not wide(2**24 - 16)
+    assert wide(2**24)
+    assert wide(2**24 + 1)
+    assert wide(16, heads=2**20)  # the rows of out
+
+
+@interpreted
+@pytest.mark.parametrize("longest", [40, 200])
+def test_offsets_of_64_bits_change_nothing(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fasttfm.kernels.attention import triton as launchers
+
+    qkv = torch.randn(2, longest, 3, 2, 16, requires_grad=True)
+
+    def results() -> list[Tensor]:
+        out = attention(qkv, causal=True, backend="triton")
+        return [out.detach(), *torch.autograd.grad(out, qkv, torch.ones_like(out))]
+
+    expected, strides = results(), launchers._strides
+    monkeypatch.setattr(launchers, "_strides", lambda tensors: {**strides(tensors), "WIDE": True})
+    for found, wanted in zip(results(), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.large_memory
+def test_a_tile_that_spans_two_to_the_31_elements() -> None:
+    stride = 2**31 // 63 // 16 * 16 + 64  # as q of [64, B, H, D] with B * H * D = 34 million
+    memory = torch.zeros(63 * stride + 4096, dtype=torch.float16, device="cuda")
+    q = memory.as_strided((1, 64, 1, 16), (16, stride, 16, 1))
+    q.copy_(torch.randn(1, 64, 1, 16, device="cuda"))
+    k, v = torch.randn(2, 1, 64, 1, 16, device="cuda", dtype=torch.float16)
+    assert torch.equal(attention(q, k, v, backend="triton"), attention(q.contiguous(), k, v, backend="triton"))
 
 
 # few_rows_layers_workspace is 0 for all but two sizes of layers (tests/test_few_rows_layers.py).

@@ -259,6 +259,44 @@ def test_two_workspaces_on_two_streams(launches: list[int]) -> None:
 
 @pytest.mark.gpu
 @HOPPER
+@pytest.mark.parametrize("programs", [160, 200, 264])  # some SMs are free, or none
+def test_a_long_kernel_on_another_stream_only_delays_it(
+    programs: int, launches: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks are resident before any of them starts: with a limit of 20 ms, none gives up in a second."""
+    pytest.importorskip("triton")
+    from spinning_kernel import spin
+
+    problem = Problem("BERT-base", "gelu")
+    x, places = problem.draw(32), boundaries([20, 12], "cuda")
+    wanted = problem.one_kernel(x, places)
+    monkeypatch.setattr(few_rows_layers, "POLLS", 1)
+    spin(0.001, 1)  # compiles it
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        spin(1.0, programs)
+    found = [problem.one_kernel(x, places) for _ in range(5)]
+    torch.cuda.synchronize()
+    problem.kept.workspace.raise_if_any()
+    assert len(launches) == 6
+    assert all(same_bits(each, wanted) for each in found)
+
+
+def test_a_launch_that_gave_up_is_an_error_in_words() -> None:
+    workspace = Workspace()
+    memory = workspace.memory(256, torch.device("cpu"))
+    assert memory is not None
+    memory.view(torch.int32)[0] = 12  # the last tag
+    workspace.raise_if_any()
+    memory.view(torch.int32)[1] = 1
+    with pytest.raises(RuntimeError, match=r"few_rows_layers: expected all blocks .* results of that launch are NaN"):
+        workspace.raise_if_any()
+    workspace.raise_if_any()
+    assert memory.view(torch.int32)[:2].tolist() == [12, 0]
+
+
+@pytest.mark.gpu
+@HOPPER
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @pytest.mark.parametrize("lengths", [[5, 7, 3], [9, 1, 12, 8]], ids=str)
 @pytest.mark.parametrize("name", SIZES)

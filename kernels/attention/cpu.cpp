@@ -65,7 +65,7 @@ template <class Body>
 void for_unused_tokens(const AttentionCall& p, const int32_t* cu_seqlens, const int32_t* lengths, int64_t tokens,
                        Body body) {
   if (cu_seqlens != nullptr) {
-    body(0, Range{cu_seqlens[p.sequences], tokens});
+    body(0, Range{packed_first(cu_seqlens, p.sequences, packed_size(tokens)), tokens});
   } else if (lengths != nullptr) {
     parallel_items(p.sequences, p.threads, [&](int64_t sequence) { body(sequence, Range{lengths[sequence], tokens}); });
   }
@@ -359,16 +359,17 @@ Status check(const AttentionCall& p) {
     return bad_value("attention: threshold must be 1 to 256 with a seed");
   if ((p.cu_seqlens != nullptr) != (p.cu_seqlens_k != nullptr))
     return bad_value("attention: cu_seqlens and cu_seqlens_k come together");
-  if (p.cu_seqlens != nullptr && (p.cu_seqlens[0] != 0 || p.cu_seqlens_k[0] != 0))
-    return bad_value("attention: cu_seqlens must start at 0");
+  if (p.cu_seqlens != nullptr) {
+    if (!packed_valid(p.cu_seqlens, p.sequences, p.queries, p.max_seqlen))
+      return bad_value("attention: cu_seqlens must go from 0 to at most the last query, in steps up to max_seqlen");
+    if (!packed_valid(p.cu_seqlens_k, p.sequences, p.keys, p.max_seqlen_k))
+      return bad_value("attention: cu_seqlens_k must go from 0 to at most the last key, in steps up to max_seqlen_k");
+    return {};
+  }
   for (int64_t i = 0; i < p.sequences; ++i) {
     const Sequence s = find_sequence(p, i);
-    if (s.queries < 0 || s.queries > p.max_seqlen || s.first_query + s.queries > p.queries)
-      return bad_value(
-          "attention: a sequence's number of queries is not in 0 to max_seqlen, or ends after the last one");
-    if (s.keys < 0 || s.keys > p.max_seqlen_k || s.first_key + s.keys > p.keys)
-      return bad_value(
-          "attention: a sequence's number of keys is not in 0 to max_seqlen_k, or ends after the last one");
+    if (s.queries < 0 || s.queries > p.queries) return bad_value("attention: lengths are 0 to the number of queries");
+    if (s.keys < 0 || s.keys > p.keys) return bad_value("attention: lengths_k are 0 to the number of keys");
   }
   return {};
 }

@@ -13,6 +13,7 @@
 #include "common/cpu/simd.h"
 #include "common/cpu/simd_gemm.h"
 #include "common/cpu/simd_math.h"
+#include "common/packed.h"
 #include "common/philox.h"
 
 namespace fasttfm {
@@ -44,8 +45,9 @@ struct Sequence {
 
 inline Sequence find_sequence(const AttentionCall& p, int64_t index) {
   if (p.cu_seqlens != nullptr) {
-    const int32_t *q = p.cu_seqlens + index, *k = p.cu_seqlens_k + index;
-    return {index, q[0], k[0], q[1] - q[0], k[1] - k[0]};
+    const Span q = packed_span(p.cu_seqlens, index, packed_size(p.queries), packed_size(p.max_seqlen));
+    const Span k = packed_span(p.cu_seqlens_k, index, packed_size(p.keys), packed_size(p.max_seqlen_k));
+    return {index, q.first, k.first, q.length, k.length};
   }
   return {index, 0, 0, p.lengths != nullptr ? p.lengths[index] : p.queries,
           p.lengths_k != nullptr ? p.lengths_k[index] : p.keys};

@@ -21,18 +21,22 @@ _LOG2_E = math.log2(math.e)
 _AXES = {name: (f"{name}_batch", f"{name}_row", f"{name}_head") for name in ("q", "k", "v", "dout", "dq", "dk", "dv")}
 
 
-def _strides(tensors: dict[str, Tensor]) -> tuple[dict[str, int], int]:
-    """Strides of sequences, rows and heads of each tensor, as the kernels' arguments, and the unit they are in.
+def _strides(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Strides of sequences, rows and heads of each tensor, the unit they are in, and whether offsets inside of a tile
+    need 64 bits, as the kernels' arguments.
 
     A unit of 8 elements tells the compiler that rows start at whole vectors; where rows do not, the unit is 1.
     """
     strides = {}
+    longest = tensors["q"].shape[-2:].numel()  # of the strides of rows; that of out, which is contiguous
     for name, tensor in tensors.items():
         own, (batch, row, head) = tensor.stride(), _AXES[name]
         strides[batch] = own[0] if len(own) == 4 else 0
         strides[row], strides[head] = own[-3], own[-2]
+        longest = max(longest, own[-3])
     unit = 8 if math.gcd(*strides.values()) % 8 == 0 else 1
-    return {name: stride // unit for name, stride in strides.items()}, unit
+    wide = longest * MAX_BLOCK_M.value >= 2**31
+    return {**{name: stride // unit for name, stride in strides.items()}, "UNIT": unit, "WIDE": wide}
 
 
 def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
@@ -55,6 +59,8 @@ def _common(q: Tensor, k: Tensor, problem: AttentionProblem) -> dict[str, Any]:
         "heads": q.shape[-2],
         "q_size": q.shape[-3],
         "k_size": k.shape[-3],
+        "q_longest": min(problem.max_seqlen, q.shape[-3]),
+        "k_longest": min(problem.max_seqlen_k, k.shape[-3]),
         "window_left": problem.window_left,
         "window_right": problem.window_right,
         "scale": problem.scale * _LOG2_E,
@@ -108,9 +114,10 @@ def _call(q: Tensor, problem: AttentionProblem) -> tuning.Call:
 
 
 def _even(problem: AttentionProblem, tiles: tuning.Tiles) -> bool:
-    """Whether all sequences consist of whole tiles, as far as the host knows."""
+    """Whether all sequences consist of whole tiles, at least one, as far as the host knows."""
     dense = not problem.packed and problem.lengths is None and problem.lengths_k is None
-    return dense and problem.max_seqlen % tiles.queries == 0 and problem.max_seqlen_k % tiles.keys == 0
+    sizes = (problem.max_seqlen, tiles.queries), (problem.max_seqlen_k, tiles.keys)
+    return dense and all(size > 0 and size % tile == 0 for size, tile in sizes)
 
 
 def _plain(problem: AttentionProblem) -> bool:
@@ -143,8 +150,8 @@ def attention_fwd_triton(q: Tensor, k: Tensor, v: Tensor, problem: AttentionProb
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     if q.numel() == 0:
         return out, lse
-    strides, unit = _strides({"q": q, "k": k, "v": v})
-    arguments = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **strides, **_common(q, k, problem), "UNIT": unit}
+    tensors = {"q": q, "k": k, "v": v}
+    arguments = {**tensors, "out": out, "lse": lse, **_strides(tensors), **_common(q, k, problem)}
     arguments["group"] = heads // k.shape[-2]
     call = _call(q, problem)
     short = tuning.short_forward_tiles(call) if _plain(problem) else None
@@ -179,8 +186,7 @@ def attention_bwd_triton(
             gradient.zero_()
         return
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-    strides, unit = _strides(tensors)
-    arguments = {**tensors, "lse": lse, **strides, **_common(q, k, problem), "UNIT": unit}
+    arguments = {**tensors, "lse": lse, **_strides(tensors), **_common(q, k, problem)}
     ungrouped = k.shape[-2] == q.shape[-2]
     short = tuning.short_backward_tiles(_call(q, problem)) if ungrouped and _plain(problem) else None
     with on_device(q):
@@ -227,7 +233,6 @@ def attention_bias_bwd_triton(
         dbias.zero_()
         return
     tensors = {"q": q, "k": k, "v": v, "dout": dout}
-    strides, unit = _strides(tensors)
     common = _common(q, k, problem)
     chosen = tuning.bias_tiles(_call(q, problem))
     batches, heads, rows, keys = dbias.shape
@@ -235,7 +240,7 @@ def attention_bias_bwd_triton(
     with on_device(q):
         _bias_kernel[(tiles[0] * tiles[1] * heads * batches,)](
             **tensors,
-            **strides,
+            **_strides(tensors),
             **common,
             **_added(q, problem),
             out=out,
@@ -251,7 +256,6 @@ def attention_bias_bwd_triton(
             bias_heads=heads,
             rows=rows,
             keys=keys,
-            UNIT=unit,
             ALL_SEQUENCES=batches == 1,
             ALL_HEADS=heads == 1,
             **_tile_options(problem, chosen),

@@ -21,7 +21,6 @@ from fasttfm.kernels.attention.triton_tiles import (
     PLAIN,
     RIGHT,
     SLOPES,
-    after_last,
     clear_rows,
     head_bias,
     head_rows,
@@ -30,17 +29,30 @@ from fasttfm.kernels.attention.triton_tiles import (
     lse_in_log2,
     masked_scores,
     output_offsets,
+    output_rows,
     prefetch_rows,
     query_tiles,
     sequence_span,
     store_rows,
 )
 from fasttfm.kernels.common.triton.launcher import launched_kernel
+from fasttfm.kernels.common.triton.packed import packed_first
 from fasttfm.kernels.common.triton.philox import dropped_weights
 
-MAX_BLOCK_M = tl.constexpr(128)
+MAX_BLOCK_M = tl.constexpr(128)  # of all tiles, also of keys
 
-_SIZES = ["heads", "kv_heads", "tiles", "q_size", "k_size", "window_left", "window_right", "threshold"]
+_SIZES = [
+    "heads",
+    "kv_heads",
+    "tiles",
+    "q_size",
+    "k_size",
+    "q_longest",
+    "k_longest",
+    "window_left",
+    "window_right",
+    "threshold",
+]
 _STRIDES = [
     f"{tensor}_{axis}" for tensor in ("q", "k", "v", "dout", "dq", "dk", "dv") for axis in ("batch", "row", "head")
 ] + ["bias_batch", "bias_head", "bias_row", "statistics_rows", "statistics_size"]
@@ -50,8 +62,8 @@ _STRIDES = [
 def _statistics_start(sequence, first, head, heads, rows, LAYOUT: tl.constexpr):
     """The offset of a sequence's first row in the statistics. The last tile of a sequence may extend past its end."""
     if LAYOUT == "packed":
-        return head.to(tl.int64) * rows + first + sequence * MAX_BLOCK_M
-    return (sequence * heads + head).to(tl.int64) * rows
+        return head.to(tl.int64) * rows + first + sequence.to(tl.int64) * MAX_BLOCK_M
+    return (sequence.to(tl.int64) * heads + head) * rows
 
 
 @triton.jit
@@ -62,25 +74,26 @@ def _prefetch(
     tensors,  # q, dout, k, v
     strides,  # of q, dout, k
     v_strides,
-    sizes,  # q_bounds, k_bounds, q_size, k_size, heads of q that read one of k
+    sizes,  # q_bounds, k_bounds, q_size, k_size, q_longest, k_longest, heads of q that read one of k
     Q_LAYOUT: tl.constexpr,
     K_LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
+    WIDE: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Prefetches BLOCK rows of each tensor into L2."""
-    q_first, q_length = sequence_span(sizes[0], sequence, sizes[2], Q_LAYOUT)
-    k_first, k_length = sequence_span(sizes[1], sequence, sizes[3], K_LAYOUT)
+    q_first, q_length = sequence_span(sizes[0], sequence, sizes[2], sizes[4], Q_LAYOUT)
+    k_first, k_length = sequence_span(sizes[1], sequence, sizes[3], sizes[5], K_LAYOUT)
     if first < q_length:
-        q_rows = head_rows(tensors[0], strides[0], sequence, q_first, head, UNIT)
+        q_rows = head_rows(tensors[0], strides[0], sequence, q_first, head, UNIT, WIDE)
         prefetch_rows(q_rows, first, q_length, D, BLOCK)
-        dout_rows = head_rows(tensors[1], strides[1], sequence, q_first, head, UNIT)
+        dout_rows = head_rows(tensors[1], strides[1], sequence, q_first, head, UNIT, WIDE)
         prefetch_rows(dout_rows, first, q_length, D, BLOCK)
     if first < k_length:
-        k_rows = head_rows(tensors[2], strides[2], sequence, k_first, head // sizes[4], UNIT)
+        k_rows = head_rows(tensors[2], strides[2], sequence, k_first, head // sizes[6], UNIT, WIDE)
         prefetch_rows(k_rows, first, k_length, D, BLOCK)
-        v_rows = head_rows(tensors[3], v_strides, sequence, k_first, head // sizes[4], UNIT)
+        v_rows = head_rows(tensors[3], v_strides, sequence, k_first, head // sizes[6], UNIT, WIDE)
         prefetch_rows(v_rows, first, k_length, D, BLOCK)
 
 
@@ -241,6 +254,8 @@ def _bwd_kv_kernel(
     statistics_size,
     q_size,  # S or T
     k_size,
+    q_longest,  # max_seqlen, or unused
+    k_longest,
     window_left,
     window_right,
     scale,  # in units of log2
@@ -249,6 +264,7 @@ def _bwd_kv_kernel(
     Q_LAYOUT: tl.constexpr,
     K_LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
+    WIDE: tl.constexpr,  # a tile of rows spans 2^31 elements
     FEATURES: tl.constexpr,
     KEYS_FIRST: tl.constexpr,  # scores are computed keys by queries
     EVEN: tl.constexpr,  # every sequence consists of whole tiles
@@ -266,21 +282,21 @@ def _bwd_kv_kernel(
     if (
         K_LAYOUT == "packed" and sequence == tl.num_programs(0) // (tiles * kv_heads) - 1
     ):  # the rows after all sequences
-        row = after_last(k_bounds, sequence, k_size) + first
-        dk_all = head_rows(dk, (0, dk_row, dk_head), sequence, 0, kv_head, UNIT)
+        row = packed_first(k_bounds, sequence, k_size) + first
+        dk_all = head_rows(dk, (0, dk_row, dk_head), sequence, 0, kv_head, UNIT, WIDE)
         clear_rows(dk_all, row, k_size, tiles * BLOCK_N, tl.arange(0, BLOCK_D), D, BLOCK_N)
-        dv_all = head_rows(dv, (0, dv_row, dv_head), sequence, 0, kv_head, UNIT)
+        dv_all = head_rows(dv, (0, dv_row, dv_head), sequence, 0, kv_head, UNIT, WIDE)
         clear_rows(dv_all, row, k_size, tiles * BLOCK_N, tl.arange(0, BLOCK_D), D, BLOCK_N)
         return
-    q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
-    k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
+    q_first, q_length = sequence_span(q_bounds, sequence, q_size, q_longest, Q_LAYOUT)
+    k_first, k_length = sequence_span(k_bounds, sequence, k_size, k_longest, K_LAYOUT)
     k_stored = k_size if K_LAYOUT == "lengths" else k_length
     columns = tl.arange(0, BLOCK_D)
     if first >= k_stored:
         return
     shape = (q_length, k_length, window_left, window_right)
-    k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, kv_head, UNIT)
-    v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, kv_head, UNIT)
+    k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, kv_head, UNIT, WIDE)
+    v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, kv_head, UNIT, WIDE)
     k_tile = load_rows(k_rows, first, k_length, columns, not EVEN, D, BLOCK_N)
     v_tile = load_rows(v_rows, first, k_length, columns, not EVEN, D, BLOCK_N)
     if AHEAD:
@@ -295,10 +311,11 @@ def _bwd_kv_kernel(
             (q, dout, k, v),
             ((q_batch, q_row, q_head), (dout_batch, dout_row, dout_head), (k_batch, k_row, k_head)),
             (v_batch, v_row, v_head),
-            (q_bounds, k_bounds, q_size, k_size, heads // kv_heads),
+            (q_bounds, k_bounds, q_size, k_size, q_longest, k_longest, heads // kv_heads),
             Q_LAYOUT,
             K_LAYOUT,
             UNIT,
+            WIDE,
             D,
             BLOCK_N,
         )
@@ -319,8 +336,8 @@ def _bwd_kv_kernel(
                 first,
                 begin if part == 0 else full_begin if part == 1 else full_end,
                 full_begin if part == 0 else full_end if part == 1 else end,
-                head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT),
-                head_rows(dout, (dout_batch, dout_row, dout_head), sequence, q_first, head, UNIT),
+                head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT, WIDE),
+                head_rows(dout, (dout_batch, dout_row, dout_head), sequence, q_first, head, UNIT, WIDE),
                 statistics + _statistics_start(sequence, q_first, head, heads, statistics_rows, Q_LAYOUT),
                 statistics_size,
                 shape,
@@ -337,8 +354,8 @@ def _bwd_kv_kernel(
     if not KEYS_FIRST:
         dk_tile = tl.trans(dk_tile)
         dv_tile = tl.trans(dv_tile)
-    dk_rows = head_rows(dk, (dk_batch, dk_row, dk_head), sequence, k_first, kv_head, UNIT)
-    dv_rows = head_rows(dv, (dv_batch, dv_row, dv_head), sequence, k_first, kv_head, UNIT)
+    dk_rows = head_rows(dk, (dk_batch, dk_row, dk_head), sequence, k_first, kv_head, UNIT, WIDE)
+    dv_rows = head_rows(dv, (dv_batch, dv_row, dv_head), sequence, k_first, kv_head, UNIT, WIDE)
     if K_LAYOUT == "lengths":  # 0 * NaN is NaN
         real = (first + tl.arange(0, BLOCK_N) < k_length)[:, None]
         dk_tile = tl.where(real, dk_tile, 0.0)
@@ -435,6 +452,8 @@ def _bwd_q_kernel(
     statistics_size,
     q_size,  # S or T
     k_size,
+    q_longest,  # max_seqlen, or unused
+    k_longest,
     window_left,
     window_right,
     scale,  # in units of log2
@@ -443,6 +462,7 @@ def _bwd_q_kernel(
     Q_LAYOUT: tl.constexpr,
     K_LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
+    WIDE: tl.constexpr,  # a tile of rows spans 2^31 elements
     FEATURES: tl.constexpr,
     EVEN: tl.constexpr,  # every sequence consists of whole tiles
     PRECISION: tl.constexpr,
@@ -456,12 +476,12 @@ def _bwd_q_kernel(
     head = program // tiles % heads
     sequence = program // tiles // heads
     if Q_LAYOUT == "packed" and sequence == tl.num_programs(0) // (tiles * heads) - 1:  # the rows after all sequences
-        row = after_last(q_bounds, sequence, q_size) + first
-        dq_all = head_rows(dq, (0, dq_row, dq_head), sequence, 0, head, UNIT)
+        row = packed_first(q_bounds, sequence, q_size) + first
+        dq_all = head_rows(dq, (0, dq_row, dq_head), sequence, 0, head, UNIT, WIDE)
         clear_rows(dq_all, row, q_size, tiles * BLOCK_M, tl.arange(0, BLOCK_D), D, BLOCK_M)
         return
-    q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
-    k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
+    q_first, q_length = sequence_span(q_bounds, sequence, q_size, q_longest, Q_LAYOUT)
+    k_first, k_length = sequence_span(k_bounds, sequence, k_size, k_longest, K_LAYOUT)
     q_stored = q_size if Q_LAYOUT == "lengths" else q_length
     columns = tl.arange(0, BLOCK_D)
     if first >= q_stored:
@@ -469,11 +489,11 @@ def _bwd_q_kernel(
     queries = first + tl.arange(0, BLOCK_M)
     kv_head = head // (heads // kv_heads)
     lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
-    q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT)
-    dout_rows = head_rows(dout, (dout_batch, dout_row, dout_head), sequence, q_first, head, UNIT)
+    q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT, WIDE)
+    dout_rows = head_rows(dout, (dout_batch, dout_row, dout_head), sequence, q_first, head, UNIT, WIDE)
     q_tile = load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     dout_tile = load_rows(dout_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
-    out_tile = load_rows((out + out_start * D, heads * D), first, q_length, columns, not EVEN, D, BLOCK_M)
+    out_tile = load_rows(output_rows(out, out_start, heads, D, WIDE), first, q_length, columns, not EVEN, D, BLOCK_M)
     delta = row_deltas(out_tile, dout_tile, threshold, PRECISION)
     lse_row = lse_in_log2(lse + lse_start, queries, q_length)
     own = statistics + _statistics_start(sequence, q_first, head, heads, statistics_rows, Q_LAYOUT) + queries
@@ -494,8 +514,8 @@ def _bwd_q_kernel(
             queries,
             begin if part == 0 else full_begin if part == 1 else full_end,
             full_begin if part == 0 else full_end if part == 1 else end,
-            head_rows(k, (k_batch, k_row, k_head), sequence, k_first, kv_head, UNIT),
-            head_rows(v, (v_batch, v_row, v_head), sequence, k_first, kv_head, UNIT),
+            head_rows(k, (k_batch, k_row, k_head), sequence, k_first, kv_head, UNIT, WIDE),
+            head_rows(v, (v_batch, v_row, v_head), sequence, k_first, kv_head, UNIT, WIDE),
             shape,
             terms,
             (tl.load(seed) if FEATURES[DROPOUT] else 0, sequence, head, threshold),
@@ -506,5 +526,5 @@ def _bwd_q_kernel(
             BLOCK_N,
         )
     dq_tile = tl.where((lse_row == float("inf"))[:, None], 0.0, dq_tile)  # attends to nothing; 0 * NaN is NaN
-    dq_rows = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, q_first, head, UNIT)
+    dq_rows = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, q_first, head, UNIT, WIDE)
     store_rows(dq_rows, first, q_stored, columns, dq_tile * (scale * LN_2 * dropout_scale), not EVEN, D, BLOCK_M)

@@ -20,11 +20,23 @@ from fasttfm.kernels.attention.triton_tiles import (
     load_rows,
     lse_in_log2,
     output_offsets,
+    output_rows,
     sequence_span,
 )
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
-_SIZES = ["sequences", "heads", "group", "q_size", "k_size", "window_left", "window_right", "threshold"]
+_SIZES = [
+    "sequences",
+    "heads",
+    "group",
+    "q_size",
+    "k_size",
+    "q_longest",
+    "k_longest",
+    "window_left",
+    "window_right",
+    "threshold",
+]
 _TILES = ["query_tiles", "key_tiles", "bias_heads", "rows", "keys"]
 _STRIDES = [f"{tensor}_{axis}" for tensor in ("q", "k", "v", "dout") for axis in ("batch", "row", "head")]
 _STRIDES += [f"{tensor}_{axis}" for tensor in ("bias", "dbias") for axis in ("batch", "head", "row")]
@@ -86,6 +98,8 @@ def _bias_kernel(
     keys,
     q_size,  # S or T
     k_size,
+    q_longest,  # max_seqlen, or unused
+    k_longest,
     window_left,
     window_right,
     scale,  # in units of log2
@@ -94,6 +108,7 @@ def _bias_kernel(
     Q_LAYOUT: tl.constexpr,
     K_LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
+    WIDE: tl.constexpr,  # a tile of rows spans 2^31 elements
     FEATURES: tl.constexpr,
     ALL_SEQUENCES: tl.constexpr,  # share the bias
     ALL_HEADS: tl.constexpr,
@@ -114,19 +129,21 @@ def _bias_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(sequences if ALL_SEQUENCES else 1):
         sequence = own_sequence + step
-        q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
-        k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
+        q_first, q_length = sequence_span(q_bounds, sequence, q_size, q_longest, Q_LAYOUT)
+        k_first, k_length = sequence_span(k_bounds, sequence, k_size, k_longest, K_LAYOUT)
         shape = (q_length, k_length, window_left, window_right)
         if _attends(first, first_key, shape, FEATURES, BLOCK_M, BLOCK_N):
             for member in range(heads if ALL_HEADS else 1):
                 head = own_head + member
                 lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
-                q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT)
-                dout_rows = head_rows(dout, (dout_batch, dout_row, dout_head), sequence, q_first, head, UNIT)
-                k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head // group, UNIT)
-                v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head // group, UNIT)
+                q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT, WIDE)
+                dout_rows = head_rows(dout, (dout_batch, dout_row, dout_head), sequence, q_first, head, UNIT, WIDE)
+                k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head // group, UNIT, WIDE)
+                v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head // group, UNIT, WIDE)
                 dout_tile = load_rows(dout_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
-                out_tile = load_rows((out + out_start * D, heads * D), first, q_length, columns, not EVEN, D, BLOCK_M)
+                out_tile = load_rows(
+                    output_rows(out, out_start, heads, D, WIDE), first, q_length, columns, not EVEN, D, BLOCK_M
+                )
                 added = head_bias(bias, bias_batch, bias_head, sequence, head, FEATURES)
                 _, dscores = tile_gradients(
                     load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M),

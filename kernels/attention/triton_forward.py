@@ -16,7 +16,6 @@ from fasttfm.kernels.attention.triton_tiles import (
     PLAIN,
     RIGHT,
     SLOPES,
-    after_last,
     clear_outputs,
     head_bias,
     head_rows,
@@ -25,10 +24,12 @@ from fasttfm.kernels.attention.triton_tiles import (
     masked_scores,
     natural_lse,
     output_offsets,
+    output_rows,
     sequence_span,
     store_rows,
 )
 from fasttfm.kernels.common.triton.launcher import launched_kernel
+from fasttfm.kernels.common.triton.packed import packed_first
 from fasttfm.kernels.common.triton.philox import dropped_rounded
 
 
@@ -76,7 +77,18 @@ def _over_keys(
     return accumulator, m, l
 
 
-_SIZES = ["heads", "group", "tiles", "q_size", "k_size", "window_left", "window_right", "threshold"]
+_SIZES = [
+    "heads",
+    "group",
+    "tiles",
+    "q_size",
+    "k_size",
+    "q_longest",
+    "k_longest",
+    "window_left",
+    "window_right",
+    "threshold",
+]
 _STRIDES = [f"{tensor}_{axis}" for tensor in "qkv" for axis in ("batch", "row", "head")] + [
     "bias_batch",
     "bias_head",
@@ -114,6 +126,8 @@ def _fwd_kernel(
     tiles,  # of a sequence
     q_size,  # S or T
     k_size,
+    q_longest,  # max_seqlen, or unused
+    k_longest,
     window_left,
     window_right,
     scale,  # in units of log2
@@ -122,6 +136,7 @@ def _fwd_kernel(
     Q_LAYOUT: tl.constexpr,
     K_LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
+    WIDE: tl.constexpr,  # a tile of rows spans 2^31 elements
     FEATURES: tl.constexpr,
     EVEN: tl.constexpr,  # every sequence consists of whole tiles
     PRECISION: tl.constexpr,
@@ -135,19 +150,19 @@ def _fwd_kernel(
     head = program // tiles % heads
     sequence = program // tiles // heads
     if Q_LAYOUT == "packed" and sequence == tl.num_programs(0) // (tiles * heads) - 1:  # the rows after all sequences
-        row = after_last(q_bounds, sequence, q_size) + first
-        clear_outputs((out, lse), row, tiles * BLOCK_M, head, heads, q_size, tl.arange(0, BLOCK_D), D, BLOCK_M)
+        row = packed_first(q_bounds, sequence, q_size) + first
+        clear_outputs((out, lse), row, tiles * BLOCK_M, head, heads, q_size, tl.arange(0, BLOCK_D), WIDE, D, BLOCK_M)
         return
-    q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
-    k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
+    q_first, q_length = sequence_span(q_bounds, sequence, q_size, q_longest, Q_LAYOUT)
+    k_first, k_length = sequence_span(k_bounds, sequence, k_size, k_longest, K_LAYOUT)
     rows = q_size if Q_LAYOUT == "lengths" else q_length  # rows past a dense sequence's length are written as zeros
     columns = tl.arange(0, BLOCK_D)
     if first >= rows:
         return
     queries = first + tl.arange(0, BLOCK_M)
-    q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT)
-    k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head // group, UNIT)
-    v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head // group, UNIT)
+    q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT, WIDE)
+    k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head // group, UNIT, WIDE)
+    v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head // group, UNIT, WIDE)
     q_tile = load_rows(q_rows, first, q_length, columns, not EVEN, D, BLOCK_M)
     shape = (q_length, k_length, window_left, window_right)
     slope = tl.load(slopes + head) if FEATURES[SLOPES] else 0.0
@@ -182,4 +197,4 @@ def _fwd_kernel(
     accumulator = tl.where((l == 0.0)[:, None], 0.0, accumulator * (dropout_scale / l)[:, None])
     lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
     tl.store(lse + lse_start + queries, natural_lse(m, l), mask=queries < rows)
-    store_rows((out + out_start * D, heads * D), first, rows, columns, accumulator, not EVEN, D, BLOCK_M)
+    store_rows(output_rows(out, out_start, heads, D, WIDE), first, rows, columns, accumulator, not EVEN, D, BLOCK_M)

@@ -15,7 +15,6 @@ from fasttfm.kernels.attention.triton_tiles import (
     LN_2,
     PLAIN,
     RIGHT,
-    after_last,
     clear_outputs,
     clear_rows,
     head_rows,
@@ -24,13 +23,26 @@ from fasttfm.kernels.attention.triton_tiles import (
     masked_scores,
     natural_lse,
     output_offsets,
+    output_rows,
     sequence_span,
     store_rows,
 )
 from fasttfm.kernels.common.triton.launcher import launched_kernel
+from fasttfm.kernels.common.triton.packed import packed_first
 from fasttfm.kernels.common.triton.philox import dropped_rounded, dropped_weights
 
-_SIZES = ["heads", "group", "items", "q_size", "k_size", "window_left", "window_right", "threshold"]
+_SIZES = [
+    "heads",
+    "group",
+    "items",
+    "q_size",
+    "k_size",
+    "q_longest",
+    "k_longest",
+    "window_left",
+    "window_right",
+    "threshold",
+]
 _STRIDES = [
     f"{tensor}_{axis}" for tensor in ("q", "k", "v", "dout", "dq", "dk", "dv") for axis in ("batch", "row", "head")
 ]
@@ -61,6 +73,8 @@ def _short_fwd_kernel(
     items,  # sequences * heads
     q_size,  # S or T
     k_size,
+    q_longest,  # max_seqlen, or unused
+    k_longest,
     window_left,
     window_right,
     scale,  # in units of log2
@@ -69,6 +83,7 @@ def _short_fwd_kernel(
     Q_LAYOUT: tl.constexpr,
     K_LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
+    WIDE: tl.constexpr,  # a tile of rows spans 2^31 elements
     FEATURES: tl.constexpr,
     EVEN: tl.constexpr,  # every sequence fills its tile
     PRECISION: tl.constexpr,
@@ -85,8 +100,8 @@ def _short_fwd_kernel(
         programs -= heads
     if Q_LAYOUT == "packed" and tl.program_id(0) >= programs:  # the rows after all sequences, of one head
         head = tl.program_id(0) - programs
-        row = after_last(q_bounds, items // heads, q_size)
-        clear_outputs((out, lse), row, BLOCK_M, head, heads, q_size, columns, D, BLOCK_M)
+        row = packed_first(q_bounds, items // heads, q_size)
+        clear_outputs((out, lse), row, BLOCK_M, head, heads, q_size, columns, WIDE, D, BLOCK_M)
         return
     queries = tl.arange(0, BLOCK_M)
     keys = tl.arange(0, BLOCK_N)
@@ -96,11 +111,11 @@ def _short_fwd_kernel(
     for item in tl.range(tl.program_id(0), items, programs, num_stages=STAGES):
         sequence = item // heads
         head = item % heads
-        q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
-        k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
-        q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT)
-        k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head // group, UNIT)
-        v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head // group, UNIT)
+        q_first, q_length = sequence_span(q_bounds, sequence, q_size, q_longest, Q_LAYOUT)
+        k_first, k_length = sequence_span(k_bounds, sequence, k_size, k_longest, K_LAYOUT)
+        q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT, WIDE)
+        k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head // group, UNIT, WIDE)
+        v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head // group, UNIT, WIDE)
         q_tile = load_rows(q_rows, 0, q_length, columns, not EVEN, D, BLOCK_M)
         k_tile = load_rows(k_rows, 0, k_length, columns, not EVEN, D, BLOCK_N)
         v_tile = load_rows(v_rows, 0, k_length, columns, not EVEN, D, BLOCK_N)
@@ -119,7 +134,7 @@ def _short_fwd_kernel(
         rows = q_size if Q_LAYOUT == "lengths" else q_length  # rows past a dense sequence's length are zeros
         lse_start, out_start = output_offsets(sequence, q_first, head, heads, q_size, Q_LAYOUT)
         tl.store(lse + lse_start + queries, natural_lse(m, l), mask=queries < rows)
-        store_rows((out + out_start * D, heads * D), 0, rows, columns, result, not EVEN, D, BLOCK_M)
+        store_rows(output_rows(out, out_start, heads, D, WIDE), 0, rows, columns, result, not EVEN, D, BLOCK_M)
 
 
 @launched_kernel
@@ -161,6 +176,8 @@ def _short_bwd_kernel(
     items,  # sequences * heads
     q_size,  # S or T
     k_size,
+    q_longest,  # max_seqlen, or unused
+    k_longest,
     window_left,
     window_right,
     scale,  # in units of log2
@@ -169,6 +186,7 @@ def _short_bwd_kernel(
     Q_LAYOUT: tl.constexpr,
     K_LAYOUT: tl.constexpr,
     UNIT: tl.constexpr,
+    WIDE: tl.constexpr,  # a tile of rows spans 2^31 elements
     FEATURES: tl.constexpr,
     EVEN: tl.constexpr,  # every sequence fills its tile
     PRECISION: tl.constexpr,
@@ -185,11 +203,17 @@ def _short_bwd_kernel(
         programs -= heads
     if Q_LAYOUT == "packed" and tl.program_id(0) >= programs:  # the rows after all sequences, of one head
         head = tl.program_id(0) - programs
-        row = after_last(q_bounds, items // heads, q_size)
-        clear_rows(head_rows(dq, (0, dq_row, dq_head), head, 0, head, UNIT), row, q_size, BLOCK_M, columns, D, BLOCK_M)
-        row = after_last(k_bounds, items // heads, k_size)
-        clear_rows(head_rows(dk, (0, dk_row, dk_head), head, 0, head, UNIT), row, k_size, BLOCK_N, columns, D, BLOCK_N)
-        clear_rows(head_rows(dv, (0, dv_row, dv_head), head, 0, head, UNIT), row, k_size, BLOCK_N, columns, D, BLOCK_N)
+        row = packed_first(q_bounds, items // heads, q_size)
+        clear_rows(
+            head_rows(dq, (0, dq_row, dq_head), head, 0, head, UNIT, WIDE), row, q_size, BLOCK_M, columns, D, BLOCK_M
+        )
+        row = packed_first(k_bounds, items // heads, k_size)
+        clear_rows(
+            head_rows(dk, (0, dk_row, dk_head), head, 0, head, UNIT, WIDE), row, k_size, BLOCK_N, columns, D, BLOCK_N
+        )
+        clear_rows(
+            head_rows(dv, (0, dv_row, dv_head), head, 0, head, UNIT, WIDE), row, k_size, BLOCK_N, columns, D, BLOCK_N
+        )
         return
     queries = tl.arange(0, BLOCK_M)
     keys = tl.arange(0, BLOCK_N)
@@ -199,12 +223,12 @@ def _short_bwd_kernel(
     for item in tl.range(tl.program_id(0), items, programs, num_stages=STAGES):
         sequence = item // heads
         head = item % heads
-        q_first, q_length = sequence_span(q_bounds, sequence, q_size, Q_LAYOUT)
-        k_first, k_length = sequence_span(k_bounds, sequence, k_size, K_LAYOUT)
-        q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT)
-        dout_rows = head_rows(dout, (dout_batch, dout_row, dout_head), sequence, q_first, head, UNIT)
-        k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head, UNIT)
-        v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head, UNIT)
+        q_first, q_length = sequence_span(q_bounds, sequence, q_size, q_longest, Q_LAYOUT)
+        k_first, k_length = sequence_span(k_bounds, sequence, k_size, k_longest, K_LAYOUT)
+        q_rows = head_rows(q, (q_batch, q_row, q_head), sequence, q_first, head, UNIT, WIDE)
+        dout_rows = head_rows(dout, (dout_batch, dout_row, dout_head), sequence, q_first, head, UNIT, WIDE)
+        k_rows = head_rows(k, (k_batch, k_row, k_head), sequence, k_first, head, UNIT, WIDE)
+        v_rows = head_rows(v, (v_batch, v_row, v_head), sequence, k_first, head, UNIT, WIDE)
         q_tile = load_rows(q_rows, 0, q_length, columns, not EVEN, D, BLOCK_M)
         k_tile = load_rows(k_rows, 0, k_length, columns, not EVEN, D, BLOCK_N)
         dout_tile = load_rows(dout_rows, 0, q_length, columns, not EVEN, D, BLOCK_M)
@@ -233,7 +257,7 @@ def _short_bwd_kernel(
         gradient = tl.trans(tl.dot(tl.trans(dout_tile), dropped.to(q_tile.dtype), input_precision=PRECISION))
         if K_LAYOUT == "lengths":  # 0 * NaN is NaN
             gradient = tl.where((keys < k_length)[:, None], gradient, 0.0)
-        dv_rows = head_rows(dv, (dv_batch, dv_row, dv_head), sequence, k_first, head, UNIT)
+        dv_rows = head_rows(dv, (dv_batch, dv_row, dv_head), sequence, k_first, head, UNIT, WIDE)
         store_rows(dv_rows, 0, k_stored, columns, gradient * dropout_scale, not EVEN, D, BLOCK_N)
         dscores = dscores.to(q_tile.dtype)
         gradient = tl.trans(tl.dot(tl.trans(q_tile), dscores, input_precision=PRECISION))
@@ -241,7 +265,7 @@ def _short_bwd_kernel(
         if K_LAYOUT == "lengths":
             gradient = tl.where((keys < k_length)[:, None], gradient, 0.0)
         dq_tile = tl.where((lse_row == float("inf"))[:, None], 0.0, dq_tile)  # attends to nothing
-        dk_rows = head_rows(dk, (dk_batch, dk_row, dk_head), sequence, k_first, head, UNIT)
+        dk_rows = head_rows(dk, (dk_batch, dk_row, dk_head), sequence, k_first, head, UNIT, WIDE)
         store_rows(dk_rows, 0, k_stored, columns, gradient * back, not EVEN, D, BLOCK_N)
-        dq_rows = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, q_first, head, UNIT)
+        dq_rows = head_rows(dq, (dq_batch, dq_row, dq_head), sequence, q_first, head, UNIT, WIDE)
         store_rows(dq_rows, 0, q_stored, columns, dq_tile * back, not EVEN, D, BLOCK_M)

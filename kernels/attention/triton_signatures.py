@@ -59,6 +59,7 @@ def _describe(
         "Q_LAYOUT": layout,
         "K_LAYOUT": layout,
         "UNIT": 8,
+        "WIDE": False,
         "FEATURES": (False, dropout, 8 if bias else 0, False, not bias, dropout),
         "ALL_SEQUENCES": True,
         "ALL_HEADS": False,

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fasttfm.kernels.common.triton.packed import packed_span
+
 # What a call has, in the order of the tuple FEATURES: a limit of the window to the left, one to the right, a bias (0
 # for none, otherwise the unit of its strides in elements), slopes, scores that are the plain products times a positive
 # scale, dropout.
@@ -23,15 +25,14 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def sequence_span(bounds, sequence, size, LAYOUT: tl.constexpr):
-    """First row (0 when dense) and number of rows of a sequence. ``size``: rows of the tensor, per sequence if dense.
+def sequence_span(bounds, sequence, size, longest, LAYOUT: tl.constexpr):
+    """First row (0 when dense) and number of rows of a sequence. ``size``: rows of the tensor, per sequence if dense;
+    ``longest``: max_seqlen of packed sequences.
 
     ``bounds`` is cu_seqlens if LAYOUT is "packed", lengths if it is "lengths", and not read if it is "dense".
     """
     if LAYOUT == "packed":
-        first = tl.minimum(tl.maximum(tl.load(bounds + sequence), 0), size)
-        end = tl.minimum(tl.load(bounds + sequence + 1), size)
-        return first, tl.maximum(end - first, 0)
+        return packed_span(bounds, sequence, size, longest)
     length = size
     if LAYOUT == "lengths":
         length = tl.minimum(tl.maximum(tl.load(bounds + sequence), 0), size)
@@ -39,17 +40,24 @@ def sequence_span(bounds, sequence, size, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def after_last(bounds, sequences, size):
-    """The first packed row after all sequences."""
-    return tl.minimum(tl.maximum(tl.load(bounds + sequences), 0), size)
+def row_stride(stride, WIDE: tl.constexpr):
+    """A stride of rows, in 64 bits where WIDE. The launcher sets WIDE if a tile spans 2^31 elements; otherwise offsets
+    inside of a tile have 32 bits, which take fewer registers."""
+    return tl.cast(stride, tl.int64) if WIDE else stride
 
 
 @triton.jit
-def head_rows(tensor, strides, sequence, first, head, UNIT: tl.constexpr):
+def head_rows(tensor, strides, sequence, first, head, UNIT: tl.constexpr, WIDE: tl.constexpr):
     """One head of a sequence whose first row is ``first``: pointer to that row, and stride of rows in elements.
     ``strides`` of sequences, rows and heads are in units of UNIT elements."""
     offset = sequence.to(tl.int64) * strides[0] + tl.cast(first, tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
-    return tensor + offset * UNIT, strides[1] * UNIT
+    return tensor + offset * UNIT, row_stride(strides[1], WIDE) * UNIT
+
+
+@triton.jit
+def output_rows(out, start, heads, D: tl.constexpr, WIDE: tl.constexpr):
+    """The same for a contiguous tensor, whose row ``start`` of D elements is the first."""
+    return out + start * D, row_stride(heads, WIDE) * D
 
 
 @triton.jit
@@ -63,7 +71,7 @@ def output_offsets(sequence, first, head, heads, size, LAYOUT: tl.constexpr):
     """The offset of a sequence's first row in lse, and in a contiguous out in rows of D."""
     if LAYOUT == "packed":
         return head.to(tl.int64) * size + first, first.to(tl.int64) * heads + head
-    return (sequence * heads + head).to(tl.int64) * size, sequence.to(tl.int64) * size * heads + head
+    return (sequence.to(tl.int64) * heads + head) * size, sequence.to(tl.int64) * size * heads + head
 
 
 @triton.jit
@@ -110,10 +118,12 @@ def clear_rows(head, first, end, step, columns, D: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def clear_outputs(outputs, first, step, head, heads, size, columns, D: tl.constexpr, BLOCK: tl.constexpr):
+def clear_outputs(
+    outputs, first, step, head, heads, size, columns, WIDE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
     """The same for a head of ``outputs``, packed out and lse of ``size`` rows, which have no key to attend to."""
     out, lse = outputs
-    clear_rows((out + head.to(tl.int64) * D, heads * D), first, size, step, columns, D, BLOCK)
+    clear_rows(output_rows(out, head.to(tl.int64), heads, D, WIDE), first, size, step, columns, D, BLOCK)
     for row in range(first, size, step):
         rows = row + tl.arange(0, BLOCK)
         tl.store(lse + head.to(tl.int64) * size + rows, -float("inf"), mask=rows < size)
@@ -218,7 +228,7 @@ def masked_scores(
             inside = queries < q_length
             if MASKED:
                 inside = inside & (keys < k_length)
-            places = bias + queries.to(tl.int64) * (bias_row * FEATURES[BIAS]) + keys
+            places = bias + queries.to(tl.int64) * bias_row * FEATURES[BIAS] + keys
             added = tl.load(places, mask=inside, other=0.0)
             scores += added.to(tl.float32) * LOG2_E
         if FEATURES[SLOPES]:

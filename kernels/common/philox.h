@@ -8,11 +8,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define FASTTFM_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define FASTTFM_HOST_DEVICE inline
-#endif
+#include "common/host_device.h"
 
 namespace fasttfm {
 
@@ -90,34 +86,6 @@ FASTTFM_HOST_DEVICE uint32_t reaching_bytes(uint32_t bytes, uint32_t low, uint32
   const uint32_t rest = (bytes | 0x80808080u) - low;
   return (bytes & rest) | ((bytes | rest) & either);
 }
-
-// The position of a row of activations in its batch.
-struct RowPosition {
-  uint32_t sequence, token;
-};
-
-// In a dense batch ([B, S, C]), sequence and token follow from the row index. In a packed batch, cu_seqlens[i] is the
-// first row of sequence i.
-struct RowPositions {
-  const int32_t* cu_seqlens;  // [sequences + 1], or null when dense
-  int64_t sequences;
-  int64_t tokens_per_sequence;  // when dense
-
-  FASTTFM_HOST_DEVICE RowPosition operator()(int64_t row) const {
-    if (cu_seqlens == nullptr)
-      return {static_cast<uint32_t>(row / tokens_per_sequence), static_cast<uint32_t>(row % tokens_per_sequence)};
-    // Finds the last sequence that starts at or before the row, which is not empty.
-    int64_t low = 0, high = sequences;
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      if (cu_seqlens[middle] <= row)
-        low = middle;
-      else
-        high = middle;
-    }
-    return {static_cast<uint32_t>(low), static_cast<uint32_t>(row - cu_seqlens[low])};
-  }
-};
 
 #ifdef FASTTFM_ISA
 }  // namespace FASTTFM_ISA

@@ -30,7 +30,7 @@ def _combined(parts, sums, first, end, PART_G: tl.constexpr, BLOCK_S: tl.constex
     total = tl.zeros([PART_G], tl.float32)
     acc = tl.zeros([PART_G, BLOCK_D], tl.float32)
     for start in range(first, end, BLOCK_S):
-        splits = start + tl.arange(0, BLOCK_S)
+        splits = start + tl.arange(0, BLOCK_S)  # up to _MOST_SPLITS: 32 bits for PART_G * BLOCK_D <= 2^15
         here = (splits < end)[:, None]
         at = splits[:, None] * PART_G + heads[None, :]
         # Other programs have written these: .cg bypasses L1, which is not coherent.
@@ -97,22 +97,24 @@ def decode_attention_kernel(
     first_key = tl.maximum(length - left, 0) if HAS_WINDOW else 0
     if (split * SPLIT < end) & ((split + 1) * SPLIT > first_key):
         wide = sequence.to(tl.int64)
+        wide_head = head.to(tl.int64)
         heads = tl.arange(0, PART_G)
         columns = tl.arange(0, BLOCK_D)
+        wide_columns = columns.to(tl.int64)
         in_d = columns < D
         real = (heads < GROUP)[:, None] & in_d[None, :]
-        query_heads = head * GROUP + heads
+        query_heads = wide_head * GROUP + heads
         query = tl.load(q + wide * q_stride_b + query_heads[:, None] * q_stride_h + columns[None, :], real, other=0.0)
-        new_key = tl.load(k + wide * k_stride_b + head * k_stride_h + columns, mask=in_d, other=0.0)
-        new_value = tl.load(v + wide * v_stride_b + head * v_stride_h + columns, mask=in_d, other=0.0)
-        keys = key_cache + wide * keys_stride_b + head * keys_stride_h
-        values = value_cache + wide * values_stride_b + head * values_stride_h
+        new_key = tl.load(k + wide * k_stride_b + wide_head * k_stride_h + columns, mask=in_d, other=0.0)
+        new_value = tl.load(v + wide * v_stride_b + wide_head * v_stride_h + columns, mask=in_d, other=0.0)
+        keys = key_cache + wide * keys_stride_b + wide_head * keys_stride_h
+        values = value_cache + wide * values_stride_b + wide_head * values_stride_h
         # The new token's key and value initialize the sums; the loop reads only older rows of the cache.
         has_new = length // SPLIT == split
         if has_new:
             at = length.to(tl.int64)
-            tl.store(keys + at * keys_stride_t + columns * keys_stride_d, new_key, mask=in_d)
-            tl.store(values + at * values_stride_t + columns * values_stride_d, new_value, mask=in_d)
+            tl.store(keys + at * keys_stride_t + wide_columns * keys_stride_d, new_key, mask=in_d)
+            tl.store(values + at * values_stride_t + wide_columns * values_stride_d, new_value, mask=in_d)
         own = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale_log2
         largest = tl.where(has_new, own, float("-inf"))
         total = tl.where(has_new, tl.full([PART_G], 1.0, tl.float32), 0.0)
@@ -123,8 +125,10 @@ def decode_attention_kernel(
             seen = (places < length) & (places >= first_key)
             read = seen[:, None] & in_d[None, :]
             at = places.to(tl.int64)[:, None]
-            key = tl.load(keys + at * keys_stride_t + columns[None, :] * keys_stride_d, mask=read, other=0.0)
-            value = tl.load(values + at * values_stride_t + columns[None, :] * values_stride_d, mask=read, other=0.0)
+            key = tl.load(keys + at * keys_stride_t + wide_columns[None, :] * keys_stride_d, mask=read, other=0.0)
+            value = tl.load(
+                values + at * values_stride_t + wide_columns[None, :] * values_stride_d, mask=read, other=0.0
+            )
             if PART_G == 1:
                 scores = tl.sum(key.to(tl.float32) * query.to(tl.float32), axis=1)[None, :]
             else:
@@ -165,12 +169,17 @@ def decode_attention_kernel(
             tl.store(results, (acc / total[:, None]).to(out.dtype.element_ty), mask=real)
 
 
-def tile(batch: int, key_heads: int, group: int, width: int, wide: bool) -> dict[str, int]:
+_MOST_SPLITS = 65535  # programs along z
+
+
+def tile(batch: int, key_heads: int, group: int, width: int, wide: bool, room: int = 0) -> dict[str, int]:
     """Tile sizes; ``wide`` for fp32. Small batches use short splits, so that there are programs for all SMs, and CUDA
-    cores; large batches and groups of heads use tensor cores."""
+    cores; large batches and groups of heads use tensor cores. Splits of a cache with more than 8 million rows are
+    longer."""
     block_d = max(16, next_power_of_2(width))
     programs = batch * key_heads
     split = 128 if programs <= 64 else 256 if programs <= 2048 else 1024
+    split = max(split, next_power_of_2(max(1, cdiv(room, _MOST_SPLITS))))
     if group == 1 and (programs <= 64 or wide):
         sizes = {"PART_G": 1, "BLOCK_N": max(16, min(128, 8192 // block_d)), "BLOCK_S": 8, "num_stages": 1}
     else:
@@ -199,7 +208,7 @@ def decode_attention_triton(
         return out
     q, k, v = (given if given.stride(-1) == 1 else given.contiguous() for given in (q, k, v))
     group = heads // key_heads
-    chosen = tile(batch, key_heads, group, width, q.dtype == torch.float32)
+    chosen = tile(batch, key_heads, group, width, q.dtype == torch.float32, room)
     splits = cdiv(room, chosen["SPLIT"])
     parts = sums = out
     if splits > 1:

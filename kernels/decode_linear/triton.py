@@ -90,8 +90,11 @@ def decode_linear_kernel(
     BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # All programs are along x, where a grid may have more than 65,535 of them. A single row needs no division.
+    across = tl.cdiv(N, BLOCK_N)
+    block = tl.program_id(0) if BLOCK_M == 1 else tl.program_id(0) % across
+    outputs = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = (0 if BLOCK_M == 1 else tl.program_id(0) // across * BLOCK_M) + tl.arange(0, BLOCK_M)
     part: tl.constexpr = BLOCK_K // PARTS
     dtype = weight.dtype.element_ty
     exact: tl.constexpr = weight.dtype.element_ty == tl.float32
@@ -180,7 +183,7 @@ def decode_linear_triton(
     overlap: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> Tensor:
-    """``sizes`` replaces the result of ``tile``, for measurements."""
+    """``sizes`` replaces the result of ``tile``, for measurements; a BLOCK_M of 1 is for one row."""
     rows = x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     count, columns = rows.shape
@@ -190,7 +193,7 @@ def decode_linear_triton(
         return y
     deep = x.dtype != torch.float32 and block_memory(x) >= _DEEP_MEMORY
     chosen = sizes or tile(count, outputs, columns, wide=weight.dtype == torch.float32, deep=deep)
-    grid = (cdiv(outputs, chosen["BLOCK_N"]), cdiv(count, chosen["BLOCK_M"]))
+    grid = (cdiv(outputs, chosen["BLOCK_N"]) * cdiv(count, chosen["BLOCK_M"]),)
     with on_device(x):
         decode_linear_kernel[grid](
             rows,

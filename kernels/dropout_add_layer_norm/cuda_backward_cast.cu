@@ -12,6 +12,7 @@
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/launch.cuh"
 #include "common/cuda/rows.cuh"
+#include "common/packed.h"
 #include "dropout_add_layer_norm/cuda_backward_tiles.cuh"
 #include "dropout_add_layer_norm/cuda_tile_rows.cuh"
 #include "dropout_add_layer_norm/op.h"
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocks) backward_kernel(Dropout
       now_rstd[i] = rstd[i];
       const int row = first + warp + i * kWarps;
       if (p.seed != nullptr && warp + i * kWarps < S::kTile && row < tiles.rows)
-        position[i] = find_position(positions, row);
+        position[i] = positions.found_by_warp(row);
     }
     load_statistics(tile + 1);
     memory.full[slot].wait(tile / 2 % 2);

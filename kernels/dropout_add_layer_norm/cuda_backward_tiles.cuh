@@ -169,24 +169,6 @@ __device__ __forceinline__ void keep(const Packed<float>& vector, const uint32_t
 
 // ---- the passes -----------------------------------------------------------------------------------------------------
 
-// The position of a row in its batch, found by a warp: every step divides the sequences by 32.
-__device__ __forceinline__ RowPosition find_position(const RowPositions& positions, int row) {
-  if (positions.cu_seqlens == nullptr) {
-    const auto length = static_cast<uint32_t>(positions.tokens_per_sequence);
-    return {static_cast<uint32_t>(row) / length, static_cast<uint32_t>(row) % length};
-  }
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  int low = 0, count = static_cast<int>(positions.sequences);
-  while (count > 1) {
-    const int step = (count + 31) / 32, offset = lane * step;
-    const bool before = offset < count && positions.cu_seqlens[low + offset] <= row;
-    const int passed = __popc(__ballot_sync(0xffffffffu, before)) - 1;
-    low += passed * step;
-    count = min(step, count - passed * step);
-  }
-  return {static_cast<uint32_t>(low), static_cast<uint32_t>(row - positions.cu_seqlens[low])};
-}
-
 // The tiles of a block. Units are distributed over blocks in turn, so that blocks write neighbouring parts of a column
 // at about the same time.
 template <class S>

@@ -19,7 +19,8 @@ from fasttfm.kernels.common.launch import cdiv, multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, empty_output, gradient_like
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.normalize import normalized, normalized_gradient, row_tile
-from fasttfm.kernels.common.triton.philox import kept, row_position
+from fasttfm.kernels.common.triton.packed import row_position
+from fasttfm.kernels.common.triton.philox import kept
 from fasttfm.kernels.common.triton.sum_parts import compile_signature, sum_parts
 
 _PROGRAMS_PER_MULTIPROCESSOR = 4

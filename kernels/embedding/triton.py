@@ -29,7 +29,8 @@ from fasttfm.kernels.common.rows import gradient_like
 from fasttfm.kernels.common.triton.index_errors import clamp_and_record, clamped
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.normalize import normalized, row_tile
-from fasttfm.kernels.common.triton.philox import kept, row_position
+from fasttfm.kernels.common.triton.packed import packed_span, row_position
+from fasttfm.kernels.common.triton.philox import kept
 from fasttfm.kernels.common.triton.sorted_sums import RUN, join_runs
 from fasttfm.kernels.common.triton.sum_parts import sum_parts
 
@@ -212,10 +213,9 @@ def _rows_kernel(
             in_rows = member < tl.minimum(members, (split + 1) * span)
             if BY_POSITION:
                 if PACKED:
-                    begin = tl.load(cu_seqlens + member, mask=in_rows, other=0).to(tl.int64)
-                    end = tl.load(cu_seqlens + member + 1, mask=in_rows, other=0).to(tl.int64)
+                    begin, length = packed_span(cu_seqlens, tl.minimum(member, members - 1), N, N)
                     rows = begin + group
-                    in_rows = in_rows & (begin >= 0) & (rows < end) & (rows < N)
+                    in_rows = in_rows & (group < length)
                 else:
                     rows = member * tokens_per_sequence + group
                 sequence = member.to(tl.uint32)

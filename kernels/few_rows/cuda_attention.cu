@@ -13,6 +13,7 @@
 #include "common/activation.h"
 #include "common/cuda/approximations.cuh"
 #include "common/cuda/hopper.cuh"
+#include "common/packed.h"
 #include "few_rows/attention.cuh"
 #include "few_rows/dependent.cuh"
 #include "few_rows/op.h"
@@ -196,14 +197,15 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
   using S = AttentionShape<D, SPLIT>;
   extern __shared__ __align__(128) char memory[];
   griddepcontrol_launch_dependents();
-  const int begin = p.cu_seqlens[blockIdx.z];
+  const int tokens = static_cast<int>(p.tokens);
   const int first_query = static_cast<int>(blockIdx.x) * S::kQueries;
   if (blockIdx.z == p.sequences) {
     griddepcontrol_wait();
-    if (blockIdx.x == 0) clear_tokens<T, D>(p, begin);
+    if (blockIdx.x == 0) clear_tokens<T, D>(p, packed_first(p.cu_seqlens, p.sequences, tokens));
     return;
   }
-  const int length = p.cu_seqlens[blockIdx.z + 1] - begin;
+  const Span span = packed_span(p.cu_seqlens, blockIdx.z, tokens, static_cast<int>(p.max_seqlen));
+  const int begin = span.first, length = span.length;
   griddepcontrol_wait();
   if (first_query >= length) return;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;

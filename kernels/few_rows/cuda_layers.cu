@@ -17,6 +17,7 @@
 #include "common/cuda/activation.cuh"
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/launch_clusters.cuh"
+#include "common/packed.h"
 #include "few_rows/layers_attention.cuh"
 #include "few_rows/layers_block.cuh"
 #include "few_rows/layers_norm.cuh"
@@ -59,7 +60,7 @@ __device__ __forceinline__ void load_weights(const Params& p, Memory<S>& memory,
     prefetch_vectors<S>(p, at, layer + 1);
     const auto* of = p.parameters[layer];
     const auto release = [&](int slot) {
-      if (layer > 0) wait_for(memory.empty[slot], (layer - 1) & 1);
+      if (layer > 0) memory.empty[slot].wait((layer - 1) & 1);
       __syncwarp();
     };
     release(kQkvSlot);
@@ -105,7 +106,7 @@ __device__ __forceinline__ void receive_rows(const Params& p, Memory<S>& memory,
     v[i] = make_uint4(0, 0, 0, tag);
     if (row_of(i) < p.tokens) v[i] = load_packet(from(i));
   }
-  wait_for_packets(v, from, tag);
+  wait_for_packets(v, from, tag, p.limit);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const uint32_t to =
@@ -138,7 +139,7 @@ __device__ __forceinline__ void attention_half(const Params& p, Memory<S>& memor
     add_parts<S>(memory, quad.row, quad.quad, value);
     send<S>(memory, at, S::qkv_place(quad.quad / 2, quad.row, at.rank), value);
   }
-  wait_for(memory.gathered, 0);
+  memory.gathered.wait(0);
   attend<S>(p, memory, at);
   sync_consumers();
   const MatrixRow row = matrix_row_a(at.lane);
@@ -170,7 +171,7 @@ __device__ __forceinline__ void feed_forward_half(const Params& p, Memory<S>& me
                  : activated_as<Activation::gelu, bf16_t>(u).value;
     send<S>(memory, at, S::activation_place(quad.row, at.rank * (S::kUp / kChunk) + quad.quad / 2), value);
   }
-  wait_for(memory.gathered, 1);
+  memory.gathered.wait(1);
   // No thread stores the next rows before all have read the parts, because what they send follows from the parts.
   // racecheck does not follow st.async to the mbarrier.
   if (kSanitized) sync_consumers();
@@ -199,11 +200,13 @@ __device__ __forceinline__ void prepare(const Params& p, Memory<S>& memory) {
   }
   if (thread < S::kRows) {
     int begin = 0, end = 0;  // no key, for tokens after the last sequence
-    for (int i = 0; i < p.sequences; ++i)
-      if (p.cu_seqlens[i] <= thread && thread < p.cu_seqlens[i + 1]) {
-        begin = p.cu_seqlens[i];
-        end = p.cu_seqlens[i + 1];
+    for (int i = 0; i < p.sequences; ++i) {
+      const Span span = packed_span(p.cu_seqlens, i, p.tokens, p.tokens);
+      if (span.first <= thread && thread < span.first + span.length) {
+        begin = span.first;
+        end = span.first + span.length;
       }
+    }
     memory.begin[thread] = begin;
     memory.end[thread] = end;
   }
@@ -245,6 +248,7 @@ Status check(const FewRowsLayers& call) {
   if (call.tokens < 1 || call.tokens > kMostLayersRows || call.layers < 1 || call.layers > kMostLayers)
     return bad_size("few_rows_layers: takes 1 to 32 tokens and 1 to 24 layers");
   if (call.sequences < 1 || call.sequences > 0x7fffffff) return bad_size("few_rows_layers: takes a sequence");
+  if (call.polls < 1) return {StatusCode::bad_value, "few_rows_layers: polls is at least 1"};
   if (call.activation != Activation::gelu && call.activation != Activation::gelu_tanh)
     return {StatusCode::bad_value, "few_rows_layers: takes GELU"};
   for (const void* tensor : {call.x, static_cast<const void*>(call.y), static_cast<const void*>(call.workspace)})
@@ -265,6 +269,7 @@ Status launch_layers(const FewRowsLayers& call) {
   params.y = static_cast<bf16_t*>(call.y);
   params.cu_seqlens = call.cu_seqlens;
   params.epoch = reinterpret_cast<uint32_t*>(workspace);
+  params.limit = {params.epoch + 1, call.polls};
   params.rows = packets;
   params.sums = packets + S::kRows * S::kPackets;
   params.tokens = static_cast<int>(call.tokens);

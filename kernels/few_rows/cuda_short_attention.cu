@@ -11,6 +11,7 @@
 #include "common/activation.h"
 #include "common/cuda/approximations.cuh"
 #include "common/cuda/hopper.cuh"
+#include "common/packed.h"
 #include "few_rows/attention.cuh"
 #include "few_rows/dependent.cuh"
 #include "few_rows/op.h"
@@ -181,15 +182,17 @@ __global__ void __launch_bounds__(kShortThreads, kShortBlocks)
   extern __shared__ char memory[];
   griddepcontrol_launch_dependents();
   ShortBlock block;
-  block.begin = p.cu_seqlens[blockIdx.z];
-  const int end = p.cu_seqlens[blockIdx.z + 1];
-  block.length = min(end - block.begin, kShortKeys);
+  const int tokens = static_cast<int>(p.tokens);
+  const Span span = packed_span(p.cu_seqlens, blockIdx.z, tokens, static_cast<int>(p.max_seqlen));
+  block.begin = span.first;
+  block.length = span.length;
   block.first_query = static_cast<int>(blockIdx.x) * kShortQueries;
   block.q = (shared_address(memory) + 1023) / 1024 * 1024;
   block.k = block.q + kShortQueries * kTileRowBytes;
   block.v = block.k + kShortKeys * kTileRowBytes;
   griddepcontrol_wait();
-  if (blockIdx.z + 1 == p.sequences && blockIdx.x == 0) clear_tokens<T, D>(p, end);
+  if (blockIdx.z + 1 == p.sequences && blockIdx.x == 0)
+    clear_tokens<T, D>(p, packed_first(p.cu_seqlens, p.sequences, tokens));
   if (block.first_query >= block.length) return;
 
   const int64_t stride = 3 * p.heads * D;

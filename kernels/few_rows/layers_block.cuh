@@ -21,9 +21,10 @@ struct Params {
   bf16_t* y;                  // [T, C]
   const int32_t* cu_seqlens;  // [sequences + 1]
   uint32_t* epoch;            // the last tag in use
-  uint4* rows;                // [kRows, kPackets] packets
-  uint4* sums;                // [kHeads, kRows, kSums] packets
-  int tokens;                 // T
+  PollLimit limit;
+  uint4* rows;  // [kRows, kPackets] packets
+  uint4* sums;  // [kHeads, kRows, kSums] packets
+  int tokens;   // T
   int sequences, layers, tanh;
   float eps_a, eps_b, scale;
   const bf16_t* parameters[kMostLayers][kTransformerParameters];
@@ -100,7 +101,7 @@ __device__ __forceinline__ void multiply_rows(Memory<S>& memory, const Place<S>&
                                               uint32_t parity) {
   constexpr int kSteps = S::kWidth / 16 / S::kInnerGroups;
   float sum[TILES][4] = {};
-  wait_for(memory.full[slot], parity);
+  memory.full[slot].wait(parity);
   const int k = at.group * kSteps * 32;  // in bytes
   const MatrixRow of = matrix_row_a(at.lane);
   const uint32_t a = shared_address(memory.rows) + (at.row_tile * 16 + of.row) * S::kWidthPitch + of.chunk * 16 + k;
@@ -147,7 +148,7 @@ __device__ __forceinline__ void publish(const Params& p, Memory<S>& memory, cons
 template <class S, int STEPS, class A>
 __device__ __forceinline__ void multiply_part(const Params& p, Memory<S>& memory, const Place<S>& at, A a,
                                               const char* weights, int pitch, int slot, uint32_t parity, uint32_t tag) {
-  wait_for(memory.full[slot], parity);
+  memory.full[slot].wait(parity);
   const bool active = at.group < S::kOut / S::kWarpColumns;
   float sum[3][4] = {};
   if (active)

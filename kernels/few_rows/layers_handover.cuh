@@ -15,18 +15,16 @@ namespace fasttfm {
 namespace cuda {
 namespace layers {
 
-// Ends the kernel with an error after this many polls, which take at least 20 seconds.
-constexpr int kMostPolls = 1 << 26;
-
-class PollLimit {
- public:
-  __device__ __forceinline__ void count() {
-    if (++polls_ > kMostPolls) __trap();
-  }
-
- private:
-  int polls_ = 0;
+// How long a block waits for packets of other clusters. All blocks are resident before any of them starts (a
+// cooperative launch), so that a kernel of another stream only delays the start, and the limit is for what must not
+// happen. A block that reaches it sets `late`, and writes the packets it waits for itself, with NaN. So all blocks end,
+// the results that depend on these packets are NaN, and the workspace's owner reads `late`.
+struct PollLimit {
+  uint32_t* late;  // in the workspace, 0 before; ordered by the stream of the launches that share the workspace
+  int polls;       // one takes about 0.3 us
 };
+constexpr int kPollsBetweenChecks = 1 << 16;   // of the limit, and of `late`, after which no block waits longer
+constexpr uint32_t kNotANumber = 0x7fffffffu;  // as one fp32 number, and as two bf16 numbers
 
 __device__ __forceinline__ uint4 packet_of(uint64_t low, uint64_t high) {
   return make_uint4(static_cast<uint32_t>(low), static_cast<uint32_t>(low >> 32), static_cast<uint32_t>(high),
@@ -65,22 +63,22 @@ __device__ __forceinline__ void reload_packet(uint4& v, const uint4* from, uint3
 // Polls packets until all have the tag; `from(i)`: the address of the i-th. Those that are already loaded with the tag
 // are not polled.
 template <int COUNT, class From>
-__device__ __forceinline__ void wait_for_packets(uint4 (&v)[COUNT], From from, uint32_t tag) {
-  PollLimit limit;
-  while (true) {
-    bool late = false;
+__device__ __forceinline__ void wait_for_packets(uint4 (&v)[COUNT], From from, uint32_t tag, const PollLimit& limit) {
+  for (int polls = 1;; ++polls) {
+    bool waits = false;
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) late |= v[i].w != tag;
-    if (!late) return;
+    for (int i = 0; i < COUNT; ++i) waits |= v[i].w != tag;
+    if (!waits) return;
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) reload_packet(v[i], from(i), tag);
-    limit.count();
+    if (polls % kPollsBetweenChecks != 0) continue;
+    volatile uint32_t* late = limit.late;
+    if (polls >= limit.polls) *late = 1;
+    if (*late == 0) continue;
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+      if (v[i].w != tag) store_packet(from(i), make_uint4(kNotANumber, kNotANumber, kNotANumber, tag));
   }
-}
-
-__device__ __forceinline__ void wait_for(const Mbarrier& barrier, uint32_t parity) {
-  PollLimit limit;
-  while (!barrier.test(parity)) limit.count();
 }
 
 }  // namespace layers

@@ -54,7 +54,7 @@ __device__ __forceinline__ void receive_sums(const Params& p, const Place<S>& at
   const auto from = [&](int head) { return p.sums + S::sums_packet(head, row, at.thread); };
 #pragma unroll
   for (int i = 0; i < S::kHeads; ++i) v[i] = load_packet(from(i));
-  wait_for_packets(v, from, tag);
+  wait_for_packets(v, from, tag, p.limit);
 #pragma unroll
   for (int i = 0; i < S::kHeads; ++i) {
     sum[0] += __uint_as_float(v[i].x);

@@ -113,6 +113,7 @@ struct FewRowsLayers {
   Activation activation;  // GELU or its tanh form
   float eps_a;
   float eps_b;
+  int polls;  // of a packet until the call gives up, with NaN as results and 1 as the workspace's second word
   int device;
   void* stream;
 };

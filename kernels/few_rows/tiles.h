@@ -4,11 +4,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define FASTTFM_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define FASTTFM_HOST_DEVICE inline
-#endif
+#include "common/host_device.h"
 
 namespace fasttfm {
 namespace few_rows {

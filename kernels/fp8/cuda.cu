@@ -15,6 +15,7 @@
 #include "common/cuda/launch.cuh"
 #include "common/cuda/reduce.cuh"
 #include "common/cuda/rows.cuh"
+#include "common/packed.h"
 #include "common/philox.h"
 #include "fp8/op.h"
 
@@ -110,7 +111,8 @@ struct DroppedRows {
         half(at.column_group % 2) {}
 
   __device__ __forceinline__ uint32_t length_of(uint32_t sequence) const {
-    return static_cast<uint32_t>(p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence]);
+    const int rows = packed_size(p.rows);
+    return static_cast<uint32_t>(packed_span(p.cu_seqlens, sequence, rows, rows).length);
   }
 
   // Sets the dropped elements of this row to 0, scales the others, and advances to the next row.
@@ -179,8 +181,10 @@ __global__ void __launch_bounds__(kBlock, sizeof(T) == 4 || DROPS ? 2 : 3) cast_
 // Blocks take one tile after another, so that few blocks are started where there is nothing to do.
 __global__ void __launch_bounds__(kBlock, kTransposeBlocks) transpose_kernel(Fp8Transpose p) {
   __shared__ Columns transposed;
-  bool needed = threadIdx.x == 0 && (p.cu_seqlens[0] != 0 || p.cu_seqlens[p.sequences] != p.rows);
-  for (int64_t i = threadIdx.x; i <= p.sequences; i += kBlock) needed |= p.cu_seqlens[i] % 16 != 0;
+  const int rows = packed_size(p.rows);
+  const auto boundary = [&](int64_t i) { return packed_first(p.cu_seqlens, i, rows); };
+  bool needed = threadIdx.x == 0 && (boundary(0) != 0 || boundary(p.sequences) != rows);
+  for (int64_t i = threadIdx.x; i <= p.sequences; i += kBlock) needed |= boundary(i) % 16 != 0;
   if (!__syncthreads_or(needed)) return;
   const int64_t across = (p.columns + kTile - 1) / kTile, count = across * ((p.rows + kTile - 1) / kTile);
   for (int64_t tile = blockIdx.x; tile < count; tile += gridDim.x) {

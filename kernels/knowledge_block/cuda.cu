@@ -7,6 +7,7 @@
 #include "common/cuda/launch.cuh"
 #include "common/cuda/normalize.cuh"
 #include "common/cuda/reduce.cuh"
+#include "common/packed.h"
 #include "common/philox.h"
 #include "knowledge_block/op.h"
 

@@ -5,6 +5,7 @@
 
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
+#include "common/packed.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {
@@ -29,8 +30,9 @@ void for_stretches(const PackCopy& p, Body body) {
     for (int64_t padded = item * fitting; padded < end;) {
       const int64_t sequence = padded / p.max_seqlen, s = padded % p.max_seqlen;
       const int64_t next = padded - s + p.max_seqlen < end ? padded - s + p.max_seqlen : end;
-      const int64_t left = p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence] - s, step = next - padded;
-      body(padded, p.cu_seqlens[sequence] + s, left < 0 ? 0 : left < step ? left : step, step);
+      const Span span = packed_span(p.cu_seqlens, sequence, packed_size(p.total), packed_size(p.max_seqlen));
+      const int64_t left = span.length - s, step = next - padded;
+      body(padded, span.first + s, left < 0 ? 0 : left < step ? left : step, step);
       padded = next;
     }
   });
@@ -44,7 +46,7 @@ Status pack(const PackCopy& p) {
     if (present > 0)
       std::memcpy(token(p.target, packed, p.token_bytes), token(p.source, padded, p.token_bytes), size(present));
   });
-  const int64_t end = p.cu_seqlens[p.sequences];
+  const int64_t end = packed_first(p.cu_seqlens, p.sequences, packed_size(p.total));
   if (end < p.total) std::memset(token(p.target, end, p.token_bytes), 0, size(p.total - end));
   return Status{};
 }

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "common/cuda/launch.cuh"
-#include "common/philox.h"
+#include "common/packed.h"
 #include "pack/op.h"
 
 namespace fasttfm {
@@ -13,16 +13,21 @@ namespace {
 
 constexpr int kThreads = 256;
 
+__device__ __forceinline__ Span span_of(const PackCopy& p, int64_t sequence) {
+  return packed_span(p.cu_seqlens, sequence, packed_size(p.total), packed_size(p.max_seqlen));
+}
+
 // The index of the source's token for a token of the target, or -1 if there is none.
 __device__ __forceinline__ int64_t padded_of(const PackCopy& p, int64_t packed) {
-  const RowPosition at = RowPositions{p.cu_seqlens, p.sequences, p.max_seqlen}(packed);
-  const bool present = at.token < p.max_seqlen && packed < p.cu_seqlens[at.sequence + 1];
-  return present ? at.sequence * p.max_seqlen + at.token : -1;
+  const int64_t sequence = RowPositions{p.cu_seqlens, p.sequences, p.max_seqlen}(packed).sequence;
+  const Span span = span_of(p, sequence);
+  const int64_t token = packed - span.first;
+  return token >= 0 && token < span.length ? sequence * p.max_seqlen + token : -1;
 }
 __device__ __forceinline__ int64_t packed_of(const PackCopy& p, int64_t padded) {
-  const int64_t sequence = padded / p.max_seqlen;
-  const int64_t packed = p.cu_seqlens[sequence] + padded % p.max_seqlen;
-  return packed >= 0 && packed < p.total && packed < p.cu_seqlens[sequence + 1] ? packed : -1;
+  const int64_t sequence = padded / p.max_seqlen, token = padded % p.max_seqlen;
+  const Span span = span_of(p, sequence);
+  return token < span.length ? span.first + token : -1;
 }
 
 template <class Unit, bool TO_PACKED>

@@ -1,6 +1,7 @@
 """Removes and restores padding in Triton: one kernel copies rows between [B, S, C] and [T, C], in both directions.
 
-A program takes BLOCK_S tokens of one sequence and BLOCK_C columns. When packing, the padding tokens, numbered in order,
+A program takes BLOCK_S tokens of one sequence and BLOCK_C columns. All programs are along x, the only dimension of a
+grid that has more than 65,535 of them. When packing, the padding tokens, numbered in order,
 write zeros to the packed rows after the last sequence. If the padded batch has too few padding tokens, each sequence
 has additional ones past its S tokens. So every row is written. Whatever cu_seqlens contains, nothing outside of the
 tensors is accessed.
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
+from fasttfm.kernels.common.triton.packed import packed_first, packed_span
 
 # Sizes that change from batch to batch: Triton would recompile the kernel for a 1 or for a size that 16 does not
 # divide.
-_SIZES_OF_A_BATCH = ["B", "S", "T", "slots"]
+_SIZES_OF_A_BATCH = ["B", "S", "T", "slots", "token_blocks"]
 
 
 @launched_kernel
@@ -32,6 +34,7 @@ def _copy_kernel(
     T,
     C,
     slots,  # of a sequence; S, or more when packing
+    token_blocks,  # of a sequence
     batch_stride,
     token_stride,
     packed_stride,
@@ -39,31 +42,29 @@ def _copy_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    sequence = tl.program_id(0).to(tl.int64)
-    tokens = (tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64)
-    columns = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
-    begin = tl.load(cu_seqlens + sequence).to(tl.int64)
-    end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+    program = tl.program_id(0)
+    sequence = (program % B).to(tl.int64)
+    tokens = (program // B % token_blocks * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64)
+    columns = program // B // token_blocks * BLOCK_C + tl.arange(0, BLOCK_C)
+    begin, length = packed_span(cu_seqlens, sequence, T, T)
     rows = begin + tokens
     inside = (columns < C)[None, :]
     here = (tokens < S)[:, None] & inside
-    present = here & ((rows >= 0) & (rows < T) & (rows < end))[:, None]
+    present = here & (tokens < length)[:, None]
     pointers = padded + sequence * batch_stride + tokens[:, None] * token_stride + columns[None, :]
     if TO_PACKED:
-        total = tl.load(cu_seqlens + B).to(tl.int64)
-        padding = total + sequence * slots + tokens - end
+        total = packed_first(cu_seqlens, B, T)
+        padding = total + sequence * slots + tokens - (begin + length)
         padding = tl.where((tokens < slots) & (padding >= total), padding, -1)
-        rows = tl.where(rows < end, rows, padding)  # a token past S is one that the padded batch has no room for: 0
+        rows = tl.where(tokens < length, rows, padding)  # a token past S: the padded batch has no room for it: 0
         row = packed + rows[:, None] * packed_stride + columns[None, :]
         tl.store(row, tl.load(pointers, mask=present, other=0), mask=inside & ((rows >= 0) & (rows < T))[:, None])
         # A sequence that is longer than the padded batch: the rest of its rows, as far as they are in the tensor.
-        covered = tl.num_programs(1) * BLOCK_S
-        first = covered * tl.maximum(-begin // covered, 1)
-        for later in range(first, tl.minimum(end, T) - begin, covered):
-            rows = begin + later + tokens
-            row = packed + rows[:, None] * packed_stride + columns[None, :]
+        covered = token_blocks * BLOCK_S
+        for later in range(covered, length, covered):
+            row = packed + (begin + later + tokens)[:, None] * packed_stride + columns[None, :]
             zeros = tl.zeros((BLOCK_S, BLOCK_C), packed.dtype.element_ty)
-            tl.store(row, zeros, mask=inside & ((rows >= 0) & (rows < T) & (rows < end))[:, None])
+            tl.store(row, zeros, mask=inside & (later + tokens < length)[:, None])
     else:
         row = packed + rows[:, None] * packed_stride + columns[None, :]
         tl.store(pointers, tl.load(row, mask=present, other=0), mask=here)
@@ -100,8 +101,9 @@ def _copy(padded: Tensor, packed: Tensor, cu_seqlens: Tensor, to_packed: bool) -
     slots = max(longest, cdiv(packed.shape[0], batch)) if to_packed else longest
     padded, packed = _columns(padded, 2), _columns(packed, 1)
     tile, kernel = _tile(columns), _narrow_kernel if columns * padded.element_size() < 16 else _copy_kernel
+    token_blocks = cdiv(slots, tile["BLOCK_S"])
     with on_device(padded):
-        kernel[(batch, cdiv(slots, tile["BLOCK_S"]), cdiv(columns, tile["BLOCK_C"]))](
+        kernel[(batch * token_blocks * cdiv(columns, tile["BLOCK_C"]),)](
             padded,
             packed,
             cu_seqlens.contiguous(),
@@ -110,6 +112,7 @@ def _copy(padded: Tensor, packed: Tensor, cu_seqlens: Tensor, to_packed: bool) -
             packed.shape[0],
             columns,
             slots,
+            token_blocks,
             padded.stride(0),
             padded.stride(1),
             packed.stride(0),
@@ -133,7 +136,9 @@ def compile_signatures(columns: int, element: str) -> list[dict[str, object]]:
     tile = _tile(columns)
     num_warps = tile.pop("num_warps")
     pointers = {"padded": f"*{element}", "packed": f"*{element}", "cu_seqlens": "*i32"}
-    numbers = dict.fromkeys(("B", "S", "T", "C", "slots", "batch_stride", "token_stride", "packed_stride"), "i32")
+    numbers = dict.fromkeys(
+        ("B", "S", "T", "C", "slots", "token_blocks", "batch_stride", "token_stride", "packed_stride"), "i32"
+    )
     return [
         {
             "kernel": _copy_kernel,

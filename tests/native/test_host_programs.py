@@ -1,7 +1,7 @@
 """Parts of the Hopper kernels that programs in C++ check on the host: the tiles of attention with windows, the numbers
 of query tiles of heads that share k and v, the copies and stores of attention of short sequences, which tiles of a GEMM
 each cluster computes, how results of GEMMs for few rows pass through shared memory, what the blocks of the kernel for
-all layers exchange, and GELU's polynomial."""
+all layers exchange, GELU's polynomial, and spans of packed sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 COMPILER = shutil.which("c++")
 PROGRAMS = [
     *("window_tiles", "grouped_tiles", "short_attention", "product_turns", "product_result", "chunk_banks"),
-    *("layers_shape", "gelu_tail"),
+    *("layers_shape", "gelu_tail", "packed"),
 ]
 
 

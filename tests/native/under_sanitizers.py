@@ -19,6 +19,7 @@ from fasttfm.kernels.common.activation import CODES
 from fasttfm.ops import (
     attention,
     cu_seqlens_from_lengths,
+    dropout_add_layer_norm,
     few_rows,
     few_tokens,
     fp8,
@@ -26,6 +27,7 @@ from fasttfm.ops import (
     fp8_norm,
     gelu_product,
     qkv_projection,
+    unpack,
 )
 from fasttfm.ops.attention import forward_op
 from fasttfm.ops.backends import BackendRefused, dtype_name, tables
@@ -231,7 +233,11 @@ def test_fp8_passes(rows: int, columns: int) -> None:
     layer = fp8.Fp8Linear(torch.randn(208, columns).cuda(), (slot, weight_slot, gradient_slot))
     fp8.refresh_all([layer], None)
     for keep_h in (True, False):
-        layer.forward_gelu(x8, torch.bfloat16, torch.randn(208).cuda(), "gelu", slot, keep_h=keep_h)
+        h, _ = layer.forward_gelu(x8, torch.bfloat16, torch.randn(208).cuda(), "gelu", slot, keep_h=keep_h)
+        if keep_h:
+            dy = fp8.cast(torch.randn_like(h), gradient_slot, backend="cuda")
+            layer.input_gradient(dy, torch.bfloat16)
+            layer.input_gradient_gelu(dy, x, bias, "gelu", gradient_slot, True)
 
 
 @pytest.mark.gpu
@@ -371,6 +377,41 @@ def test_short_attention(head_dim: int, window: tuple[int, int]) -> None:
             out = torch.empty(tokens + 9, 2, head_dim, dtype=dtype, device="cuda")
             given = (longest, *window, head_dim**-0.5, split, 0)
             _native.core().few_rows_attention_cuda(qkv, out, cu_seqlens, *given)
+    torch.cuda.synchronize()
+
+
+# Boundaries of two sequences in 30 tokens that are not valid: not in order, negative, after the end.
+WRONG = [(0, 10**6, 30), (-(10**6), 5, 30), (20, 10, 30), (7, -(2**31), 2**31 - 1)]
+WRONG_CALLS = [pytest.param(values, id=f"boundaries-{index}") for index, values in enumerate(WRONG)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", WRONG_CALLS)
+def test_boundaries_that_are_not_valid(values: tuple[int, ...]) -> None:
+    """Every CUDA kernel that reads boundaries; tests/test_boundaries.py has more of them, without a sanitizer."""
+    bounds, core = torch.tensor(values, dtype=torch.int32).cuda(), _native.core()
+    for head_dim, longest, split in ((32, 30, 0), (64, 30, 0), (64, 150, 1), (128, 30, 0), (128, 30, 1)):
+        qkv = torch.randn(30, 3, 2, head_dim).bfloat16().cuda()
+        out = torch.zeros_like(qkv[:, 0])
+        core.few_rows_attention_cuda(qkv, out, bounds, longest, -1, -1, head_dim**-0.5, split, 0)
+        if head_dim > 32:
+            leaf = qkv.requires_grad_()
+            result = attention(leaf, cu_seqlens=bounds, max_seqlen=30, backend="cuda")
+            torch.autograd.grad(result, leaf, torch.ones_like(result))
+    x, residual = (torch.randn(30, 256).bfloat16().cuda().requires_grad_() for _ in range(2))
+    weight, seed = torch.ones(256).cuda(), torch.tensor([7]).cuda()
+    options = {"p": 0.1, "cu_seqlens": bounds, "seed": seed, "backend": "cuda"}
+    dropout_add_layer_norm(x, residual, weight, weight, **options).float().sum().backward()
+    slot, gradient_slot, _ = fp8_slots(x.device)
+    rows = x.detach()
+    fp8.cast_dropped(rows, gradient_slot, (bounds, seed, 0.1))
+    norm = fp8_norm.NormArguments(weight, weight, weight, bounds, seed, 0.1, 1e-5)
+    found = fp8_norm.add_norm_cast(rows, rows, norm, slot, "cuda")
+    fp8_norm.add_norm_backward_cast((rows, rows), found.z, found.statistics, norm, [True] * 3, gradient_slot, "cuda")
+    unpack(rows, bounds, 30, backend="cuda")
+    layers = [nn.PackedLayer(384, 12, 1536, device="cuda", dtype=torch.bfloat16) for _ in range(6)]
+    with torch.inference_mode(), few_tokens.using(few_tokens.FewTokens()):
+        nn.PackedTransformer(layers).eval()(torch.randn(30, 384).bfloat16().cuda(), bounds, 30)
     torch.cuda.synchronize()
 
 

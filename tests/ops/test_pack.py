@@ -356,3 +356,14 @@ def test_means_of_sequences_have_a_gradient() -> None:
     assert torch.allclose(found.double(), expected, atol=1e-6)
     (gradient,) = torch.autograd.grad(found.sum(), x)
     assert torch.allclose(gradient, torch.autograd.grad(expected.sum(), x)[0], atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [262_140, 262_144])
+def test_a_sequence_of_many_blocks(tokens: int) -> None:
+    """A grid has up to 65,535 programs along y and z."""
+    x = torch.randn(1, tokens, 1024, device="cuda").bfloat16()
+    packed = ops.pack(x, lengths=[tokens], backend="triton")
+    assert torch.equal(packed, x[0])
+    cu_seqlens = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    assert torch.equal(ops.unpack(packed, cu_seqlens, tokens, backend="triton"), x)

@@ -11,6 +11,7 @@
 #include "common/count.h"
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/reduce.cuh"
+#include "common/packed.h"
 
 namespace fasttfm {
 namespace cuda {
@@ -56,7 +57,7 @@ __device__ __forceinline__ void store_empty_rows(const Parameters& p, int sequen
 template <class G, int HEAD_DIM, bool GROUPED>
 __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int head) {
   const auto zeros = [&](const Output& output, const int32_t* cu_seqlens, int size) {
-    int row = max(cu_seqlens[p.sequences], 0) + static_cast<int>(blockIdx.x) * kQueries;
+    int row = packed_first(cu_seqlens, p.sequences, size) + static_cast<int>(blockIdx.x) * kQueries;
     for (; row < size; row += static_cast<int>(gridDim.x) * kQueries)
       for (int column = 0; column < HEAD_DIM; column += kTileColumns)
         store_zeros<kStatisticsThreads, (HEAD_DIM < kTileColumns ? HEAD_DIM : kTileColumns)>(

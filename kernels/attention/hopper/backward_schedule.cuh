@@ -8,6 +8,7 @@
 #include "attention/hopper/sharing.h"
 #include "attention/hopper/window.h"
 #include "common/cuda/hopper.cuh"
+#include "common/packed.h"
 
 namespace fasttfm {
 namespace cuda {

@@ -6,6 +6,7 @@
 #include "attention/hopper/forward_shape.cuh"
 #include "attention/hopper/seqlen.cuh"
 #include "attention/hopper/window.h"
+#include "common/packed.h"
 
 namespace fasttfm {
 namespace cuda {
@@ -138,7 +139,7 @@ class TileScheduler {
     span = {0, 0};
     if (sequence < p.sequences) span = packed_span(p.cu_seqlens, sequence, p.queries, p.max_seqlen);
     if (sequence == p.sequences) {
-      const int first = min(max(p.cu_seqlens[sequence], 0), p.queries);
+      const int first = packed_first(p.cu_seqlens, sequence, p.queries);
       span = {first, p.queries - first};
     }
     end = start + (round_of(span.length) == round ? (span.length + S::kQueries - 1) / S::kQueries * p.heads : 0);

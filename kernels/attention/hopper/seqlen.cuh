@@ -1,4 +1,4 @@
-// The rows of a sequence in packed and padded tensors.
+// The number of valid rows of a sequence in a padded tensor; those of a packed one are in common/packed.h.
 #pragma once
 
 #include <cstdint>
@@ -6,15 +6,6 @@
 namespace fasttfm {
 namespace cuda {
 
-// A sequence's rows in a packed tensor. cu_seqlens is not validated on the GPU but clamped, so that no memory outside
-// of the tensor is accessed.
-struct Span {
-  int first, length;
-};
-__device__ __forceinline__ Span packed_span(const int32_t* bounds, int sequence, int size, int longest) {
-  const int first = min(max(bounds[sequence], 0), size);
-  return {first, min(max(min(bounds[sequence + 1], size) - first, 0), longest)};
-}
 __device__ __forceinline__ int dense_length(const int32_t* lengths, int sequence, int size) {
   return lengths == nullptr ? size : min(max(lengths[sequence], 0), size);
 }

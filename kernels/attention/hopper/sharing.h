@@ -7,7 +7,7 @@
 
 #include "attention/hopper/window.h"
 #include "attention/op.h"
-#include "common/philox.h"  // FASTTFM_HOST_DEVICE
+#include "common/host_device.h"
 
 namespace fasttfm {
 namespace cuda {

@@ -7,7 +7,8 @@
 
 #include <cstdint>
 
-#include "common/philox.h"  // FASTTFM_HOST_DEVICE
+#include "common/host_device.h"
+#include "common/packed.h"
 
 namespace fasttfm {
 namespace cuda {
@@ -88,13 +89,12 @@ inline int64_t count_slots(bool packed, int64_t sequences, int64_t keys, int64_t
   return packed ? keys / chunk_keys + sequences : sequences * ((keys + chunk_keys - 1) / chunk_keys);
 }
 
-// The packed sequence to which a slot belongs: the last one whose first slot is not above it. Boundaries are clamped as
-// in packed_span().
+// The packed sequence to which a slot belongs: the last one whose first slot is not above it.
 FASTTFM_HOST_DEVICE int sequence_of_slot(const int32_t* boundaries, int sequences, int keys, int chunk_keys, int slot) {
   int low = 0, high = sequences;  // the answer is in [low, high)
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (first_slot(middle, least(most(boundaries[middle], 0), keys), chunk_keys) <= slot)
+    if (first_slot(middle, packed_first(boundaries, middle, keys), chunk_keys) <= slot)
       low = middle;
     else
       high = middle;
@@ -114,7 +114,7 @@ FASTTFM_HOST_DEVICE Chunk chunk_of_slot(const int32_t* boundaries, int sequences
   }
   const int sequence = sequence_of_slot(boundaries, sequences, keys, chunk_keys, slot);
   // The second search guarantees that a block waits only for chunks that exist, even if boundaries are not sorted.
-  return {sequence, slot - first_slot(sequence, least(most(boundaries[sequence], 0), keys), chunk_keys),
+  return {sequence, slot - first_slot(sequence, packed_first(boundaries, sequence, keys), chunk_keys),
           sequence_of_slot(boundaries, sequences, keys, chunk_keys, slot + 1) == sequence};
 }
 

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "common/cpu/simd.h"
+#include "common/packed.h"
 #include "common/philox.h"
 
 namespace fasttfm {

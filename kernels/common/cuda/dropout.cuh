@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/cuda/rows.cuh"
+#include "common/packed.h"
 #include "common/philox.h"
 
 namespace fasttfm {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "common/philox.h"  // FASTTFM_HOST_DEVICE
+#include "common/host_device.h"
 
 namespace fasttfm {
 namespace cuda {

@@ -28,22 +28,6 @@ def philox(seed, c0, c1, c2, c3):
 
 
 @triton.jit
-def row_position(row, cu_seqlens, sequences, tokens_per_sequence, PACKED: tl.constexpr):
-    """Sequence and token index of rows (int64 tensor), as uint32."""
-    if PACKED:  # binary search for the last sequence that starts at or before the row
-        low = tl.zeros(row.shape, tl.int64)
-        high = low + sequences
-        for _ in range(32):
-            middle = (low + high) // 2
-            searching = high - low > 1
-            before = tl.load(cu_seqlens + middle, mask=searching, other=0) <= row
-            low = tl.where(searching & before, middle, low)
-            high = tl.where(searching & (before == 0), middle, high)
-        return low.to(tl.uint32), (row - tl.load(cu_seqlens + low)).to(tl.uint32)
-    return (row // tokens_per_sequence).to(tl.uint32), (row % tokens_per_sequence).to(tl.uint32)
-
-
-@triton.jit
 def kept(seed, sequence, token, threshold, first_column, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     """Which activations dropout keeps: bool [BLOCK_N, BLOCK_C], for rows at the given positions (uint32 [BLOCK_N]) and
     the columns from ``first_column`` on (both multiples of 16). One draw per 16 columns, then spread out to bytes."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.activation import CODES
+from fasttfm.kernels.common.index_errors import also_checked
 from fasttfm.ops.attention_checks import check_values
 from fasttfm.ops.backends import dtype_name
 from fasttfm.ops.transformer_block import BlockOptions
@@ -20,15 +21,19 @@ MOST_ROWS = 32  # kernels/few_rows/layers_shape.h
 # The kernel was measured with 6 and 12 layers; its arguments have room for the addresses of the parameters of 24.
 LEAST_LAYERS, MOST_LAYERS = 6, 24
 _ACTIVATIONS = ("gelu", "gelu_tanh")
+# After so many polls, 20 seconds or more, a block gives up waiting for another one. All are resident before any starts,
+# so that none has to, whatever other streams run.
+POLLS = 1 << 26
 
 
 class Workspace:
-    """The memory of launches that follow one another on one stream: packets, and the last tag in use. It is allocated
-    by the first launch of each size; CUDA graphs contain its address."""
+    """The memory of launches that follow one another on one stream, which orders it: packets, the last tag in use, and
+    whether a launch gave up. It is allocated by the first launch of each size; CUDA graphs contain its address."""
 
     def __init__(self) -> None:
         self._memory: dict[int, Tensor] = {}
         self.fits = True  # whether all blocks are resident at once on the stream's SMs
+        also_checked(self)
 
     def memory(self, size: int, device: torch.device) -> Tensor | None:
         """``size`` bytes, which were zero before the first launch; None if a capture would have to allocate them."""
@@ -36,6 +41,20 @@ class Workspace:
         if found is None and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             found = self._memory[size] = torch.zeros(size, dtype=torch.uint8, device=device)
         return found
+
+    def raise_if_any(self) -> None:
+        """For ``check_errors()``: synchronizes and raises if blocks of a launch gave up waiting for others. The results
+        of that launch are NaN, and the GPU remains usable."""
+        for memory in self._memory.values():
+            if memory.is_cuda:
+                torch.cuda.synchronize(memory.device)
+            late = memory[4:8].view(torch.int32)
+            if late.item() != 0:
+                late.zero_()
+                raise RuntimeError(
+                    "few_rows_layers: expected all blocks of a launch to run at the same time, got none from some of"
+                    f" them in {POLLS} polls: results of that launch are NaN"
+                )
 
     def reset(self) -> None:
         """Starts again with the first tag, on the current stream. Needed before 2^32 tags are used up: a launch takes
@@ -81,7 +100,7 @@ def run(workspace: Workspace, batch: Batch, layers: Layers, options: BlockOption
         return None
     check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
     y = torch.empty_like(x)
-    sizes = (layers.intermediate, options.heads, CODES[options.activation], options.eps_a, options.eps_b)
+    sizes = (layers.intermediate, options.heads, CODES[options.activation], options.eps_a, options.eps_b, POLLS)
     try:
         _native.core().few_rows_layers_cuda(
             *(layers.table.buffer_info()[0], layers.depth, x, y, batch.cu_seqlens, memory), *sizes
