@@ -241,3 +241,14 @@ def test_what_is_not_supported_is_refused(name: str) -> None:
     ours, _ = modern_bert()
     with pytest.raises(ValueError, match=f'"{NAME}": {name}: expected None'):
         ours(IDS, **{name: torch.ones(1)})
+
+
+def test_positions_of_an_inference_serve_training() -> None:
+    """Where sequences start is read once for a tensor of position ids, whichever mode the first call has."""
+    ours, _ = decoder()
+    ids, positions = IDS[:1], torch.cat([torch.arange(6), torch.arange(10)])[None]
+    with torch.inference_mode():
+        ours(ids, position_ids=positions)
+    found = [ours.train()(ids, position_ids=each).logits for each in (positions, positions.clone())]
+    torch.testing.assert_close(*found)
+    found[0].sum().backward()

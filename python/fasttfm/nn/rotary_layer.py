@@ -15,8 +15,10 @@ from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
 from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.parts import layer_norm, packed_residual_norm, product
 from fasttfm.ops import linear
+from fasttfm.ops.library import is_plain
 
-Tables = dict[float, tuple[Tensor, Tensor]]  # cosines and sines [positions, D / 2] by theta
+Table = tuple[Tensor, Tensor]  # cosines and sines [positions, D / 2]
+Tables = dict[Any, Table]  # by ``RotaryLayer.table_key``
 
 
 class RotaryLayer(PackedLayer):
@@ -96,7 +98,7 @@ class RotaryLayer(PackedLayer):
         """Runs the layer. Arguments and results are those of ``PackedLayer`` with ``norm_first``; in addition:
 
         Args:
-            tables: The cosines and sines ``[positions, D / 2]`` of each ``theta``, if they are already computed.
+            tables: The cosines and sines ``[positions, D / 2]`` of each ``table_key``, if they are already computed.
             positions: int64 ``[T]``; by default each token's index in its own sequence.
         """
         if residual is None:
@@ -136,10 +138,14 @@ class RotaryLayer(PackedLayer):
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
         if tables is None:
             every = torch.arange(max_seqlen, device=x.device)
-            tables = {self.theta: rotary_tables(self.theta, every, self.width // self.heads, like=x)}
+            tables = {self.table_key(): rotary_tables(self.theta, every, self.width // self.heads, like=x)}
         heads = self.project(x).flatten(1, 2)
-        rotated = ops.rotary(heads, *tables[self.theta], positions=positions, rotary_heads=2 * self.heads)
+        rotated = ops.rotary(heads, *tables[self.table_key()], positions=positions, rotary_heads=2 * self.heads)
         return rotated.unflatten(1, (3, self.heads))
+
+    def table_key(self) -> Any:
+        """What the tables of this layer depend on: layers with equal keys share them."""
+        return self.theta
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
         """False: there is no op for the whole layer."""
@@ -166,6 +172,41 @@ def _table_type(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+class TableCache:
+    """The tables that a module keeps, on all devices. A copy or a pickle of the module has none.
+
+    A table of twice as many positions is made for a longer sequence. The shorter ones stay as long as the module,
+    because a CUDA graph may read them; all of them together have less than twice the rows of the longest.
+    """
+
+    def __init__(self) -> None:
+        # Tensors on a device: written once, by the stream of the call that makes them, which waits for them, so that
+        # any stream may read them. Graphs that captured a call hold their addresses.
+        self._tables: dict[Any, list[Table]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TableCache, ()
+
+    def get(self, theta: float, columns: int, rows: int, first_rows: int, *, like: Tensor) -> Table:
+        """Cosines and sines of at least ``rows`` positions; there are ``first_rows`` at first."""
+        known = self._tables.setdefault((theta, columns, like.device, _table_type(like)), [])
+        if not known or len(known[-1][0]) < rows:
+            longer = first_rows * 2 ** max(0, math.ceil(math.log2(max(1, rows) / first_rows)))
+            positions = torch.arange(longer, device=like.device)
+            if is_capturing(like):  # the graph makes its own at each replay
+                return rotary_tables(theta, positions, columns, like=like)
+            with torch.inference_mode(False), torch.no_grad():  # calls that train use them, too
+                known.append(rotary_tables(theta, positions, columns, like=like))
+            if like.is_cuda:
+                torch.cuda.current_stream(like.device).synchronize()
+        return known[-1]
+
+
+def is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph captures the calls of the current stream."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class RotaryTransformer(PackedTransformer):
     """A stack of ``RotaryLayer``.
 
@@ -183,7 +224,7 @@ class RotaryTransformer(PackedTransformer):
     def __init__(self, layers: Sequence[RotaryLayer], final_norm: nn.LayerNorm, positions: int) -> None:
         super().__init__(layers, final_norm)
         self.positions = positions
-        self._tables: dict[tuple[torch.device, torch.dtype], Tables] = {}
+        self._tables = TableCache()
 
     def forward(
         self,
@@ -201,27 +242,28 @@ class RotaryTransformer(PackedTransformer):
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
             tables = self.tables(x, max_seqlen)
         else:
-            tables = self._make_tables(x, positions)
+            tables = self.make_tables(x, positions)
             positions = torch.arange(len(positions), device=positions.device)
         angles: dict[str, Any] = {"tables": tables, "positions": positions}
         return super().forward(x, cu_seqlens, max_seqlen, hidden_states=hidden_states, **angles, **inputs)
 
     def tables(self, x: Tensor, max_seqlen: int) -> Tables:
-        """Cosines and sines by ``theta``. Under torch.compile each call computes them, because a cache cannot be
-        traced."""
-        if torch.compiler.is_compiling():
-            return self._make_tables(x, torch.arange(max(self.positions, max_seqlen), device=x.device))
-        key = (x.device, _table_type(x))
-        if key not in self._tables or len(next(iter(self._tables[key].values()))[0]) < max_seqlen:
-            # Twice as many as before, so that they grow a few times only.
-            longer = self.positions * 2 ** max(0, math.ceil(math.log2(max(1, max_seqlen) / self.positions)))
-            with torch.inference_mode(False):  # calls that train use them, too
-                self._tables[key] = self._make_tables(x, torch.arange(longer, device=x.device))
-        return self._tables[key]
+        """The tables of the positions up to ``max_seqlen``. A call that is traced or transformed computes them, because
+        a tracer's tensors must not be kept, and a cache cannot be traced."""
+        if not is_plain((x,)):
+            return self.make_tables(x, torch.arange(max(self.positions, max_seqlen), device=x.device))
+        return {
+            theta: self._tables.get(theta, columns, max_seqlen, self.positions, like=x)
+            for theta, columns in self._rotations().items()
+        }
 
     @torch.no_grad()
-    def _make_tables(self, x: Tensor, positions: Tensor) -> Tables:
+    def make_tables(self, x: Tensor, positions: Tensor) -> Tables:
+        """The tables of these positions, for ``x``'s device and dtype."""
+        rotations = self._rotations().items()
+        return {theta: rotary_tables(theta, positions, columns, like=x) for theta, columns in rotations}
+
+    def _rotations(self) -> dict[float, int]:
+        """The head size of the layers, by ``theta``."""
         layers: list[Any] = self.in_order()
-        thetas = dict.fromkeys(layer.theta for layer in layers)
-        sizes = [layer.width // layer.heads for layer in layers[:1]]
-        return {theta: rotary_tables(theta, positions, *sizes, like=x) for theta in thetas}
+        return {layer.theta: layer.width // layer.heads for layer in layers}

@@ -26,8 +26,8 @@ class AlbertAttention(parts.Patched, theirs.AlbertAttention):
         if not parts.fusable(attention_mask, kwargs) or not parts.is_plain_linear(*projections):
             return super().forward(hidden_states, attention_mask, **kwargs)
         options = {"causal": False, "scale": self.scaling, "p": parts.attention_rate(self, self.attention_dropout)}
-        heads = self.num_attention_heads
-        context = parts.self_attention(hidden_states, projections, heads, attention_mask, options, kwargs)
+        size = self.attention_head_size
+        context = parts.self_attention(hidden_states, projections, size, attention_mask, options, kwargs)
         branch, bias = parts.product(self.dense, context)
         y = parts.residual_norm(self.LayerNorm, branch, hidden_states, bias=bias, dropout=self.output_dropout)
         return y, None
@@ -52,9 +52,12 @@ class AlbertTransformer(packing.PackedLayers, theirs.AlbertTransformer):
         y: Tensor = linear_layer(self.embedding_hidden_mapping_in, x)
         return y
 
+    def layer_settings(self) -> tuple[int, int]:
+        return self.config.num_hidden_layers, self.config.num_hidden_groups
+
     def layer_modules(self) -> list[LayerModules]:
-        count = self.config.num_hidden_layers
-        groups = [int(index / (count / self.config.num_hidden_groups)) for index in range(count)]
+        count, sets = self.layer_settings()
+        groups = [int(index / (count / sets)) for index in range(count)]
         return [_modules_of(layer) for group in groups for layer in self.albert_layer_groups[group].albert_layers]
 
 
@@ -63,7 +66,6 @@ def _modules_of(layer: Any) -> LayerModules:
     return LayerModules(
         layer,
         attention,
-        attention.num_attention_heads,
         attention.attention_dropout,
         *(attention.query, attention.key, attention.value),
         *(attention.dense, attention.output_dropout, attention.LayerNorm),
@@ -84,7 +86,7 @@ class AlbertMLMHead(parts.Patched, theirs.AlbertMLMHead):
 
 
 class _Head(heads.MaskedLMLoss):
-    def passed_by(self: Any) -> tuple[Any, ...]:
+    def modules_before_loss(self: Any) -> tuple[Any, ...]:
         return (self.predictions,)
 
     def vocabulary_layer(self: Any) -> Any:

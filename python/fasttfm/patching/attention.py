@@ -65,8 +65,6 @@ def flash_forward(
     size = kwargs.pop("sliding_window", None)
     limited = size is not None and key.shape[2] > size
     window = (size - 1, size - 1) if limited else _NO_WINDOW  # causal attention ignores the second number
-    if attention_mask is not None and attention_mask.dim() == 2 and not is_packed(attention_mask):
-        attention_mask = attention_mask.bool()
     positions = kwargs.get("position_ids")
     if attention_mask is None and kwargs.get("cu_seq_lens_q") is None and query.shape[2] == key.shape[2]:
         attention_mask = _restarts(positions, query)
@@ -122,8 +120,9 @@ def _restarts(positions: Any, query: Tensor) -> Tensor | None:
     version = None if positions.is_inference() else positions._version
     known: tuple[int | None, Tensor | None] | None = getattr(positions, _RESTARTS, None)
     if known is None or version is None or known[0] != version:
-        sequences = masking_utils.find_packed_sequence_indices(positions)
-        known = version, None if sequences is None else boundaries_of(sequences)
+        with torch.inference_mode(version is None):  # what is kept serves calls that train, too
+            sequences = masking_utils.find_packed_sequence_indices(positions)
+            known = version, None if sequences is None else boundaries_of(sequences)
         setattr(positions, _RESTARTS, known)
     return known[1]
 
@@ -168,6 +167,7 @@ def attend(
         return _attention(q, k, v, **{"lengths" if placed else "lengths_k": mask}, **options)
     if k is None or v is None:
         q, k, v = q.unbind(2)
+    mask = mask.bool()
     keys = Compaction.of(~mask)
     k, v = keys.apply(k), keys.apply(v)
     if not placed or (window == _NO_WINDOW and q.shape[1] == 1):

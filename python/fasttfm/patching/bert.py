@@ -32,8 +32,8 @@ class BertPredictionHeadTransform(parts.HeadTransform, theirs.BertPredictionHead
 
 
 class _Head(heads.MaskedLMLoss):
-    def passed_by(self: Any) -> tuple[Any, ...]:
-        return (self.cls, self.cls.predictions)
+    def modules_before_loss(self: Any) -> tuple[Any, ...]:
+        return (self.cls,)
 
     def vocabulary_layer(self: Any) -> Any:
         return self.cls.predictions.decoder

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.distilbert import modeling_distilbert as theirs
 
 from fasttfm.nn.parts import linear_layer
+from fasttfm.nn.plain import is_watched
 from fasttfm.patching import heads, packing, parts
 from fasttfm.patching.stack import LayerModules
 
@@ -29,7 +30,8 @@ class DistilBertSelfAttention(parts.Patched, theirs.DistilBertSelfAttention):
         if not parts.fusable(attention_mask, kwargs) or not parts.is_plain_linear(*projections):
             return super().forward(hidden_states, attention_mask, **kwargs)
         options = {"causal": False, "scale": self.scaling, "p": parts.attention_rate(self, self.dropout)}
-        context = parts.self_attention(hidden_states, projections, self.n_heads, attention_mask, options, kwargs)
+        size = self.attention_head_size
+        context = parts.self_attention(hidden_states, projections, size, attention_mask, options, kwargs)
         return linear_layer(self.out_lin, context), None
 
 
@@ -61,7 +63,6 @@ def _modules_of(layer: Any) -> LayerModules:
     return LayerModules(
         layer,
         attention,
-        attention.n_heads,
         attention.dropout,
         *(attention.q_lin, attention.k_lin, attention.v_lin),
         *(attention.out_lin, None, layer.sa_layer_norm),
@@ -73,8 +74,17 @@ def _modules_of(layer: Any) -> LayerModules:
 class DistilBertForMaskedLM(heads.MaskedLMLoss, theirs.DistilBertForMaskedLM):
     forward = heads.loss_only(theirs.DistilBertForMaskedLM)
 
-    def passed_by(self) -> tuple[Any, ...]:
-        return (self.mlm_loss_fct,)
+    def modules_before_loss(self) -> tuple[Any, ...]:
+        return self.vocab_transform, self.activation, self.vocab_layer_norm, self.vocab_projector
+
+    def has_known_loss(self) -> bool:
+        loss = self.mlm_loss_fct
+        if type(loss) is not nn.CrossEntropyLoss or is_watched(loss) or loss.weight is not None:
+            return False
+        return loss.reduction == "mean" and loss.label_smoothing == 0
+
+    def training_loss(self, outputs: Any, *labels: Tensor, **_: Any) -> Any:
+        return super().training_loss(outputs, *labels, ignored=self.mlm_loss_fct.ignore_index)
 
     def vocabulary_layer(self) -> Any:
         return self.vocab_projector

@@ -43,6 +43,9 @@ class ElectraDiscriminatorPredictions(parts.Patched, theirs.ElectraDiscriminator
 class ElectraForMaskedLM(heads.MaskedLMLoss, theirs.ElectraForMaskedLM):
     forward = heads.loss_only(theirs.ElectraForMaskedLM)
 
+    def modules_before_loss(self) -> tuple[Any, ...]:
+        return self.generator_predictions, self.generator_lm_head
+
     def vocabulary_layer(self) -> Any:
         return self.generator_lm_head
 

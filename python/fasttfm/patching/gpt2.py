@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 from transformers.models.gpt2 import modeling_gpt2 as theirs
 
@@ -43,7 +44,7 @@ class GPT2Attention(parts.Patched, theirs.GPT2Attention):
             return super().forward(
                 hidden_states, past_key_values, attention_mask, encoder_hidden_states, *args, **kwargs
             )
-        qkv = linear_layer(self.c_attn, hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
+        qkv = linear_layer(self.c_attn, hidden_states).unflatten(-1, (3, -1, self.head_dim))
         q, k, v = qkv, None, None
         if growing:
             q, k, v = qkv.unbind(2)
@@ -101,6 +102,9 @@ class GPT2LMHeadModel(heads.LossHead, theirs.GPT2LMHeadModel):
         if cached or not self.config.use_cache or self.transformer.gradient_checkpointing:
             return given
         return given | {"use_cache": False, "past_key_values": NoCache()}
+
+    def has_known_loss(self) -> bool:
+        return super().has_known_loss() and self.loss_function is ForCausalLMLoss
 
     def vocabulary_layer(self) -> Any:
         return self.lm_head

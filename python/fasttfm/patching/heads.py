@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from fasttfm import ops
 from fasttfm.nn.lm_heads import IGNORED
-from fasttfm.nn.plain import is_plain, is_watched
+from fasttfm.nn.plain import is_plain_linear
 from fasttfm.patching.parts import Patched
+from fasttfm.patching.row_wise import are_row_wise
 
 
 class LossHead(Patched):
@@ -29,9 +30,15 @@ class LossHead(Patched):
         """The linear layer onto the vocabulary."""
         raise NotImplementedError
 
-    def passed_by(self) -> tuple[nn.Module, ...]:
-        """Modules that contain the vocabulary layer, which transformers calls and ``training_loss`` does not."""
-        return ()
+    def modules_before_loss(self) -> tuple[Any, ...]:
+        """The modules between the base model and the loss. transformers calls them with all rows; ``training_loss``
+        calls some of them with the predicted rows only, and others not at all."""
+        return (self.vocabulary_layer(),)
+
+    def has_known_loss(self: Any) -> bool:
+        """Whether transformers would now compute the loss of ``training_loss``: the mean cross entropy of logits with
+        ``config.vocab_size`` columns."""
+        return bool(self.config.vocab_size == self.vocabulary_layer().weight.shape[0])
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the base model among the caller's arguments ``given``."""
@@ -67,12 +74,9 @@ def loss_only(theirs: type) -> Callable[..., Any]:
 
 
 def _fusable(head: LossHead) -> bool:
-    """Whether the modules of a head are transformers' own, without hooks."""
-    own = all(type(each).__module__.startswith(_OWN) and not is_watched(each) for each in head.passed_by())
-    return own and is_plain(head.vocabulary_layer())
-
-
-_OWN = ("transformers.models.", "fasttfm.patching.", "torch.nn.modules.loss")
+    """Whether the loss is the known one, and the modules before it are known and not watched."""
+    known = are_row_wise(cast(nn.Module, head), *head.modules_before_loss())
+    return known and is_plain_linear(head.vocabulary_layer()) and head.has_known_loss()
 
 
 class MaskedLMLoss(LossHead):
@@ -82,25 +86,26 @@ class MaskedLMLoss(LossHead):
         """The modules between the last layer and the decoder."""
         raise NotImplementedError
 
-    def masked_lm_loss(self, states: Tensor, labels: Tensor, total: Any = None) -> Tensor:
-        """The mean cross entropy of the rows of ``states`` [B, S, C] that have a label. ``total`` replaces their number
-        as the divisor."""
+    def masked_lm_loss(self, states: Tensor, labels: Tensor, total: Any = None, ignored: int = IGNORED) -> Tensor:
+        """The mean cross entropy of the rows of ``states`` [B, S, C] whose label is not ``ignored``. ``total`` replaces
+        their number as the divisor."""
         decoder = self.vocabulary_layer()
         x, labels = states.flatten(0, 1), labels.flatten().to(states.device)
+        options: dict[str, Any] = {"total": total, "ignore_index": ignored}
         if torch.compiler.is_compiling():  # the number of rows would be unknown
-            loss = ops.masked_lm_loss(self.before_vocabulary(x), decoder.weight, decoder.bias, labels, total=total)
+            loss = ops.masked_lm_loss(self.before_vocabulary(x), decoder.weight, decoder.bias, labels, **options)
         else:
-            positions = (labels != IGNORED).nonzero().squeeze(1)
+            positions = (labels != ignored).nonzero().squeeze(1)
             rows = self.before_vocabulary(x.index_select(0, positions))
             labels = labels.index_select(0, positions)
-            loss = ops.linear_cross_entropy(rows, decoder.weight, labels, decoder.bias, total=total)
+            loss = ops.linear_cross_entropy(rows, decoder.weight, labels, decoder.bias, **options)
         assert isinstance(loss, Tensor)
         return loss
 
-    def training_loss(self, outputs: Any, *labels: Tensor, total: Any = None, **_: Any) -> Any:
+    def training_loss(self, outputs: Any, *labels: Tensor, total: Any = None, ignored: int = IGNORED, **_: Any) -> Any:
         from transformers.modeling_outputs import MaskedLMOutput
 
-        loss = self.masked_lm_loss(outputs[0], labels[0], total)
+        loss = self.masked_lm_loss(outputs[0], labels[0], total, ignored)
         return MaskedLMOutput(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
 
 

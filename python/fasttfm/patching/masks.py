@@ -3,9 +3,10 @@
     None                no padding
     int32 [B]           padding at the end: the number of tokens of each sequence
     bool [B, Sk]        padding anywhere
-    int32 [1, N + 1]    rows that pack N sequences without padding: their boundaries in the B * S tokens
+    int32 [1, 1, N + 1] rows that pack N sequences without padding: their boundaries in the B * S tokens
     [B, 1, Sq, Sk]      anything else (windows, static caches): explicit, boolean or additive
 
+The number of dimensions tells them apart, never the dtype: a user's mask [B, S] may have any dtype.
 The module that calls attention says whether it is causal, as for transformers' other implementations.
 """
 
@@ -87,7 +88,8 @@ def create_mask(
     simple = pattern is not None and (windows or not pattern.window) and not use_vmap and offsets and kv_offset == 0
     causal = pattern is not None and pattern.causal
     simple = simple and (not causal or q_offset + q_length == kv_length)
-    simple = simple and (attention_mask is None or attention_mask.shape[-1] == kv_length)
+    padding = attention_mask is None or (attention_mask.dim() == 2 and attention_mask.shape[1] == kv_length)
+    simple = simple and padding
     sequences = None if pattern is None else pattern.sequences
     simple = simple and (sequences is None or (attention_mask is None and not masking_utils.is_tracing(sequences)))
     if not simple:
@@ -119,14 +121,14 @@ def boundaries_of(sequences: Tensor) -> Tensor:
     starts = first.flatten().nonzero().squeeze(1)
     boundaries = torch.nn.functional.pad(starts, (0, 1), value=batch * length).int()
     longest = int(boundaries.diff().max()) if boundaries.numel() > 1 else 0
-    mask = boundaries[None]
+    mask = boundaries[None, None]
     setattr(mask, _LAYOUT, PackedBatch(boundaries, longest, batch * length, (batch, length)))
     return mask
 
 
 def is_packed(mask: Tensor | None) -> bool:
     """Whether a mask is the boundaries of sequences that share rows."""
-    return mask is not None and mask.dim() == 2 and mask.dtype == torch.int32
+    return mask is not None and mask.dim() == 3
 
 
 def layout_of(mask: Tensor | None, x: Tensor) -> PackedBatch:
@@ -138,7 +140,7 @@ def layout_of(mask: Tensor | None, x: Tensor) -> PackedBatch:
         return known
     if is_packed(mask):
         batch, length = x.shape[:2]
-        return PackedBatch(mask[0], batch * length, batch * length, (batch, length))
+        return PackedBatch(mask[0, 0], batch * length, batch * length, (batch, length))
     if mask.dim() == 1:
         mask = torch.arange(x.shape[1], device=mask.device) < mask[:, None]
     return PackedBatch.from_mask(mask)
@@ -161,11 +163,12 @@ def as_explicit(
         return mask
     explicit = None
     if mask is not None and is_packed(mask):
-        tokens = torch.arange(int(mask[0, -1]), device=device, dtype=torch.int32)
-        sequence = torch.searchsorted(mask[0, 1:].contiguous(), tokens, right=True).view(-1, queries)
+        boundaries = mask[0, 0]
+        tokens = torch.arange(int(boundaries[-1]), device=device, dtype=torch.int32)
+        sequence = torch.searchsorted(boundaries[1:].contiguous(), tokens, right=True).view(-1, queries)
         explicit = (sequence[:, :, None] == sequence[:, None, :])[:, None]
     elif mask is not None:
-        tokens = torch.arange(keys, device=device) < mask[:, None] if mask.dim() == 1 else mask
+        tokens = torch.arange(keys, device=device) < mask[:, None] if mask.dim() == 1 else mask.bool()
         explicit = tokens[:, None, None, :]
     left, right = window
     right = 0 if causal and queries > 1 else right

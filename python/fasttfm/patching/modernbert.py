@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.loss.loss_utils import ForMaskedLMLoss
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.modernbert import modeling_modernbert as theirs
 from transformers.utils import output_capturing
@@ -24,11 +25,12 @@ from fasttfm.nn.plain import (
     is_plain_norm,
     is_watched,
 )
-from fasttfm.nn.rotary_layer import RotaryLayer, RotaryTransformer
+from fasttfm.nn.rotary_layer import RotaryLayer, RotaryTransformer, Tables
 from fasttfm.ops.library import is_plain as is_plain_tensor
 from fasttfm.patching import heads, packing, parts
 from fasttfm.patching.masks import layout_of
-from fasttfm.patching.stack import ATTRIBUTE, KNOWN, collect_outputs
+from fasttfm.patching.row_wise import are_row_wise, is_known
+from fasttfm.patching.stack import ATTRIBUTE, collect_outputs
 
 
 class ModernBertEmbeddings(parts.Patched, theirs.ModernBertEmbeddings):
@@ -73,27 +75,68 @@ class ModernBertPredictionHead(parts.Patched, theirs.ModernBertPredictionHead):
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
+class _Layer(RotaryLayer):
+    """A ``RotaryLayer`` with the modules of a transformers layer."""
+
+    attention_type: str
+
+    def table_key(self) -> str:
+        return self.attention_type
+
+
+class _Stack(RotaryTransformer):
+    """Takes the rotation from transformers' module, at each call: buffers may be changed without a trace."""
+
+    rotary: Any
+
+    def tables(self, x: Tensor, max_seqlen: int) -> Tables:
+        return self.make_tables(x, torch.arange(max_seqlen, device=x.device))
+
+    @torch.no_grad()
+    def make_tables(self, x: Tensor, positions: Tensor) -> Tables:
+        """As ``ModernBertRotaryEmbedding.forward``, whose two halves of columns are equal, but in fp32."""
+        tables, numbers = {}, positions.float()[:, None]
+        for kind in dict.fromkeys(layer.attention_type for layer in self.layers):
+            angles = numbers * getattr(self.rotary, f"{kind}_inv_freq").to(device=x.device, dtype=torch.float)
+            scale = getattr(self.rotary, f"{kind}_attention_scaling")
+            table = angles.cos(), angles.sin()
+            cos, sin = table if scale == 1 else (each * scale for each in table)
+            tables[kind] = (cos.double(), sin.double()) if x.dtype == torch.float64 else (cos, sin)
+        return tables
+
+
 class _Layers(Uncopied):
     """transformers' layers converted to ``RotaryLayer``s with the same modules, for as long as these are unchanged."""
 
     def __init__(self, tree: Tree, model: Any) -> None:
-        self.tree, self._others = tree, _others(model)
-        self.layers = list(model.layers)
-        self.ours = [_layer_of(layer, model.config) for layer in self.layers]
-        self.stack = RotaryTransformer(self.ours, model.final_norm, model.config.max_position_embeddings)
-        # The tables of a rotation that depends on the sequence's length would change, too.
-        default = all(kind == "default" for kind in model.rotary_emb.rope_type.values())
+        self.tree, self.layers = tree, list(model.layers)
+        self._settings = self._settings_of(model)
+        flash = "flash" in model.config._attn_implementation
+        self.ours = [_layer_of(layer, None if flash else model.config.sliding_window) for layer in self.layers]
+        self.stack = _Stack(self.ours, model.final_norm, 1)
+        self.stack.rotary = model.rotary_emb
         linears = [each for layer in self.ours for each in (layer.qkv, layer.out, layer.up, layer.down)]
         norms = [each for layer in self.ours for each in (layer.norm1, layer.norm2) if each is not None]
         dropouts = [each for layer in self.layers for each in (layer.attn.out_drop, layer.mlp.drop)]
-        containers = [each for each in model.layers.modules() if next(each.children(), None) is not None]
-        known = all(type(each).__module__.startswith(KNOWN) for each in containers)
+        known = all(is_known(model, each) for each in model.layers.modules())
         plain = is_plain_linear(*linears) and is_plain_norm(*norms) and is_plain_dropout(*dropouts)
-        self.fusable = default and known and plain
+        self.fusable = known and plain and not any(layer.attn.is_causal for layer in self.layers)
+
+    def _settings_of(self, model: Any) -> tuple[Any, ...]:
+        """What this is made of, apart from the tree of layers."""
+        config, layers = model.config, [layer.__dict__ for layer in self.layers]
+        parts = [(each["_modules"]["attn"].__dict__, each["_modules"]["mlp"]) for each in layers]
+        return (
+            *(model.final_norm, model.rotary_emb, config.sliding_window, config._attn_implementation),
+            [layer["attention_type"] for layer in layers],
+            [(attention["head_dim"], attention["sliding_window"], attention["is_causal"]) for attention, _ in parts],
+            [getattr(mlp.act, "approximate", None) for _, mlp in parts],
+        )
 
     def is_of(self, model: Any) -> bool:
         """Whether this was made of what the model has now."""
-        return self.tree.root is model.layers and self._others == _others(model) and self.tree.is_unchanged()
+        same = self.tree.root is model.layers and self.tree.is_unchanged()
+        return same and self._settings == self._settings_of(model)
 
     def run(self, x: Tensor, batch: PackedBatch, positions: Tensor | None) -> Tensor:
         """The final LayerNorm's output for packed ``x`` [T, C]."""
@@ -108,30 +151,30 @@ class _Layers(Uncopied):
         return y
 
 
-def _others(model: Any) -> tuple[Any, ...]:
-    """What the result depends on, apart from the layers."""
-    return model.final_norm, model.rotary_emb, model.config.sliding_window
-
-
-def _layer_of(layer: Any, config: Any) -> RotaryLayer:
-    """A ``RotaryLayer`` with the modules of a transformers layer."""
-    attention, mlp, kind = layer.attn, layer.mlp, layer.attention_type
+def _layer_of(layer: Any, window: int | None) -> _Layer:
+    """A ``RotaryLayer`` with the modules of a transformers layer. Its window is that of the mask, ``window``; None for
+    the argument of attention, which FlashAttention gets instead."""
+    attention, mlp = layer.attn, layer.mlp
     activation = activation_name(mlp.act)
     if activation is None:
         raise AttributeError(f"no activation of ops: {type(mlp.act).__name__}")
-    side = config.sliding_window if kind == "sliding_attention" else None
+    if layer.attention_type != "sliding_attention":
+        side = None
+    else:
+        side = attention.sliding_window - 1 if window is None else window
+    width = attention.Wqkv.in_features
     with torch.device("meta"):
-        ours = RotaryLayer(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.intermediate_size,
-            theta=config.rope_parameters[kind]["rope_theta"],
+        ours = _Layer(
+            width,
+            width // attention.head_dim,
+            mlp.Wo.in_features,
             window=None if side is None else (side, side),
             activation=activation,
         )
     first = type(layer.attn_norm) is nn.Identity
     ours.norm1, ours.norm2 = None if first else layer.attn_norm, layer.mlp_norm  # type: ignore[assignment]
     ours.qkv, ours.out, ours.up, ours.down = attention.Wqkv, attention.Wo, mlp.Wi, mlp.Wo
+    ours.attention_type = layer.attention_type
     return ours
 
 
@@ -151,38 +194,49 @@ class ModernBertModel(packing.PackedLayers, theirs.ModernBertModel):
             batch = packing.flattened(given, kwargs) or layout_of(attention_mask, given[..., None])
             if batch.indices is None:  # in transformers, windows count padding between tokens
                 positions = None if position_ids is None else batch.pack(position_ids.expand(given.shape[:2]))
-                packed = {"input_ids" if inputs_embeds is None else "inputs_embeds": batch.pack(given)}
-                y = layers.run(self.embeddings(**packed), batch, positions)
-                return BaseModelOutput(last_hidden_state=batch.unpack(y))
+                name = "input_ids" if inputs_embeds is None else "inputs_embeds"
+                if are_row_wise(self, self.embeddings):
+                    x = self.embeddings(**{name: batch.pack(given)})
+                else:
+                    x = batch.pack(self.embeddings(**{name: given}))
+                return BaseModelOutput(last_hidden_state=batch.unpack(layers.run(x, batch, positions)))
         return super(packing.PackedLayers, self).forward(
             input_ids, attention_mask, position_ids, inputs_embeds, **kwargs
         )
 
     def _is_special(self, given: Any, mask: Any, embeddings: Any, kwargs: dict[str, Any]) -> bool:
         """Whether a call needs more than the last hidden states of tokens, or is traced or transformed."""
-        if given is None or not is_plain_tensor((given,)) or not isinstance(mask, (Tensor, type(None))):
+        if given is None or not is_plain_tensor((given,)):
+            return True
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
             return True
         outputs = ("output_hidden_states", "output_attentions")
-        asked = any(getattr(self.config, name, False) for name in outputs) or kwargs.get("return_dict") is False
+        whole = self.config.return_dict if kwargs.get("return_dict") is None else kwargs["return_dict"]
+        asked = any(getattr(self.config, name, False) for name in outputs) or not whole
         asked = asked or (self.keeps_padding and mask is not None)
         like = given if embeddings is not None else given[..., None]
         return asked or packing.is_special(like, mask, (), kwargs)
 
     def _layers(self) -> _Layers | None:
         """The layers, if they, the final norm and the rotary module need not be called."""
-        if is_watched(self.rotary_emb) or is_watched(self.layers) or not is_plain_norm(self.final_norm):
+        if not self._has_known_rotation() or is_watched(self.layers) or not is_plain_norm(self.final_norm):
             return None
         found: _Layers | None = self.__dict__.get(ATTRIBUTE)
-        if found is None or not found.is_of(self):
-            tree = Tree(self.layers, collect_outputs)
-            if not tree.is_unchanged():  # something watches a module
-                return None
-            try:
-                found = _Layers(tree, self)
-            except AttributeError:  # a module that has replaced a layer has other parts
-                return None
-            self.__dict__[ATTRIBUTE] = found
+        try:
+            if found is None or not found.is_of(self):
+                tree = Tree(self.layers, collect_outputs)
+                if not tree.is_unchanged():  # something watches a module
+                    return None
+                found = self.__dict__[ATTRIBUTE] = _Layers(tree, self)
+        except (AttributeError, KeyError):  # a module that has replaced a layer has other parts
+            return None
         return found if found.fusable else None
+
+    def _has_known_rotation(self) -> bool:
+        """Whether the rotary module is transformers' own, and its buffers do not depend on the sequence's length."""
+        rotary = self.rotary_emb
+        known = type(rotary) is theirs.ModernBertRotaryEmbedding and not is_watched(rotary)
+        return known and all(kind == "default" for kind in rotary.rope_type.values())
 
 
 # transformers looks up a model's recorded outputs by its class.
@@ -192,8 +246,11 @@ output_capturing._CAN_RECORD_REGISTRY[str(ModernBertModel)] = theirs.ModernBertM
 class ModernBertForMaskedLM(heads.MaskedLMLoss, theirs.ModernBertForMaskedLM):
     forward = heads.loss_only(theirs.ModernBertForMaskedLM)
 
-    def passed_by(self) -> tuple[Any, ...]:
-        return ()
+    def modules_before_loss(self) -> tuple[Any, ...]:
+        return self.head, self.decoder
+
+    def has_known_loss(self) -> bool:
+        return super().has_known_loss() and self.loss_function is ForMaskedLMLoss
 
     def vocabulary_layer(self) -> Any:
         return self.decoder
@@ -203,7 +260,10 @@ class ModernBertForMaskedLM(heads.MaskedLMLoss, theirs.ModernBertForMaskedLM):
         return y
 
     def training_loss(self, outputs: Any, *labels: Tensor, **kwargs: Any) -> Any:
-        return super().training_loss(outputs, *labels, total=kwargs.get("num_items_in_batch"))
+        ignored, targets = kwargs.get("ignore_index", heads.IGNORED), labels[0]
+        if self.sparse_prediction:  # leaves out another label, before the loss does
+            targets = targets.masked_fill(targets == self.sparse_pred_ignore_index, ignored)
+        return super().training_loss(outputs, targets, total=kwargs.get("num_items_in_batch"), ignored=ignored)
 
 
 MODEL = theirs.ModernBertPreTrainedModel

@@ -32,15 +32,17 @@ class MPNetSelfAttention(parts.Patched, theirs.MPNetSelfAttention):
         **kwargs: Any,
     ) -> Any:
         projections = (self.q, self.k, self.v)
-        if output_attentions or not parts.is_plain_linear(*projections):
+        plain = parts.is_plain_linear(*projections) and parts.is_plain_dropout(self.dropout)
+        if output_attentions or not plain:
             return super().forward(hidden_states, attention_mask, position_bias, output_attentions, **kwargs)
         weights = tuple(each.weight for each in projections)
         biases = tuple(each.bias for each in projections)
-        q, k, v = ops.qkv_projection(hidden_states, weights, biases, self.num_attention_heads).unbind(2)
+        heads = weights[0].shape[0] // self.attention_head_size
+        q, k, v = ops.qkv_projection(hidden_states, weights, biases, heads).unbind(2)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         given = [each for each in (position_bias, attention_mask) if each is not None]
         bias = sum(given[1:], given[0]).to(q.dtype) if given else None
-        rate = self.dropout.p if self.dropout.training else 0.0
+        rate = parts.dropout_rate(self.dropout)
         context = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=rate)
         return (self.o(context.transpose(1, 2).flatten(2)),)
 

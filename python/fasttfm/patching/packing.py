@@ -18,11 +18,11 @@ from fasttfm.patching.stack import LayerModules, stack_of
 class PackedLayers(Patched):
     """A stack of layers whose forward takes ``hidden_states`` and ``attention_mask``.
 
-    If all its modules are plain, the layers run as one stack, and none of them is called (stack.py). Otherwise they are
-    called with a batch of one row with all tokens, [1, T, C], and attention gets the sequence boundaries by
-    transformers' arguments. Padding is not removed if it precedes or separates tokens, if the hidden states of each
-    layer are requested, if a graph is compiled (its shapes would depend on the mask's values), or if a mask is more
-    than padding.
+    If all its modules are plain, the layers run as one stack, and none of them is called (stack.py). Otherwise, if all
+    of them compute row by row (row_wise.py), they are called with a batch of one row with all tokens, [1, T, C], and
+    attention gets the sequence boundaries by transformers' arguments. Padding is not removed if there is another module
+    inside, or something watches one, if it precedes or separates tokens, if the hidden states of each layer are
+    requested, if a graph is compiled (its shapes would depend on the mask's values), or if a mask is more than padding.
     """
 
     does = "layers: one call for all of them, without padding, whose rows are 0 after them"
@@ -32,6 +32,10 @@ class PackedLayers(Patched):
     def layer_modules(self) -> list[LayerModules]:
         """The layers in order."""
         raise NotImplementedError
+
+    def layer_settings(self) -> Any:
+        """What ``layer_modules`` reads, apart from the tree of modules."""
+        return None
 
     def before_layers(self, x: Tensor) -> Tensor:
         """The inputs of the first layer."""
@@ -49,11 +53,11 @@ class PackedLayers(Patched):
         if batch.indices is not None:  # the first column may be padding, whose states poolers and classifiers read
             return forward(hidden_states, attention_mask, *args, **kwargs)
         stack = stack_of(self)
-        if stack is not None:
+        if stack is not None and stack.fusable:
             y = stack.run(self.before_layers(batch.pack(hidden_states)), batch.cu_seqlens, batch.max_seqlen)
             if y is not None:
                 return self.output_class(last_hidden_state=batch.unpack(y))
-        if attention_mask is None:
+        if attention_mask is None or stack is None or not stack.is_row_wise():
             return forward(hidden_states, attention_mask, *args, **kwargs)
         return _called(forward, hidden_states, batch, kwargs)
 
@@ -72,7 +76,6 @@ def _of_bert(layer: Any) -> LayerModules:
     return LayerModules(
         layer,
         attention,
-        attention.num_attention_heads,
         attention.dropout,
         *(attention.query, attention.key, attention.value),
         *(after.dense, after.dropout, after.LayerNorm),
@@ -108,7 +111,7 @@ _HARMLESS = frozenset(
 
 def is_special(x: Tensor, mask: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call needs more than the last hidden states of tokens, or is traced or transformed."""
-    if not is_plain((x,)) or (mask is not None and (mask.dim() > 2 or mask.shape[0] != x.shape[0])):
+    if not is_plain((x,)) or (mask is not None and (mask.dim() == 4 or mask.shape[0] != x.shape[0])):
         return True
     if kwargs.get("cu_seq_lens_q") is not None and (mask is not None or x.shape[0] != 1):
         return True

@@ -19,6 +19,7 @@ from fasttfm import ops
 from fasttfm.nn.embeddings import autocast_type
 from fasttfm.nn.parts import linear_activation, masked_lm_transform, product, residual_norm
 from fasttfm.nn.plain import (
+    Uncopied,
     dropout_rate,
     is_plain,
     is_plain_dropout,
@@ -27,6 +28,8 @@ from fasttfm.nn.plain import (
     register_activation,
     register_plain_class,
 )
+from fasttfm.nn.rotary_layer import is_capturing
+from fasttfm.ops.library import is_plain as is_plain_call
 from fasttfm.patching.attention import attend, captured
 from fasttfm.patching.masks import is_explicit
 
@@ -83,6 +86,8 @@ class Embeddings(Patched):
             return y
         if position_ids is None:
             position_ids = self.default_positions(input_ids, **others)
+        if token_type_ids is None and segments is not None:
+            token_type_ids = self.default_segments(input_ids, position_ids)
         word, position, norm = self.word_embeddings, self.position_embeddings, self.LayerNorm
         return ops.embedding(
             input_ids,
@@ -101,12 +106,53 @@ class Embeddings(Patched):
         )
 
     def default_positions(self: Any, input_ids: Tensor, past_key_values_length: int = 0) -> Tensor | None:
-        """None for the tokens' indices in their sequences."""
-        if not past_key_values_length:
-            return None
+        """Those of the buffer; None for the tokens' indices in their sequences, which it usually has."""
+        buffer: Tensor | None = getattr(self, "position_ids", None)
         start, end = past_key_values_length, past_key_values_length + input_ids.shape[1]
-        positions: Tensor = self.position_ids[:, start:end]
-        return positions
+        if buffer is None or (not start and end <= buffer.shape[1] and self.are_default("position_ids", input_ids)):
+            return None
+        return buffer[:, start:end]
+
+    def default_segments(self: Any, input_ids: Tensor, position_ids: Tensor | None) -> Tensor | None:
+        """Those of the buffer for the tokens' positions; None for 0, which it usually has."""
+        buffer: Tensor | None = getattr(self, "token_type_ids", None)
+        if buffer is None or self.are_default("token_type_ids", input_ids):
+            return None
+        if position_ids is None:
+            return buffer[:, : input_ids.shape[1]]
+        return buffer.to(position_ids.device).expand(len(position_ids), -1).gather(1, position_ids)
+
+    def are_default(self: Any, name: str, input_ids: Tensor) -> bool:
+        """Whether a buffer of ids has the values that transformers gives it. They are read once, which synchronizes
+        with the GPU, and again after a change; calls that are traced, transformed or captured cannot read them."""
+        buffer = getattr(self, name)
+        if not is_plain_call((input_ids, buffer)) or buffer.is_inference():  # which does not count its changes
+            return False
+        known: DefaultIds | None = self.__dict__.get(DefaultIds.ATTRIBUTE)
+        if known is None:
+            known = self.__dict__[DefaultIds.ATTRIBUTE] = DefaultIds()
+        return known.has(name, buffer)
+
+
+class DefaultIds(Uncopied):
+    """Which buffers of position and segment ids have transformers' values, for as long as they are unchanged."""
+
+    ATTRIBUTE = "_fasttfm_default_ids"
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Tensor, int, int, bool]] = {}
+
+    def has(self, name: str, buffer: Tensor) -> bool:
+        known = self._known.get(name)
+        if known is not None and known[0] is buffer and known[1:3] == (buffer._version, buffer.data_ptr()):
+            return known[3]
+        if is_capturing(buffer):
+            return False
+        positions = torch.arange(buffer.shape[-1], device=buffer.device)
+        expected = positions if name == "position_ids" else torch.zeros_like(positions)
+        same = torch.equal(buffer, expected.expand_as(buffer))
+        self._known[name] = buffer, buffer._version, buffer.data_ptr(), same
+        return same
 
 
 class SelfAttention(Patched):
@@ -126,7 +172,7 @@ class SelfAttention(Patched):
         causal = self.is_causal if kwargs.get("is_causal") is None else kwargs["is_causal"]
         options = {"causal": causal, "scale": self.scaling, "p": attention_rate(self, self.dropout)}
         return self_attention(
-            hidden_states, projections, self.num_attention_heads, attention_mask, options, kwargs
+            hidden_states, projections, self.attention_head_size, attention_mask, options, kwargs
         ), None
 
 
@@ -136,10 +182,11 @@ def fusable(mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
 
 
 def self_attention(
-    x: Tensor, projections: Any, heads: int, mask: Tensor | None, options: dict[str, Any], kwargs: dict[str, Any]
+    x: Tensor, projections: Any, head_size: int, mask: Tensor | None, options: dict[str, Any], kwargs: dict[str, Any]
 ) -> Tensor:
     """Attention [B, S, C] of ``x`` with three linear layers; ``options`` and ``kwargs`` go to ``attend``."""
     weights = tuple(each.weight for each in projections)
+    heads = weights[0].shape[0] // head_size
     qkv = ops.qkv_projection(x, weights, tuple(each.bias for each in projections), heads)
     return attend(qkv, mask=mask, **options, **packing(kwargs)).flatten(-2)
 

@@ -12,6 +12,7 @@ from fasttfm.nn.plain import activation_name, has_own_forward
 from fasttfm.patching.register import load
 from fasttfm.patching.report import PatchReport
 
+_CACHES = "_fasttfm_"  # the prefix of all attributes that patched modules have in addition
 _BEFORE = "_fasttfm_attention_before"  # a patched model's attribute: the attention implementation that unpatch restores
 
 
@@ -86,12 +87,13 @@ def unpatch(model: nn.Module) -> None:
     if wrapped:
         got = ", ".join(sorted(each.__name__ for each in wrapped))
         raise ValueError(f"unpatch: model: expected patched modules without wrappers around them, got {got}")
-    packed_layers, forget = load("packing").PackedLayers, load("stack").forget
+    packed_layers = load("packing").PackedLayers
     for inner, family in found.items():
         for module in inner.modules():
             if isinstance(module, packed_layers):
                 del module.keeps_padding
-                forget(module)
+            for name in [name for name in module.__dict__ if name.startswith(_CACHES) and name != _BEFORE]:
+                del module.__dict__[name]
             module.__class__ = originals.get(type(module), type(module))
         if not _keeps_attention(family):
             inner.set_attn_implementation(getattr(inner, _BEFORE))

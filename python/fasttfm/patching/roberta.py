@@ -29,7 +29,7 @@ class LMHead(parts.Patched):
 
 
 class ForMaskedLM(heads.MaskedLMLoss):
-    def passed_by(self: Any) -> tuple[Any, ...]:
+    def modules_before_loss(self: Any) -> tuple[Any, ...]:
         return (self.lm_head,)
 
     def vocabulary_layer(self: Any) -> Any:

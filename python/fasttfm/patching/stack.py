@@ -26,18 +26,17 @@ from fasttfm.ops.backends import requested
 from fasttfm.ops.library import needs_gradient
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 from fasttfm.ops.transformer_stack import transformer_stack
+from fasttfm.patching.row_wise import is_known
 
 _PARAMETERS = 16  # of a layer: weight and bias of six linear layers and two norms
-# Containers whose forward is known: transformers' own, patched or not.
-KNOWN = ("transformers.models.", "fasttfm.patching.", "torch.nn.modules.container")
+_CHUNKS = "chunk_size_feed_forward"
 
 
 class LayerModules(NamedTuple):
     """The modules of a layer by their function; their names differ between families."""
 
     layer: Any  # may be checkpointed
-    attention: Any  # has scaling and the training flag
-    heads: int
+    attention: Any  # has scaling, attention_head_size and the training flag
     attention_dropout: Any
     query: Any
     key: Any
@@ -62,26 +61,23 @@ class LayerModules(NamedTuple):
 class Stack(Uncopied):
     """The layers of an encoder, read once for as long as the tree of modules is unchanged."""
 
-    def __init__(self, tree: Tree, layers: Sequence[LayerModules]) -> None:
-        self.tree = tree
+    def __init__(self, tree: Tree, layers: Sequence[LayerModules], settings: Any) -> None:
+        self.tree, self._settings = tree, settings
         unique = {id(each.layer): each for each in layers}  # ALBERT repeats one layer
         self.order = [list(unique).index(id(each.layer)) for each in layers]
         self.layers = layers = list(unique.values())
         self.width = layers[0].query.in_features if layers and isinstance(layers[0].query, nn.Linear) else 0
-        known = {id(leaf) for layer in layers for leaf in (*layer.leaves(), layer.activation, layer.attention_dropout)}
-        containers = [each for each in tree.root.modules() if id(each) not in known]
-        self.fusable = (
-            bool(layers)
-            and all(
-                type(each).__module__.startswith(KNOWN)
-                for each in containers
-                if next(each.children(), None) is not None
-            )
-            and all(self._is_fusable(layer) for layer in layers)
-        )
+        modules = list(tree.root.modules())
+        self._is_known = all(is_known(tree.root, each) for each in modules)
+        self._chunks = [each.__dict__ for each in modules if _CHUNKS in each.__dict__]
+        self.fusable = bool(layers) and self._is_known and all(self._is_fusable(layer) for layer in layers)
         rows = [(*layer.linears(), layer.norm_a, layer.norm_b) for layer in layers]
         # In the order of _parameters().
         self._owners = [each._parameters for row in rows for each in row]
+
+    def is_of(self, encoder: nn.Module, settings: Any) -> bool:
+        """Whether this was made of what the encoder has now."""
+        return self.tree.root is encoder and self._settings == settings and self.tree.is_unchanged()
 
     def _is_fusable(self, layer: LayerModules) -> bool:
         square = (self.width, self.width)
@@ -93,6 +89,10 @@ class Stack(Uncopied):
             and all(tuple(each.weight.shape) == square for each in (layer.query, layer.key, layer.value, layer.out))
         )
 
+    def is_row_wise(self) -> bool:
+        """Whether the modules may be called with packed rows: they are known, and none counts the rows of a batch."""
+        return self._is_known and not any(own[_CHUNKS] for own in self._chunks)
+
     def options(self, max_seqlen: int) -> BlockOptions | None:
         """The options that all layers share; None if they differ, or if a stack does not support them."""
         found = {self._options(layer, max_seqlen) for layer in self.layers}
@@ -100,12 +100,13 @@ class Stack(Uncopied):
 
     def _options(self, layer: LayerModules, max_seqlen: int) -> BlockOptions | None:
         attention, dropout_a, dropout_b = layer.attention, layer.dropout_a, layer.dropout_b
-        if attention.is_causal or attention.scaling != (self.width // layer.heads) ** -0.5:
+        size = attention.attention_head_size
+        if attention.is_causal or attention.scaling != size**-0.5 or self.width % size:
             return None
         name = activation_name(layer.activation)
         assert name is not None
         return BlockOptions(
-            heads=layer.heads,
+            heads=self.width // size,
             max_seqlen=max_seqlen,
             window_left=-1,
             window_right=-1,
@@ -217,20 +218,16 @@ ATTRIBUTE = "_fasttfm_stack"
 
 
 def stack_of(encoder: Any) -> Stack | None:
-    """The encoder's stack, if its layers need not be called one by one."""
+    """The encoder's stack; None if something watches a module inside, which gets what transformers passes to it."""
     stack: Stack | None = encoder.__dict__.get(ATTRIBUTE)
-    if stack is None or stack.tree.root is not encoder or not stack.tree.is_unchanged():
+    settings = encoder.layer_settings()
+    if stack is None or not stack.is_of(encoder, settings):
         tree = Tree(encoder, collect_outputs)
-        if not tree.is_unchanged():  # something watches a module
+        if not tree.is_unchanged():
             return None
         try:
-            stack = Stack(tree, encoder.layer_modules())
+            layers = encoder.layer_modules()
         except AttributeError:  # a module that has replaced a layer has other parts
-            stack = Stack(tree, [])
-        encoder.__dict__[ATTRIBUTE] = stack
-    return stack if stack.fusable else None
-
-
-def forget(module: nn.Module) -> None:
-    """Removes the cache of ``stack_of`` from a module."""
-    module.__dict__.pop(ATTRIBUTE, None)
+            layers = []
+        stack = encoder.__dict__[ATTRIBUTE] = Stack(tree, layers, settings)
+    return stack
