@@ -40,6 +40,7 @@ SHARED = {
             "folded_layers",
             "backends",
             "checks",
+            "counted_changes",
             "declare",
             "fp8",
             "fp8_attention",
@@ -345,6 +346,48 @@ _BLANKED = re.compile(
 def _without_comments(text: str) -> str:
     """The text with comments, literals and preprocessor lines blanked, so that line numbers stay."""
     return _BLANKED.sub(lambda found: "\n" * found[0].count("\n"), text)
+
+
+# ---- torch's defaults ------------------------------------------------------------------------------------------------
+
+_FLOATING = {"empty", "zeros", "ones", "full", "tensor", "as_tensor", "rand", "randn", "linspace", "eye", "normal"}
+_INTEGERS = {"arange", "randint", "randperm"}  # int64 whatever torch's default dtype is
+# Parameters follow torch's defaults, as those of torch's own modules do.
+PARAMETERS = {
+    "python/fasttfm/models/ernie_knowledge.py": {
+        "nn.Parameter(torch.zeros(entities, vector_size), requires_grad=False)"
+    },
+    "python/fasttfm/models/vit.py": {
+        "nn.Parameter(torch.zeros(pixels, width, 1, 1))",
+        "nn.Parameter(torch.zeros(pixels))",
+    },
+}
+
+
+def implicit_defaults(path: str, text: str) -> list[str]:
+    """Tensors and generators of library code whose dtype or device would be torch's default, which its user may set."""
+    if path.startswith(("python/fasttfm/testing/", "python/fasttfm/bench/")):
+        return []
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    exempt = {id(node.args[0]) for node in calls if ast.unparse(node) in PARAMETERS.get(path, ())}
+    return [
+        f"{path}:{node.lineno}: {ast.unparse(node)}: expected {' and '.join(absent)}"
+        for node in calls
+        if id(node) not in exempt and (absent := _absent_options(node))
+    ]
+
+
+def _absent_options(call: ast.Call) -> list[str]:
+    module, _, name = ast.unparse(call.func).rpartition(".")
+    options = {each.arg for each in call.keywords}
+    if module != "torch" or None in options or "out" in options:  # None: those of a dictionary
+        return []
+    if name == "Generator":
+        return [] if call.args or "device" in options else ["device"]
+    required = ["dtype", "device"] if name in _FLOATING else ["device"] if name in _INTEGERS else []
+    if name == "arange" and any(isinstance(each, ast.Constant) and isinstance(each.value, float) for each in call.args):
+        required = ["dtype", "device"]
+    return [each for each in required if each not in options]
 
 
 # ---- the field's terms -----------------------------------------------------------------------------------------------

@@ -230,3 +230,27 @@ def test_gradients_of_another_dtype_are_left_out() -> None:
     del by_id[id(parameters[1])]
     assert direct_gradients.is_accepted(by_id)
     del enrolled
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_parameters_that_are_frozen_before_the_backward_have_no_gradient(device: str) -> None:
+    model = bert(device)
+    optimizer = AdamW(model.parameters(), direct_gradients=True)
+    loss = model(IDS.to(device), lengths=LENGTHS).logits.square().sum()
+    layer = model.bert.encoder.layers[0]
+    layer.qkv.weight.requires_grad_(False)
+    loss.backward()
+    assert layer.qkv.weight.grad is None
+    assert layer.out.weight.grad is not None
+    del optimizer
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("direct", [True, False])
+def test_each_gradient_has_a_storage(direct: bool, device: str) -> None:
+    model = bert(device)
+    optimizer = AdamW(model.parameters(), direct_gradients=direct)
+    model(IDS.to(device), lengths=LENGTHS).logits.square().sum().backward()
+    gradients = [each.grad for each in model.bert.encoder.parameters()]
+    assert all(each.untyped_storage().nbytes() == each.nbytes for each in gradients)
+    del optimizer

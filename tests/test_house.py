@@ -90,6 +90,11 @@ def test_no_public_function_has_many_arguments() -> None:
     assert [violation for path, text in found for violation in rules.many_arguments(path, text)] == []
 
 
+def test_no_tensor_has_torchs_defaults() -> None:
+    found = list(sources(".py", folders=("python", "kernels")))
+    assert [violation for path, text in found for violation in rules.implicit_defaults(path, text)] == []
+
+
 def test_families_and_tasks_are_listed_once() -> None:
     names = [family.config.model_type for family in FAMILIES.values()]
     registries = ({*names, *FAMILIES}, TASKS)
@@ -205,6 +210,29 @@ def test_undecorated_kernels_are_found() -> None:
     assert len(rules.undecorated_kernels("triton.py", text)) == 1
     assert rules.undecorated_kernels("triton.py", f"@launched_kernel\n{text}") == []
     assert rules.undecorated_kernels("triton.py", "@triton.jit\ndef add(): ...\n") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "absent"),
+    [
+        ("torch.zeros(3)", "dtype and device"),
+        ("torch.zeros(3, device=x.device)", "dtype"),
+        ("torch.tensor([1.0], dtype=torch.float32)", "device"),
+        ("torch.arange(3)", "device"),
+        ("torch.arange(0.0, 3, device='cpu')", "dtype"),
+        ("torch.randperm(3, generator=torch.Generator('cpu'))", "device"),
+        ("torch.Generator()", "device"),
+        ("torch.arange(3, device='cpu')", None),
+        ("torch.zeros(3, **options)", None),
+        ("torch.zeros_like(x)", None),
+        ("x.new_zeros(3)", None),
+        ("np.zeros(3)", None),
+    ],
+)
+def test_torchs_defaults_are_found(line: str, absent: str | None) -> None:
+    found = rules.implicit_defaults("python/fasttfm/x.py", line)
+    assert [each.rpartition("expected ")[2] for each in found] == ([] if absent is None else [absent])
+    assert rules.implicit_defaults("python/fasttfm/testing/x.py", line) == []
 
 
 def test_long_files_are_found() -> None:

@@ -141,9 +141,15 @@ def test_a_captured_step_invalidates_copies_that_it_does_not_write() -> None:
     assert to_write(stale) is None  # permanently
 
 
+def stepped(parameter: nn.Parameter) -> None:
+    """A step that torch's version counter does not see by itself."""
+    parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW([parameter], lr=0.1, fused=True).step()
+
+
 CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
     "counted": nn.init.ones_,
-    "forgotten": lambda p: weight_copies.forget([p]),
+    "fused step": lambda p: stepped(p),
     "refreshed": lambda p: weight_copies.refresh(HELD, everything=True),
     "another type": lambda p: weight_copies.copies_of([p], torch.float16)[0],
     "enrolled": lambda p: HELD.extend(weight_copies.enroll([nn.Parameter(torch.ones(2))])),

@@ -13,6 +13,7 @@ import os
 import random
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,16 @@ def results(directory: Path) -> tuple[bytes, Any, list[dict[str, str]]]:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
+_PRELOADED = [
+    "train_runs",
+    *("fasttfm.cli.embed", "fasttfm.cli.predict", "fasttfm.cli.pretrain"),
+    *("fasttfm.tasks.embedding", "fasttfm.tasks.loading", "fasttfm.tasks.registry", "fasttfm.train.curves"),
+]
+
+
 def start(target: Callable[..., Any], *arguments: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train_runs"])
+    context.set_forkserver_preload(_PRELOADED)
     process = context.Process(target=_alone, args=(target, *arguments))
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
@@ -139,6 +147,27 @@ def _alone(target: Callable[..., Any], *arguments: Any) -> None:
 
 def train(settings: PretrainSettings, run: RunSettings) -> Summary | None:
     return pretrain(settings, run)
+
+
+def run_command(argv: list[Any], log: Path, delay: float | None = None) -> tuple[int, float]:
+    """Runs ``fasttfm`` in a process, which is ended by SIGTERM after a delay. Returns its exit status, or minus the
+    signal that ended it, and the seconds that it took. ``log`` gets what it prints."""
+    begin = time.monotonic()
+    process = start(_command, [str(each) for each in argv], log)
+    process.join(delay)
+    if delay is not None:
+        process.terminate()
+        process.join()
+    return process.exitcode, time.monotonic() - begin
+
+
+def _command(argv: list[str], log: Path) -> None:
+    from fasttfm.cli.main import main
+
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    raise SystemExit(main(argv))
 
 
 def start_ranks(size: int, target: Callable[..., Any], *arguments: Any) -> list[Any]:

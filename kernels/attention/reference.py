@@ -272,5 +272,5 @@ def _packed_side(cu_seqlens: Tensor, longest: int, total: int) -> _Side:
 def _dense_side(x: Tensor, lengths: Tensor | None) -> _Side:
     longest = x.shape[1]
     if lengths is None:
-        return _Side(torch.full(x.shape[:1], longest, device=x.device), longest)
+        return _Side(torch.full(x.shape[:1], longest, device=x.device, dtype=torch.int64), longest)
     return _Side(lengths.long().clamp(0, longest), longest)

@@ -121,7 +121,7 @@ def divisor(labels: Tensor, total: Tensor | float | None, ignore_index: int) -> 
     if isinstance(total, Tensor):
         total = total.reshape(())
         return torch.where(total == 0, torch.ones_like(total), total)
-    return torch.full((), total or 1, device=labels.device)
+    return torch.full((), total or 1, device=labels.device, dtype=torch.float32)
 
 
 def _looked_up(x: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor, Tensor]:

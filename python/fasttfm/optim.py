@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -11,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw as torch_adamw
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fasttfm import _native
 from fasttfm.ops import weight_copies
@@ -94,6 +93,8 @@ class AdamW(torch.optim.AdamW):
             gradient scaler has set it; None without ``max_norm``.
     """
 
+    counts_changes = True  # for ops/counted_changes.py
+
     def __init__(
         self,
         params: Any,
@@ -141,7 +142,7 @@ class AdamW(torch.optim.AdamW):
         """The norm of all gradients together: one pass over them; the same bits each time."""
         given = self._given()
         if not given.parameters:
-            return torch.zeros(())
+            return torch.zeros((), dtype=torch.float32, device="cpu")
         if given.parameters[0].is_cuda:
             if (reason := _native.missing_cuda()) is not None:
                 raise ValueError(f"AdamW: {reason}")
@@ -218,7 +219,7 @@ class AdamW(torch.optim.AdamW):
             adamw_step(Columns(*tensors), group, **options)
         for tensor, copy in copied:
             tensor.copy_(copy)
-        weight_copies.forget(given.parameters)
+        increment_version(given.parameters)
 
     def _states(self, given: _Given) -> list[dict[str, Tensor]]:
         """The states in torch's format, created if there are none."""
@@ -248,7 +249,6 @@ class AdamW(torch.optim.AdamW):
     def _enroll(self) -> None:
         parameters = [each for group in self.param_groups for each in group["params"]]
         if self.weight_copies:
-            _listen_to_others()
             self._entries = weight_copies.enroll(parameters)
         if self.direct_gradients:
             self._enrolled = Enrolled(parameters)
@@ -357,18 +357,6 @@ def in_one_layout(
     return found, copied
 
 
-@functools.cache
-def _listen_to_others() -> None:
-    """Marks copies as out of date after steps of torch's fused optimizers, whose changes torch does not count."""
-
-    def forget(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not isinstance(optimizer, AdamW):
-            for group in optimizer.param_groups:
-                weight_copies.forget(group["params"])
-
-    register_optimizer_step_post_hook(forget)
-
-
 def refusal(parameters: Iterable[Tensor]) -> str | None:
     """Why ``AdamW`` cannot step over the parameters on a GPU; None if it can."""
     if (reason := _native.missing_cuda()) is not None:
@@ -469,8 +457,8 @@ class _Table:
             self.chunks, self.sizes = int(chunks.sum()), sizes
         return _Memory(
             torch.empty(self.workspace, dtype=torch.int64, device=self.device),
-            torch.empty((), device=self.device) if norm else None,
-            torch.empty(self.chunks, device=self.device) if norm else None,
+            torch.empty((), dtype=torch.float32, device=self.device) if norm else None,
+            torch.empty(self.chunks, dtype=torch.float32, device=self.device) if norm else None,
             gradients,
         )
 

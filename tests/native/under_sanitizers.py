@@ -214,8 +214,7 @@ FP8_CALLS = [pytest.param(*sizes, id=f"fp8-{sizes[0]}-{sizes[1]}") for sizes in 
 def fp8_slots(device: torch.device) -> tuple[fp8.Slot, ...]:
     """Three slots with known scales, as after the first step."""
     scales = fp8.Scales([fp8.E4M3, fp8.E5M2, fp8.E4M3], 2, device)
-    scales.amax.fill_(4.0)
-    scales.update()
+    scales.set_magnitudes(4.0)
     return tuple(scales.slots)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fasttfm import models
+from fasttfm import models, optim
 from fasttfm.nn import Fp8Training, PackedLayer
 from fasttfm.ops import fp8
 
@@ -134,6 +135,101 @@ def test_a_step_that_is_not_finite_keeps_the_scales() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(network, batch()), expected, strict=True))
 
 
+def first_layer(network: nn.Module) -> list[Tensor]:
+    layer = network.bert.encoder.layers[0]
+    return [each.weight for each in (layer.qkv, layer.out, layer.up, layer.down)]
+
+
+def scaled_gradients(network: nn.Module, scaling: Fp8Training | None, factor: float = 1e-4) -> list[Tensor]:
+    """The first layer's gradients of a loss that is so small that e5m2 with a scale of 1 rounds them to 0."""
+    network.zero_grad()
+    (factor * loss_of(network.train(), batch())).backward()
+    if scaling is not None:
+        scaling.update()
+    return [torch.zeros_like(each) if each.grad is None else each.grad.clone() for each in first_layer(network)]
+
+
+def assert_similar(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert nn.functional.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.95
+        assert 0.9 < a.norm() / b.norm() < 1.1
+
+
+def test_layers_that_are_unfrozen_later_have_gradients_at_once() -> None:
+    network = model()
+    expected = scaled_gradients(network, None)
+    scaling = Fp8Training(network)
+    frozen = [each for name, each in network.named_parameters() if "embeddings" in name or "layers.0" in name]
+    for each in frozen:
+        each.requires_grad_(False)
+    for _ in range(3):
+        scaled_gradients(network, scaling)
+    for each in frozen:
+        each.requires_grad_(True)
+    for _ in range(3):
+        assert_similar(scaled_gradients(network, scaling), expected)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_first_steps_that_are_not_finite_do_not_spoil_the_next(bad: float) -> None:
+    network = model()
+    expected = scaled_gradients(network, None)
+    scaling = Fp8Training(network)
+    for _ in range(3):
+        scaled_gradients(network, scaling, bad)
+    assert scaling.scales.history.isfinite().all()
+    for _ in range(3):
+        assert_similar(scaled_gradients(network, scaling), expected)
+
+
+def test_tensors_are_measured_until_they_have_a_history() -> None:
+    network = model()
+    scaling = Fp8Training(network)
+    linear = network.bert.encoder.layers[0].fp8.linears.qkv
+    slots = {"input": linear.input, "gradient": linear.gradient}
+    found = []
+    for factor in (math.inf, 1.0, 1.0, 1.0):
+        found.append([name for name, slot in slots.items() if slot.measuring])
+        scaled_gradients(network, scaling, factor)
+    # The host reads at the second update that the first step wrote a history of the input, but none of the gradient.
+    assert found == [["input", "gradient"], ["input", "gradient"], ["gradient"], []]
+
+
+def test_an_old_state_measures_only_what_has_no_history() -> None:
+    network = model()
+    scaling = Fp8Training(network)
+    scaled_gradients(network, scaling, math.inf)
+    state = {**scaling.state_dict(), "measuring": False}
+    del state["reading"]
+    other = Fp8Training(network)
+    other.load_state_dict(state)
+    linear = network.bert.encoder.layers[0].fp8.linears.qkv
+    assert (linear.input.measuring, linear.gradient.measuring) == (False, True)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "fasttfm": optim.AdamW,
+    "fused": functools.partial(torch.optim.AdamW, fused=True),
+    "foreach": functools.partial(torch.optim.AdamW, foreach=True),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("updates", ["before the step", "never"])
+def test_a_step_that_no_update_follows_is_noticed(kind: str, updates: str) -> None:
+    network = model()
+    scaling = Fp8Training(network)
+    optimizer = OPTIMIZERS[kind](network.parameters(), lr=0.5)
+    loss_of(network.train(), batch()).backward()
+    if updates != "never":
+        scaling.update()
+    optimizer.step()
+    loss_of(network, batch())
+    for linear in network.bert.encoder.layers[0].fp8.linears:
+        rounded = linear.rows.float() * linear.weight.inverse
+        assert (rounded - linear.parameter).norm() < 0.05 * linear.parameter.norm()
+
+
 def test_an_outlier_saturates_and_is_followed() -> None:
     network = model()
     scaling = Fp8Training(network, history=3)
@@ -180,15 +276,17 @@ def test_replaced_parameters_are_reported() -> None:
         gradients(network, batch())
 
 
-def test_state_resumes_with_the_same_bits() -> None:
+@pytest.mark.parametrize("steps", [1, 2, 3])  # measured, measured while the host reads, with a history
+def test_state_resumes_with_the_same_bits(steps: int) -> None:
     network = model()
     scaling = Fp8Training(network)
-    train(network, scaling, 3)
+    train(network, scaling, steps)
     other = copy.deepcopy(network)
     restored = Fp8Training(other)
     restored.load_state_dict(scaling.state_dict())
     assert train(network, scaling, 3) == train(other, restored, 3)
     assert torch.equal(scaling.scales.history, restored.scales.history)
+    assert [each.measuring for each in scaling.scales.slots] == [each.measuring for each in restored.scales.slots]
 
 
 def test_layers_can_be_excluded() -> None:

@@ -38,8 +38,7 @@ on_hopper = pytest.mark.skipif(
 
 def slot_of(device: str, dtype: torch.dtype = fp8.E5M2, amax: float = 1.0) -> Slot:
     (slot,) = Scales([dtype], 2, torch.device(device)).slots
-    slot.scales.amax.fill_(amax)
-    slot.scales.update()
+    slot.scales.set_magnitudes(amax)
     return slot
 
 

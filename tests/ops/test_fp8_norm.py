@@ -18,8 +18,7 @@ SHAPES = [(1, 16), (33, 64), (100, 272), (37, 768), (2049, 1024)]
 
 def slot_of(device: str, dtype: torch.dtype = fp8.E4M3) -> Slot:
     (slot,) = Scales([dtype], 2, torch.device(device)).slots
-    slot.scales.amax.fill_(3.0)  # larger values saturate
-    slot.scales.update()
+    slot.scales.set_magnitudes(3.0)  # larger values saturate
     return slot
 
 

@@ -365,3 +365,25 @@ def test_more_than_two_to_the_31_logits() -> None:
     exact = reference.linear_cross_entropy(hidden[tail].double(), weight.double(), labels[tail], reduction="none")
     naive = reference.linear_cross_entropy(hidden[tail], weight, labels[tail], reduction="none")
     assert compare("losses", losses[tail], naive, exact, OUTPUT_FACTOR).ok
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_loss_scale_comes_before_rounding_to_fp16(device: str) -> None:
+    """As in torch's cross entropy of fp32 logits, from which the error is taken."""
+    generator, rows, scale = torch.Generator().manual_seed(0), 65_536, 65_536.0
+    hidden = torch.randn(rows, 16, generator=generator).half().to(device)
+    weight = (0.02 * torch.randn(32, 16, generator=generator)).half().to(device)
+    labels = torch.randint(0, 32, (rows,), generator=generator).to(device)
+
+    def gradient(dtype: torch.dtype, tested: bool) -> Tensor:
+        x, w = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        loss: Any = ops.linear_cross_entropy(x, w, labels) if tested else None
+        loss = torch.nn.functional.cross_entropy((x @ w.t()).to(wide), labels) if loss is None else loss
+        (loss * scale).backward()
+        assert x.grad is not None
+        return x.grad.double()
+
+    exact = gradient(torch.float64, False)
+    torchs, found = ((gradient(torch.float16, tested) - exact).norm() for tested in (False, True))
+    assert found <= 2 * torchs

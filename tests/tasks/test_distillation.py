@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from fasttfm import models
 from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe, layer_map, soft_cross_entropy
+from fasttfm.tasks.distillation_runs import PredictionRecipe
 from fasttfm.train import Objective, OptimizerSettings, Schedule, ScheduleSettings, Trainer, make_optimizer
 
 V, LENGTHS = 71, [9, 4, 12]
@@ -233,3 +234,35 @@ def test_a_student_approaches_its_teacher(name: str) -> None:
     for term in recipe.terms:
         if term != "words":  # the words of these batches are random
             assert after[term] < 0.9 * before[term], (term, before, after)
+
+
+class Rows:
+    """A task whose batches are ids."""
+
+    def rows(self, batch: Tensor) -> int:
+        return len(batch)
+
+    def logits(self, model: Any, batch: Tensor) -> Tensor:
+        logits: Tensor = model(batch).logits
+        return logits
+
+
+@pytest.mark.parametrize("kind", ["regression", "multi_label_classification", "single_label_classification"])
+def test_predictions_are_learnt_by_the_kind_of_problem(kind: str) -> None:
+    labels = 1 if kind == "regression" else 3
+    config = models.BertConfig(**SIZES, num_labels=labels, problem_type=kind)
+    torch.manual_seed(0)
+    student, teacher = (models.BertForSequenceClassification(config) for _ in range(2))
+    recipe = PredictionRecipe(student, teacher, Rows(), temperature=2.0).eval()  # type: ignore[arg-type]
+    ids = torch.randint(0, V, (5, 7))
+    (loss,) = recipe(ids)
+    ours, theirs = student(ids).logits, teacher(ids).logits.detach()
+    if kind == "regression":
+        expected = 5 * functional.mse_loss(ours, theirs)
+    elif kind == "multi_label_classification":
+        expected = 5 * functional.binary_cross_entropy_with_logits(ours / 2, (theirs / 2).sigmoid())
+    else:
+        expected = soft_cross_entropy(ours, theirs, 2.0)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert student.classifier.weight.grad.abs().max() > 0

@@ -14,7 +14,7 @@ from fasttfm.inference.opening import base_of, family_of, longest_input, model_c
 from fasttfm.models.families import FAMILIES
 from fasttfm.models.family import Head
 from fasttfm.models.openai_gpt import task_sequence
-from fasttfm.tasks.finetuning import format_of
+from fasttfm.tasks.finetuning import FinetuneSettings, format_of, shuffled_steps
 from fasttfm.tasks.gpt_inputs import TASK_TOKENS, grow_vocabulary, with_task_tokens
 from fasttfm.tasks.inputs import Feature, Format, Tokens, by_budget, collate
 from fasttfm.tasks.rates import Rates, default_rate, freeze
@@ -198,3 +198,18 @@ def test_a_frozen_encoder_has_neither_gradients_nor_dropout() -> None:
     model.train()
     states = [base_of(model)(ids).last_hidden_state for _ in range(2)]
     assert torch.equal(*states)
+
+
+def test_the_content_of_a_feature_is_all_that_is_trained_on() -> None:
+    contents = {
+        b"".join(Feature(0, [Tokens([1, 2], segments, 0)], target).content())
+        for segments in ([0, 0], [0, 1])
+        for target in (0, 1, 0.5, [1.0, 0.0])
+    }
+    assert len(contents) == 8
+
+
+@pytest.mark.parametrize("seed", [0, 20_250_101_123_456, 2**63 - 1])
+def test_large_seeds_shuffle(seed: int) -> None:
+    steps = list(shuffled_steps([1, 2, 3], FinetuneSettings(seed=seed), 2))  # type: ignore[list-item]
+    assert sorted(feature for step in steps for group in step for feature in group) == [1, 2, 3]  # type: ignore[type-var]

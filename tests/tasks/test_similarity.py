@@ -135,6 +135,24 @@ def test_cached_loss_repeats_dropout_and_autocast() -> None:
     assert layer.weight.grad is not None
 
 
+def test_a_cached_loss_trains_parameters_of_the_loss() -> None:
+    encoder, head, temperature = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4), torch.nn.Parameter(torch.tensor(1.3))
+    parts = list(torch.randn(12, 8).split(3))
+    parameters = (temperature, *head.parameters(), *encoder.parameters())
+
+    def loss(vectors: Tensor) -> Tensor:
+        z = head(vectors)
+        return torch.nn.functional.cross_entropy(z @ z.t() * temperature, torch.arange(len(z)))
+
+    expected = torch.autograd.grad(3 * loss(torch.cat([encoder(part) for part in parts])), parameters)
+    (3 * cached_loss(encoder, parts, loss)).backward()
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    encoder.requires_grad_(False)
+    cached_loss(encoder, parts, loss).backward()
+    torch.testing.assert_close(temperature.grad, expected[0] * 4 / 3)
+
+
 def test_wrong_arguments(bert_directory: Path) -> None:
     with pytest.raises(ValueError, match="temperature: expected a number above 0, got 0"):
         prepare("similarity", bert_directory, TRIPLETS, temperature=0)

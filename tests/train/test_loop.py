@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fasttfm import optim
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, compare
 from fasttfm.train import (
     NonFiniteError,
@@ -22,6 +24,7 @@ from fasttfm.train import (
     Trainer,
     make_optimizer,
 )
+from fasttfm.train.optimizers import Lamb
 
 # As in BERT: a loss over some rows, and another one with a count of its own.
 OBJECTIVE = Objective(
@@ -241,3 +244,24 @@ def test_wrong_settings_are_refused(make: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match="expected") as raised:
         make()
     assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize("factor", [1.0, float("nan")], ids=["clipped", "skipped"])
+@pytest.mark.parametrize("name", ["torch", "fasttfm", "lamb"])
+def test_an_optimizer_is_left_as_it_was(name: str, factor: float) -> None:
+    """Its caller may step with it: without the clipping, and without skipping steps."""
+    model = module()
+    made: dict[str, Any] = {
+        "torch": lambda: torch.optim.AdamW(model.parameters(), fused=True),
+        "fasttfm": lambda: optim.AdamW(model.parameters(), max_norm=7.0),
+        "lamb": lambda: Lamb(model.parameters()),
+    }
+    optimizer = made[name]()
+    before = {name: value for name, value in vars(optimizer).items() if isinstance(value, (float, Tensor))}
+    trainer = Trainer(model, OBJECTIVE, optimizer, Schedule(optimizer, ScheduleSettings(3)), StepSettings(clip=1e-3))
+    batch = part(5, 2, seed=0)
+    results = trainer.step([dataclasses.replace(batch, x=batch.x * factor)]) + trainer.flush()
+    assert [result.skipped for result in results] == [factor != 1.0]
+    after = {name: value for name, value in vars(optimizer).items() if isinstance(value, (float, Tensor))}
+    after.pop("last_norm", None)
+    assert after == before

@@ -86,6 +86,40 @@ def test_a_cuda_graph_gives_the_same_numbers(precision: str, shards: data.TokenS
     assert losses[0] == losses[1]
 
 
+@pytest.mark.skipif(not _HAS_FP8, reason="needs FP8 tensor cores")
+@pytest.mark.parametrize("bad", [0, 2, 5])
+def test_an_fp8_graph_is_right_after_first_steps_that_are_not_finite(
+    bad: int, shards: data.TokenShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 0 the host knows at the capture that nothing is to be measured. With 2 gradients have a history of which the
+    host does not know yet, with 5 they have none: the graph measures, where later steps without a graph do not."""
+    given = list(itertools.islice(batches(shards, fixed=True), 12))
+    terms, losses = Trainer._terms, []
+
+    def spoilt(self: Trainer, batch: Any) -> Any:
+        return [each * factor for each in terms(self, batch)]
+
+    monkeypatch.setattr(Trainer, "_terms", spoilt)
+    for graph in (False, True):
+        made = trainer(cuda_graph=graph, precision="fp8", bad_steps=10)
+        factor = torch.ones((), device="cuda")
+        results = []
+        for index, batch in enumerate(given):
+            factor.fill_(float("inf") if index < bad else 1.0)
+            results += made.step([batch])
+        results += made.flush()
+        assert [result.skipped for result in results] == [index < bad for index in range(len(given))]
+        losses.append([result.loss for result in results[bad:]])
+        assert made.fp8 is not None
+        assert made.fp8.scales.history.isfinite().all()
+        gradients = [slot for slot in made.fp8.scales.slots if slot.dtype == torch.float8_e5m2]
+        assert all(slot.scale.item() > 1 for slot in gradients)
+    if bad == 0:  # while tensors are measured, other kernels round the gradient of qkv once more
+        assert losses[0] == losses[1]
+    else:
+        assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_graph_skips_steps_that_are_not_finite(precision: str, shards: data.TokenShards) -> None:
     made, source = trainer(cuda_graph=True, precision=precision), batches(shards, fixed=True)

@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
             options |= {"top_k": arguments.top_k, "top_p": arguments.top_p}
         end = tokenizer.special.eos if model.config.eos_token_id is None else None
         options |= {"max_new_tokens": arguments.max_new_tokens, "eos_token_id": end}
-        prompt = torch.tensor([ids], device=device)
+        prompt = torch.tensor([ids], device=device, dtype=torch.int64)
         if arguments.num_beams != 1:
             found = generate(model, prompt, num_beams=arguments.num_beams, **options)
             tokens = iter(found[0, len(ids) :].tolist())

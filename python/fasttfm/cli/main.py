@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fasttfm._version import __version__
@@ -63,7 +66,7 @@ def parser_of(modules: Mapping[str, Any]) -> tuple[argparse.ArgumentParser, Mapp
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status. A wrong argument exits with 2 and a sentence on stderr; a file
-    or directory that cannot be read or written with 1, and an interruption with 130."""
+    or directory that cannot be read or written with 1, an interruption with 130, and SIGTERM with 143."""
     arguments = sys.argv[1:] if arguments is None else arguments
     named = [name for name in arguments[:1] if name in COMMANDS]  # only its module is imported
     modules = {name: importlib.import_module(COMMANDS[name]) for name in named or COMMANDS}
@@ -75,8 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         refuse_unknown(commands[parsed.command], unknown)
     try:
-        status: int = modules[parsed.command].run(parsed)
-        sys.stdout.flush()
+        with _exit_on_sigterm():
+            status: int = modules[parsed.command].run(parsed)
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"fasttfm {parsed.command}: interrupted", file=sys.stderr)
         return 130
@@ -87,6 +91,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fasttfm {parsed.command}: {in_words(error)}", file=sys.stderr)
         return 1
     return status
+
+
+@contextlib.contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that temporary files are removed. A second one ends the process at once."""
+
+    def leave(number: int, _: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # where no signal arrives
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def refuse_unknown(command: argparse.ArgumentParser, unknown: Sequence[str]) -> None:

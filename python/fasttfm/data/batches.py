@@ -116,7 +116,7 @@ class BatchStream:
                 num_workers=self.workers,
                 pin_memory=pin,
                 prefetch_factor=4,
-                generator=torch.Generator(),
+                generator=torch.Generator("cpu"),
             )
         for position, batch in batches:
             self._position, self._batches = _Position(*position), self._batches + 1

@@ -236,7 +236,9 @@ class ImageFormat:
         if x.shape[1:] != self.size:
             mode = "bicubic" if self.bicubic else "bilinear"
             x = functional.interpolate(x[None], self.size, mode=mode, antialias=True)[0].round_().clamp_(0, 255)
-        mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (self.mean, self.std))
+        mean, std = (
+            torch.tensor(each, dtype=torch.float32, device="cpu").view(-1, 1, 1) for each in (self.mean, self.std)
+        )
         return ((x / 255 - mean) / std).expand(self.channels, -1, -1)
 
     def batch(self, examples: Sequence[ImageExample]) -> Tensor:

@@ -40,7 +40,9 @@ class Graph:
     def split(self, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
         """Splits the triples into a training set and a test set with about ``fraction`` of them, at least one. Every
         entity and relation is in the training set."""
-        order = torch.randperm(len(self.triples), generator=torch.Generator().manual_seed(seed)).tolist()
+        order = torch.randperm(
+            len(self.triples), generator=torch.Generator("cpu").manual_seed(seed), device="cpu"
+        ).tolist()
         wanted = max(1, round(fraction * len(self.triples))) if fraction else 0
         rows: list[list[int]] = self.triples.tolist()
         uses = np.bincount(self.triples[:, [0, 2]].flatten().numpy(), minlength=len(self.entities))
@@ -54,7 +56,7 @@ class Graph:
                 kinds[relation] -= 1
                 uses[head] -= 1
                 uses[tail] -= 1
-        chosen = torch.zeros(len(rows), dtype=torch.bool)
+        chosen = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
         chosen[test] = True
         return self.triples[~chosen], self.triples[chosen]
 
@@ -92,7 +94,7 @@ def read_triples(
         triples[number(0, head, line), number(1, relation, line), number(0, tail, line)] = None
     if not triples:
         raise data_error(path, "triples, one per line", "none")
-    return Graph([*numbers[0]], [*numbers[1]], torch.tensor([*triples], dtype=torch.int64))
+    return Graph([*numbers[0]], [*numbers[1]], torch.tensor([*triples], dtype=torch.int64, device="cpu"))
 
 
 def facts_of(graph: ConceptGraph) -> Graph:

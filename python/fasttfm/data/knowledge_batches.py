@@ -168,12 +168,12 @@ class KnowledgeStream:
         bound = 64 * -(-self.max_length // 64)
         return KnowledgeBatch(
             input_ids=torch.from_numpy(tokens),
-            token_type_ids=torch.tensor(types),
+            token_type_ids=torch.tensor(types, dtype=torch.int64, device="cpu"),
             cu_seqlens=cu_seqlens,
             max_seqlen=bound,
             positions=torch.from_numpy(positions),
             labels=torch.from_numpy(labels),
-            sentence_labels=torch.tensor([label for *_, label in rows]),
+            sentence_labels=torch.tensor([label for *_, label in rows], dtype=torch.int64, device="cpu"),
             tokens=len(ids),
             predictions=len(positions),
             entities=AlignedEntities.of(noisy, cu_seqlens, bound),

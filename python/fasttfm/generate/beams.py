@@ -53,10 +53,10 @@ class _Beams:
     def __init__(self, search: BeamSearch, prompts: int, new: int, ends: Tensor, device: torch.device) -> None:
         self.search, self.new, self.ends = search, new, ends
         shape = (prompts, search.num_beams)
-        self.scores = torch.full(shape, _NO_SCORE, device=device)
+        self.scores = torch.full(shape, _NO_SCORE, device=device, dtype=torch.float32)
         self.scores[:, 0] = 0.0  # all beams are equal at first: only one of them counts
         self.tokens = torch.full((*shape, new), -1, dtype=torch.int64, device=device)
-        self.finished_scores = torch.full(shape, _NO_SCORE, device=device)
+        self.finished_scores = torch.full(shape, _NO_SCORE, device=device, dtype=torch.float32)
         self.finished = self.tokens.clone()
         self.has_finished = torch.zeros(shape, dtype=torch.bool, device=device)
         self.improving = torch.ones(prompts, 1, dtype=torch.bool, device=device)

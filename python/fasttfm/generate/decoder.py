@@ -40,9 +40,11 @@ class CachedDecoder:
         self.layers = model.encoder.in_order()
         _check_calls(model)
         self.capacity, self.sequences, self.fused = capacity, sequences, fused
-        self.keys = self.values = torch.empty(0)  # [layers, sequences, H, capacity, D]
-        self.lengths = torch.empty(0, dtype=torch.int32)  # [sequences]: tokens in the cache
-        self._arrivals = torch.empty(0, dtype=torch.int32)  # counters of ops.decode_attention
+        self.keys = self.values = torch.empty(
+            0, dtype=torch.float32, device="cpu"
+        )  # [layers, sequences, H, capacity, D]
+        self.lengths = torch.empty(0, dtype=torch.int32, device="cpu")  # [sequences]: tokens in the cache
+        self._arrivals = torch.empty(0, dtype=torch.int32, device="cpu")  # counters of ops.decode_attention
         self._few_rows: tuple[Any, str | None] = None, None  # a step's state, and what few_rows.refuse returned for it
 
     # ---- prompts ----

@@ -346,10 +346,12 @@ class GenerationSession:
         if self._graphs is not None:
             self._graphs.drop_if_model_changed()
         lengths = [len(generation.prompt) for generation in taken]
-        flat = torch.tensor([token for generation in taken for token in generation.prompt], device="cpu")
+        flat = torch.tensor(
+            [token for generation in taken for token in generation.prompt], device="cpu", dtype=torch.int64
+        )
         bounds = torch.tensor([0, *lengths], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         batch = PackedBatch(bounds.to(self.device), max(lengths), len(flat))
-        slots = torch.tensor(free[: len(taken)], device=self.device)
+        slots = torch.tensor(free[: len(taken)], device=self.device, dtype=torch.int64)
         rows = _State.of(taken, self.capacity, self.device)
         logits = self.head(self.decoder.read(flat.to(self.device), batch, slots))
         rows.take(logits, self.decoder.lengths[slots], self._sampler)
@@ -407,7 +409,7 @@ class GenerationSession:
             return
         moved = sorted(slot for slot in self._running if slot >= count)
         free = [slot for slot in range(count) if slot not in self._running]
-        source, target = (torch.tensor(slots, device=self.device) for slots in (moved, free))
+        source, target = (torch.tensor(slots, device=self.device, dtype=torch.int64) for slots in (moved, free))
         self.decoder.copy(source, target)
         self._state.move(source, target)
         self._state.active[source] = False

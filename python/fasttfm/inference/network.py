@@ -113,7 +113,7 @@ class Network:
     def vector_width(self) -> int:
         """The number of elements of a vector."""
         with torch.inference_mode():
-            pooled = torch.zeros(1, self.state_width * len(self.pooling), device=self.device)
+            pooled = torch.zeros(1, self.state_width * len(self.pooling), device=self.device, dtype=torch.float32)
             return int(self._after(pooled).shape[-1])
 
     def check(self, output: Output) -> None:

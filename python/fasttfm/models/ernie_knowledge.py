@@ -247,7 +247,7 @@ class ErnieKnowledgeModel(KnowledgeModel, BertModel):
         entities: Tensor | AlignedEntities | None = None,
     ) -> Tensor:
         if entities is None:
-            ids = torch.full((batch.tokens,), -1, device=x.device)
+            ids = torch.full((batch.tokens,), -1, device=x.device, dtype=torch.int64)
             entities = AlignedEntities.of(ids, batch.cu_seqlens, batch.max_seqlen)
         elif isinstance(entities, Tensor):
             entities = AlignedEntities.of(batch.pack(entities), batch.cu_seqlens, batch.max_seqlen)

@@ -65,7 +65,11 @@ def export_onnx(model: PretrainedModel, path: str | Path, *, opset_version: int 
     dimensions = ("batch", "choices", "sequence") if choices else ("batch", "sequence")
     sizes = {index: torch.export.Dim(name, min=1) for index, name in enumerate(dimensions)}
     shape = (2, 3, 5) if choices else (2, 5)
-    tokens = [torch.full(shape, 1), torch.ones(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)]
+    tokens = [
+        torch.full(shape, 1, dtype=torch.int64, device="cpu"),
+        torch.ones(shape, dtype=torch.int64, device="cpu"),
+        torch.zeros(shape, dtype=torch.int64, device="cpu"),
+    ]
     inputs = tuple(tokens[: len(names)])
     training = model.training
     try:

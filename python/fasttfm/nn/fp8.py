@@ -48,8 +48,8 @@ class Fp8Training:
         scaling.update()
 
     Each tensor has one scale, computed from its largest magnitudes in the last steps (delayed scaling), or from the
-    tensor itself before the first ``update``. Scales and magnitudes stay on the device, so that a CUDA graph can
-    capture steps.
+    tensor itself while it has no finite magnitude of an earlier step. Scales and magnitudes stay on the device, so that
+    a CUDA graph can capture steps: best after three steps, when the host knows that nothing is to be measured.
 
     Args:
         model: A model with ``PackedLayer``s, on its device: those of BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT and
@@ -100,8 +100,8 @@ class Fp8Training:
         self._table = fp8.refresh_all(self._linears, self._table)
 
     def refresh(self) -> None:
-        """Casts the weights that have changed since the last ``update``, according to torch's version counters. The
-        forward does this too, but not when a CUDA graph is replayed."""
+        """Casts the weights that have changed since the last ``update``, according to torch's version counters, which
+        optimizer steps advance. The forward does this too, but not when a CUDA graph is replayed."""
         for each in self._linears:
             each.refresh_changed()
 

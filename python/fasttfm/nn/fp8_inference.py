@@ -114,7 +114,7 @@ class _MeasuredStack(_Stack):
 def measuring(encoder: PackedTransformer) -> Iterator[Tensor]:
     """Within it, forwards without gradients record the largest magnitudes of the inputs of each layer's linear layers:
     fp32 ``[layers, 4]``, in the order of ``LINEARS``."""
-    amax = torch.zeros(len(encoder.layers), len(LINEARS), device=_device_of(encoder))
+    amax = torch.zeros(len(encoder.layers), len(LINEARS), device=_device_of(encoder), dtype=torch.float32)
     before, encoder.fp8 = encoder.fp8, _MeasuredStack(encoder, amax)
     try:
         yield amax

@@ -77,7 +77,9 @@ class Slots(NamedTuple):
         members = np.full(count * size, len(groups), dtype=np.int64)
         members[slot_of_member] = np.arange(len(groups))
         found = torch.from_numpy(members).view(count, size)
-        scores = torch.zeros(count, 1, size).masked_fill((found == len(groups)).unsqueeze(1), _NO_MEMBER)
+        scores = torch.zeros(count, 1, size, dtype=torch.float32, device="cpu").masked_fill(
+            (found == len(groups)).unsqueeze(1), _NO_MEMBER
+        )
         return Slots(found, scores, torch.from_numpy(slot_of_member))
 
 

@@ -44,7 +44,7 @@ def is_accepted(parameters: dict[int, Tensor]) -> bool:
 def witness(x: Tensor) -> Tensor:
     """An input of the autograd node in place of the parameters. It is on x's device, so that autograd's nodes for both
     are on one stream, with which ``backward`` synchronizes its caller's."""
-    return torch.empty(0, device=x.device, requires_grad=True)
+    return torch.empty(0, device=x.device, requires_grad=True, dtype=torch.float32)
 
 
 def accumulate(ctx: Any, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
@@ -61,6 +61,8 @@ def accumulate(ctx: Any, parameters: Sequence[Tensor], gradients: Sequence[Tenso
     totals: Any = []
     terms: Any = []
     for each, gradient in zip(parameters, gradients, strict=True):
+        if not each.requires_grad:  # frozen since the forward
+            continue
         total = each.grad
         if total is None:
             each.grad = gradient

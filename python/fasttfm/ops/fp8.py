@@ -16,7 +16,6 @@ tensor only once. Scales are powers of two, so dividing by them does not round.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from fasttfm.kernels.fp8 import reference
 from fasttfm.kernels.fp8.reference import ALIGNMENT as ALIGNMENT
 from fasttfm.kernels.fp8.reference import LIMITS
 from fasttfm.kernels.fp8.reference import record_amax as record_amax
-from fasttfm.ops import checks, fp8_native
+from fasttfm.ops import checks, counted_changes, fp8_native
 from fasttfm.ops.backends import Backend, BackendTable, always
 from fasttfm.ops.bias_gelu import backward_op as bias_gelu_backward_op
 from fasttfm.ops.bias_gelu import forward_op as bias_gelu_forward_op
@@ -57,7 +56,14 @@ def missing(device: torch.device) -> str | None:
 
 class Scales:
     """The scales of many tensors and the histories of their magnitudes, in fp32 tensors that are never reallocated: a
-    CUDA graph can read and write them. Nothing here synchronizes with the GPU.
+    CUDA graph can read and write them. Steps write them in the order of the current stream; only ``_Readback`` reads
+    them on the host.
+
+    A tensor without a history, all of whose magnitudes were 0 or not finite so far, is measured before each cast. The
+    device decides by the history whether the measured scale is used, so that a CUDA graph that measures is right in all
+    its replays. The host decides whether to measure at all: until it has read that there is a history, at the update
+    after the one that wrote it. It reads only while tensors are measured, and only what the GPU has completed a step
+    before.
 
     Args:
         formats: The FP8 dtype of each tensor.
@@ -65,19 +71,17 @@ class Scales:
     """
 
     def __init__(self, formats: list[torch.dtype], history: int, device: torch.device) -> None:
-        count = len(formats)
-        self.limits = torch.tensor([LIMITS[each] for each in formats], device=device)
-        self.amax = torch.zeros(count, device=device)  # of the current step
-        self.history = torch.zeros(history, count, device=device)  # the latest step first
-        self.scale = torch.ones(count, device=device)
+        count, options = len(formats), {"dtype": torch.float32, "device": device}
+        self.limits = torch.tensor([LIMITS[each] for each in formats], **options)
+        self.amax = torch.zeros(count, **options)  # of the current step
+        self.history = torch.zeros(history, count, **options)  # the latest step first
+        self.scale = torch.ones(count, **options)
         # One per 16 bytes: cuBLASLt requires scales at aligned addresses.
-        self.inverse = torch.ones(count, _ALIGNED, device=device)[:, 0]
+        self.inverse = torch.ones(count, _ALIGNED, **options)[:, 0]
         self.updates = 0  # the number of calls of update
-        self.measuring = True  # before the first update: a tensor is measured before it is cast
-        self.slots = [
-            Slot(self, each, self.scale[index], self.inverse[index], self.amax[index], self.limits[index])
-            for index, each in enumerate(formats)
-        ]
+        self._measured: set[int] = set()  # the slots that were measured since the last update
+        self._readback: _Readback | None = None
+        self.slots = [Slot(self, index, each) for index, each in enumerate(formats)]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -86,25 +90,80 @@ class Scales:
         self.history.copy_(torch.cat([amax[None], self.history[:-1]]))
         _set_scales(self.history.amax(0), self.limits, self.scale, self.inverse)
         self.amax.zero_()
-        self.measuring = False
         self.updates += 1
+        if (self._measured or self._readback is not None) and not is_capturing(self.scale.device):
+            self._find_histories()
+
+    def set_magnitudes(self, amax: Tensor | float) -> None:
+        """Sets the scales for these largest magnitudes, as a step with them does, and ends all measuring."""
+        self.amax[:] = amax
+        self.update()
+        for slot in self.slots:
+            slot.measuring = False
+
+    def note_measured(self, index: int) -> None:
+        self._measured.add(index)
+
+    def _find_histories(self) -> None:
+        """Ends the measuring of slots that had a history at the previous update, and asks for those that were measured
+        in this step."""
+        if self._readback is not None:
+            for index in self._readback.indices():
+                self.slots[index].measuring = False
+        waiting = [index for index in self._measured if self.slots[index].measuring]
+        self._readback = _Readback(self.history) if waiting else None
+        self._measured.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        state = {name: getattr(self, name).cpu().clone() for name in _STATE}
-        return {**state, "measuring": self.measuring}
+        state: dict[str, Any] = {name: getattr(self, name).cpu().clone() for name in _STATE}
+        state["measuring"] = torch.tensor([each.measuring for each in self.slots], dtype=torch.bool, device="cpu")
+        return {**state, "reading": self._readback is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Also loads states whose ``measuring`` is one flag for all tensors, as earlier versions have written them."""
         for name in _STATE:
-            own, given = getattr(self, name), state[name]
-            if own.shape != given.shape:
-                got = f"shape {tuple(given.shape)}"
+            own, loaded = getattr(self, name), state[name]
+            if own.shape != loaded.shape:
+                got = f"shape {tuple(loaded.shape)}"
                 raise checks.bad_value("fp8", name, f"the state of the same model, shape {tuple(own.shape)}", got)
-            own.copy_(given)
+            own.copy_(loaded)
         self.inverse.copy_(self.scale.reciprocal())
-        self.measuring = bool(state["measuring"])
+        measuring = state["measuring"]
+        if isinstance(measuring, bool):
+            measuring = (state["history"] == 0).all(0)
+        for slot, each in zip(self.slots, measuring.tolist(), strict=True):
+            slot.measuring = each
+        self._measured.clear()
+        self._readback = _Readback(self.history) if state.get("reading", False) else None
 
 
 _STATE = ("amax", "history", "scale")
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the device's current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class _Readback:
+    """A copy to the host of which slots have a history, in flight on the current stream."""
+
+    def __init__(self, history: Tensor) -> None:
+        known = (history > 0).any(0)
+        self._event = None
+        if history.is_cuda:
+            self._known = torch.empty(known.shape, dtype=torch.bool, device="cpu", pin_memory=True)
+            self._known.copy_(known, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._known = known
+
+    def indices(self) -> list[int]:
+        """The slots that have a history."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [index for index, known in enumerate(self._known.tolist()) if known]
 
 
 def _set_scales(largest: Tensor, limits: Tensor, scale: Tensor, inverse: Tensor) -> None:
@@ -116,23 +175,40 @@ def _set_scales(largest: Tensor, limits: Tensor, scale: Tensor, inverse: Tensor)
     inverse.copy_(scale.reciprocal())
 
 
-@dataclass(frozen=True)
 class Slot:
-    """One tensor's elements of ``Scales``, as zero-dimensional views."""
+    """One tensor's elements of ``Scales``, as zero-dimensional views.
 
-    scales: Scales
-    dtype: torch.dtype
-    scale: Tensor
-    inverse: Tensor
-    amax: Tensor
-    limit: Tensor
+    Attributes:
+        measuring: Whether casts have to call ``measure`` first.
+    """
+
+    def __init__(self, scales: Scales, index: int, dtype: torch.dtype) -> None:
+        self.scales, self.index, self.dtype = scales, index, dtype
+        self.scale, self.inverse, self.amax, self.limit = (
+            each[index] for each in (scales.scale, scales.inverse, scales.amax, scales.limits)
+        )
+        self._history = scales.history[:, index]
+        self.measuring = True
 
     @torch.no_grad()
     def measure(self, x: Tensor) -> None:
-        """Sets the scale from the largest magnitude of ``x``."""
+        """Sets the scale from the largest magnitude of ``x`` if there is no history."""
+        self.scales.note_measured(self.index)
+        largest = self._magnitude(x)
+        self._set(torch.where(self._history.amax() > 0, 0.0, largest))
+
+    @torch.no_grad()
+    def measure_changed(self, x: Tensor) -> None:
+        """Sets the scale from the largest magnitude of ``x``, which is no longer that of the history."""
+        self._set(self._magnitude(x))
+
+    def _magnitude(self, x: Tensor) -> Tensor:
         largest = torch.zeros_like(self.amax)
         record_amax(largest, x)
-        _set_scales(torch.where(largest.isfinite(), largest, 0.0), self.limit, self.scale, self.inverse)
+        return torch.where(largest.isfinite(), largest, 0.0)
+
+    def _set(self, largest: Tensor) -> None:
+        _set_scales(largest, self.limit, self.scale, self.inverse)
 
 
 # ---- casts -----------------------------------------------------------------------------------------------------------
@@ -149,7 +225,7 @@ class Quantized(NamedTuple):
 def cast(x: Tensor, slot: Slot, *, with_columns: bool = True, backend: str | None = None) -> Quantized:
     """Casts ``x`` [N, C] to both layouts, or only to rows, with the slot's format and scale, and records its largest
     magnitude."""
-    if slot.scales.measuring:
+    if slot.measuring:
         slot.measure(x)
     x = as_rows(x)
     rows, columns = empty_layouts(x, slot.dtype, with_columns=with_columns)
@@ -158,8 +234,8 @@ def cast(x: Tensor, slot: Slot, *, with_columns: bool = True, backend: str | Non
 
 
 def drops_in_cast(x: Tensor, slot: Slot) -> bool:
-    """Whether ``cast_dropped`` supports x; not before the first update, when tensors are measured."""
-    return not slot.scales.measuring and _native.missing_hopper() is None and fp8_native.refuse(x) is None
+    """Whether ``cast_dropped`` supports x; not while x has to be measured."""
+    return not slot.measuring and _native.missing_hopper() is None and fp8_native.refuse(x) is None
 
 
 def cast_dropped(x: Tensor, slot: Slot, dropout: tuple[Tensor, Tensor, float]) -> Quantized:
@@ -178,7 +254,7 @@ def empty_layouts(x: Tensor, dtype: torch.dtype, *, with_columns: bool = True) -
 
 def gelu(h: Tensor, bias: Tensor | None, kind: str, slot: Slot, backend: str | None = None) -> Quantized:
     """The activation of ``h + bias`` in FP8, only as rows."""
-    if slot.scales.measuring:
+    if slot.measuring:
         slot.measure(bias_gelu_forward_op(h, bias, kind, None))
     rows: Tensor = TABLE.select(backend, h).forward("gelu_forward", h, bias, kind, slot.scale, slot.amax, slot.dtype)
     return Quantized(rows, rows.new_empty(0), slot.inverse)
@@ -195,7 +271,7 @@ def gelu_backward(
     backend: str | None = None,
 ) -> tuple[Quantized, Quantized, Tensor]:
     """The gradient dh of ``h`` in both layouts, the recomputed activation as columns, and the bias's gradient."""
-    if slot.scales.measuring:
+    if slot.measuring:
         slot.measure(bias_gelu_backward_op(da, h, bias, kind, False, False, None)[0])
     run = TABLE.select(backend, h).forward
     scales = (a_slot.scale, a_slot.dtype, slot.scale, slot.amax, slot.dtype)
@@ -253,7 +329,7 @@ class Fp8Weight:
     ) -> tuple[Tensor | None, Quantized]:
         """The GEMM's result ``h`` without the bias, None unless it is kept, and the activation of ``h + bias`` in FP8,
         as rows. On Hopper with bf16, the GEMM's epilogue computes the activation."""
-        if not slot.scales.measuring and fp8_native.refuse_gelu_product(x.rows, dtype) is None:
+        if not slot.measuring and fp8_native.refuse_gelu_product(x.rows, dtype) is None:
             operands = (x.rows, x.inverse), (self.rows, self.weight.inverse)
             found, rows = fp8_native.gelu_product(*operands, bias, kind, slot.scale, slot.amax, keep_h=keep_h)
             return found, Quantized(rows, rows.new_empty(0), slot.inverse)
@@ -272,6 +348,7 @@ class Fp8Linear(Fp8Weight):
     def __init__(self, weight: Tensor, slots: tuple[Slot, Slot, Slot]) -> None:
         super().__init__(weight, slots[:2])
         self.parameter = weight
+        counted_changes.watch([weight])
         self.gradient = slots[2]
         self._cast_version = -1, -1  # version and address of the weight that was cast
         self._given: tuple[Tensor, int, Quantized] | None = None  # the next input, its version, and its casts
@@ -311,7 +388,7 @@ class Fp8Linear(Fp8Weight):
         """Casts the weight again, with a scale from its own magnitude, if its address or torch's version counter has
         changed since ``refresh``."""
         if self._cast_version != (self.parameter._version, self.parameter.data_ptr()):
-            self.weight.measure(self.parameter)
+            self.weight.measure_changed(self.parameter)
             self.refresh()
 
     def input_gradient(self, dy: Quantized, dtype: torch.dtype) -> Tensor:
@@ -323,7 +400,7 @@ class Fp8Linear(Fp8Weight):
     ) -> tuple[Quantized, Quantized, Tensor]:
         """``gelu_backward`` of the input's gradient, if the input is the activation of ``h + bias``. On Hopper with
         bf16, the GEMM's epilogue computes it. ``dy`` needs rows."""
-        fused = not slot.scales.measuring and dy.rows.dtype == slot.dtype and self.input.dtype == E4M3
+        fused = not slot.measuring and dy.rows.dtype == slot.dtype and self.input.dtype == E4M3
         if fused and fp8_native.refuse_gelu_product(dy.rows, h.dtype) is None:
             operands = (dy.rows, dy.inverse), (self.columns, self.weight.inverse)
             scales = (self.input.scale, slot.scale, slot.amax)

@@ -19,7 +19,7 @@ def refuse(qkv: Tensor, problem: AttentionProblem, slot: Slot, backend: str | No
     """Why the kernel does not support the gradient of qkv [T, 3, H, D]; None if it does."""
     if (reason := _native.missing_hopper()) is not None:
         return reason
-    if slot.scales.measuring:
+    if slot.measuring:
         return "takes a known scale"
     if qkv.dtype != torch.bfloat16:
         return f"takes bfloat16, got {qkv.dtype}"

@@ -150,14 +150,15 @@ def _forward(
     dropout = dropout_arguments(cu_seqlens, seeds[2], options.p_b)
     norm = NormArguments(own.norm_b_weight, own.norm_b_bias, own.down_bias, *dropout, options.eps_b)
     stream = y1 if residual is None else z1
-    if following is None or following.input.scales.measuring:
+    if following is None or following.input.measuring:
         y, z, statistics = add_norm_forward_op(branch, stream, *norm, True, backend)
     else:
         y, z, statistics, next8 = add_norm_cast(branch, stream, norm, following.input, backend)
         following.give_input(y, next8)
 
     inverses = Inverses(x8.inverse, out8.inverse, y8.inverse)
-    if layer.qkv.input.scales.measuring:  # if a layer is used more than once, its next use sets the scales again
+    slots = (layer.qkv.input, layer.out.input, layer.up.input)
+    if any(each.measuring for each in slots):  # if a layer is used more than once, its next use sets the scales again
         inverses = Inverses(*(each.clone() for each in inverses))
     saved = Saved(x8.columns, qkv, out, lse, out8.columns, z1, statistics1, y8.columns, h, z, statistics)
     return y, z, saved, inverses

@@ -49,15 +49,14 @@ def static_layers(weights: list[list[Tensor]], amax: Tensor) -> list[StaticLayer
     count = len(LINEARS)
     scales = Scales([fp8.E4M3] * (2 * count * len(weights)), 1, weights[0][0].device)
     inputs, own = scales.slots[: count * len(weights)], scales.slots[count * len(weights) :]
-    scales.amax[: len(inputs)].copy_(_ROOM * amax.flatten())
-    scales.update()
+    scales.set_magnitudes(torch.cat([_ROOM * amax.flatten(), torch.zeros_like(amax).flatten()]))
     found = []
     for index, layer in enumerate(weights):
         linears = []
         for number, weight in enumerate(layer):
             position = count * index + number
             each = Fp8Weight(weight, (inputs[position], own[position]))
-            each.weight.measure(weight)
+            each.weight.measure_changed(weight)
             each.rows.copy_(fp8.cast(weight, each.weight, with_columns=False).rows)
             linears.append(each)
         found.append(StaticLayer(*linears))

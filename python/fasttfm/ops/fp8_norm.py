@@ -57,7 +57,7 @@ def refuse_backward(x: Tensor, residual: Tensor, slot: Slot, backend: str | None
         return reason
     if backend not in (None, "cuda"):
         return f"another backend is requested: {backend}"
-    if slot.scales.measuring:
+    if slot.measuring:
         return "takes a known scale"
     if x.dtype != torch.bfloat16 or residual.dtype not in (torch.bfloat16, torch.float32):
         return f"takes bfloat16, and a residual of bfloat16 or float32, got {x.dtype} and {residual.dtype}"

@@ -194,9 +194,10 @@ class _VocabularyLoss(OpFunction):
         ctx.wanted = list(ctx.needs_input_grad[:3])
         ctx.call, ctx.shape, ctx.dtype = call, rows.hidden.shape, rows.hidden.dtype
         now = ctx.wanted if call.reduction != "none" else _NOTHING
-        # On a CPU rows have their share of a mean from the start: where the mean's gradient is 1, nothing is scaled.
+        # On a CPU rows have their share of a mean from the start: where the mean's gradient is 1, nothing is scaled. In
+        # fp16 a loss scale has to multiply the share before hidden's gradient is rounded.
         shares = None
-        if divisor is not None and divisor.is_cpu:
+        if divisor is not None and divisor.is_cpu and ctx.dtype != torch.float16:
             shares = (call.loss.scale / divisor).expand(rows.labels.shape).contiguous()
         ctx.scale = call.loss.scale if shares is None else 1.0  # what gradients still lack
         losses, correct, samples, *gradients = _run(rows._replace(coefficients=shares), call.loss, call, now)

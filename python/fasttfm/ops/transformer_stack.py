@@ -325,21 +325,16 @@ def _summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tens
 
 
 def _gradients_like(own: list[Tensor | None], wanted: Sequence[bool], layers: Layers) -> list[Tensor | None]:
-    """Allocates the gradients in the parameters' dtype: one tensor for the same parameter of all layers."""
+    """Allocates the gradients in the parameters' dtype. Each has a storage of its own, as those of autograd have: its
+    owner may free or save it without those of the other layers."""
     if layers.depth == 1:
         return [
             torch.empty_like(each, dtype=layers.dtype) if each is not None and want else None
             for each, want in zip(own, wanted, strict=True)
         ]
-    kinds: list[Sequence[Tensor | None]] = []
-    for shape in layers.shapes:
-        if shape is None:
-            kinds.append([None] * layers.depth)
-        else:
-            rows, *others = shape
-            whole = torch.empty(layers.depth * rows, *others, dtype=layers.dtype, device=layers.device)
-            kinds.append(torch.unsafe_split_with_sizes(whole, [rows] * layers.depth))
-    return list(chain.from_iterable(zip(*kinds, strict=True)))
+    if None in layers.shapes:
+        return [None if each is None else torch.empty_like(each) for each in layers.given]
+    return list(map(torch.empty_like, layers.given))
 
 
 def _backward_op_by_op(

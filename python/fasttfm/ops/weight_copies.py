@@ -3,9 +3,9 @@ autocast then read them and need not cast.
 
 An optimizer enrolls its parameters and owns the entries; copies are freed with it. A forward that requests a copy
 records the dtype, and gets the copy if it is up to date: the parameter's version counter and address must be those at
-which the copy was written. Otherwise the forward casts, as it does for parameters that are not enrolled. Changes that
-torch's version counter does not see have to be reported: its own fused optimizers (``forget``), changes through
-``parameter.data``, other libraries' kernels (``refresh``).
+which the copy was written. Otherwise the forward casts, as it does for parameters that are not enrolled. Steps of all
+optimizers advance the version counters of enrolled parameters (counted_changes.py). Other changes that they do not see,
+through ``parameter.data`` or by other libraries' kernels, have to be reported (``refresh``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from fasttfm.ops import counted_changes
 
 
 class _Changes:
@@ -77,6 +79,7 @@ def enroll(parameters: Iterable[Tensor]) -> list[Entry]:
     found = []
     for each in parameters:
         if not each.is_inference():  # inference tensors have no version counter
+            counted_changes.watch([each])
             key = id(each)
             held = _entries.get(key)
             entry = None if held is None else held()
@@ -103,15 +106,6 @@ def entries_of(parameters: Iterable[Tensor], *, unrequested: bool = True) -> lis
     """
     found = [_entry(each) for each in parameters]
     return found if unrequested else [None if each is None or each.wanted is None else each for each in found]
-
-
-def forget(parameters: Iterable[Tensor]) -> None:
-    """Marks copies as out of date after changes that torch may not have counted: forwards cast until they are
-    written."""
-    for each in parameters:
-        if (entry := _entry(each)) is not None:
-            entry.version = -1
-            _Changes.count += 1
 
 
 class StepCopies:

@@ -63,7 +63,7 @@ class Augmenter:
         # The tokens that are whole words: the possible proposals.
         names = {id: tokenizer.decode([id]).strip() for id in np.flatnonzero(tokenizer.starts_word).tolist()}
         self._words = {id: name for id, name in names.items() if _WORD.fullmatch(name)}
-        self._ids = torch.tensor(sorted(self._words))
+        self._ids = torch.tensor(sorted(self._words), dtype=torch.int64, device="cpu")
         self._near: dict[str, list[str]] = {}
 
     def augmented(
@@ -127,7 +127,7 @@ class Augmenter:
     def _likeliest(self, rows: list[list[int]], mask: int) -> list[list[int]]:
         """The most likely words for the mask of each row."""
         device = next(self.model.parameters()).device
-        ids = torch.tensor(rows, device=device)
+        ids = torch.tensor(rows, device=device, dtype=torch.int64)
         encoded = base_of(self.model).encode(ids, lengths=[ids.shape[1]] * len(ids))
         head = self.model.get_submodule("lm_head")
         assert isinstance(head, MaskedLMHead)
@@ -139,7 +139,7 @@ class Augmenter:
         """The words whose embeddings have the largest cosine similarity with the mean embedding of a word's tokens."""
         if word not in self._near:
             table: Tensor = base_of(self.model).embeddings.word.weight
-            mean = table[torch.tensor(ids, device=table.device)].mean(0)
+            mean = table[torch.tensor(ids, device=table.device, dtype=torch.int64)].mean(0)
             scores = torch.cosine_similarity(table[self._ids.to(table.device)], mean[None]).cpu()
             best = scores.topk(min(self.candidates, len(self._ids))).indices
             self._near[word] = [self._words[id] for id in self._ids[best].tolist()]

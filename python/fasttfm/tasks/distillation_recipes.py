@@ -288,3 +288,15 @@ def soft_cross_entropy(logits: Tensor, target: Tensor, temperature: float = 1.0)
     """``-sum over classes of softmax(target / temperature) * log softmax(logits / temperature)``, summed over rows."""
     probabilities = (target.float() / temperature).softmax(-1)
     return -(probabilities * (logits.float() / temperature).log_softmax(-1)).sum()
+
+
+def soft_binary_cross_entropy(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+    """The mean over labels of the cross entropy with ``sigmoid(target / temperature)``, summed over rows."""
+    probabilities = (target.float() / temperature).sigmoid()
+    logits = logits.float() / temperature
+    return functional.binary_cross_entropy_with_logits(logits, probabilities, reduction="none").mean(-1).sum()
+
+
+def squared_error(logits: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+    """The mean over values of their squared differences, summed over rows. Values have no temperature."""
+    return (logits.float() - target.float()).square().mean(-1).sum()

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fasttfm.atomic_files import atomic_write
+from fasttfm.atomic_files import atomic_write, written_together
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.data.tokenizer_files import load_tokenizer
@@ -33,7 +33,14 @@ from fasttfm.models import (
 )
 from fasttfm.models.gpt import GPTConfig
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.tasks.distillation_recipes import Recipe, TinyBertRecipe, check_temperature, soft_cross_entropy
+from fasttfm.tasks.distillation_recipes import (
+    Recipe,
+    TinyBertRecipe,
+    check_temperature,
+    soft_binary_cross_entropy,
+    soft_cross_entropy,
+    squared_error,
+)
 from fasttfm.tasks.finetuning import FinetuneSettings, label_names, prepare, shuffled_steps, trainer_of
 from fasttfm.tasks.task import Task
 from fasttfm.train import Objective, StepResult, Trainer
@@ -118,13 +125,14 @@ def _size_names(config: Any) -> tuple[str, ...] | None:
 def save_student(recipe: Recipe, tokenizer: Tokenizer, directory: Path) -> None:
     """Saves the student in transformers' format, and TinyBERT's projections in the same directory."""
     check_finite(recipe.student)
-    recipe.student.save_pretrained(directory)
     config = recipe.student.config
-    tokenizer.save(directory, model_max_length=longest_input(config), config=config)
     projections = getattr(recipe, "projections", None)
-    if projections is not None and len(projections):
-        with atomic_write(directory / PROJECTIONS) as partial:
-            save_file({name: value.cpu() for name, value in projections.state_dict().items()}, partial)
+    with written_together():
+        recipe.student.save_pretrained(directory)
+        tokenizer.save(directory, model_max_length=longest_input(config), config=config)
+        if projections is not None and len(projections):
+            with atomic_write(directory / PROJECTIONS) as partial:
+                save_file({name: value.cpu() for name, value in projections.state_dict().items()}, partial)
 
 
 # ---- on a corpus -----------------------------------------------------------------------------------------------------
@@ -169,7 +177,8 @@ def _trainer(recipe: Any, settings: FinetuneSettings, steps: int) -> Trainer:
 
 
 class PredictionRecipe(Recipe):
-    """The soft cross entropy between the student's and a fine-tuned teacher's logits of a task."""
+    """The distance between the student's and a fine-tuned teacher's logits of a task: by the ``problem_type`` of the
+    student, squared errors of values, or cross entropies with the teacher's probabilities."""
 
     terms = ("predictions",)
 
@@ -179,6 +188,7 @@ class PredictionRecipe(Recipe):
         super().__init__(student, teacher)
         check_temperature(temperature)
         self.task, self.temperature = task, temperature
+        self.distance = _DISTANCES.get(getattr(student.config, "problem_type", None), soft_cross_entropy)
 
     def counts(self, batch: Any) -> tuple[float, ...]:
         return (self.task.rows(batch),)
@@ -186,7 +196,10 @@ class PredictionRecipe(Recipe):
     def forward(self, batch: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
             target = self.task.logits(self.teacher, batch)
-        return (soft_cross_entropy(self.task.logits(self.student, batch), target, self.temperature),)
+        return (self.distance(self.task.logits(self.student, batch), target, self.temperature),)
+
+
+_DISTANCES = {"regression": squared_error, "multi_label_classification": soft_binary_cross_entropy}
 
 
 def prepare_task(

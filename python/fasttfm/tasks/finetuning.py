@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fasttfm.atomic_files import written_together
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.batches import prefetch
@@ -223,7 +224,9 @@ class FineTuning:
             one_of("class_weights", class_weights, ("balanced",))
             class_weights = balanced_weights(task, self.features)
         self.class_weights = None if class_weights is None else list(class_weights)
-        self._weights = None if class_weights is None else torch.tensor(class_weights)
+        self._weights = (
+            None if class_weights is None else torch.tensor(class_weights, dtype=torch.float32, device="cpu")
+        )
         self._device_weights = None if self._weights is None else self._weights.to(self.world.device)
         self._plain = type(task).batch is Task.batch
         if self._plain:
@@ -330,8 +333,8 @@ def shuffled_steps(
     features: Sequence[Feature], settings: FinetuneSettings, epoch: int
 ) -> Iterator[list[list[Feature]]]:
     """Yields the batches of each step of an epoch, in a random order that seed and epoch determine."""
-    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + epoch)
-    order = torch.randperm(len(features), generator=generator).tolist()
+    generator = torch.Generator("cpu").manual_seed((settings.seed * 1_000_003 + epoch) % 2**64)
+    order = torch.randperm(len(features), generator=generator, device="cpu").tolist()
     step: list[list[Feature]] = []
     shuffled, tokens = (features[index] for index in order), settings.tokens_per_batch
     for group in by_count(shuffled, settings.batch_size) if tokens is None else by_budget(shuffled, tokens):
@@ -348,9 +351,10 @@ def save(model: PretrainedModel, task: Task, directory: str | Path) -> None:
     settings. The configuration has the maximum length of sequences (``TASK_KEY``)."""
     check_finite(model)
     task.adjust(model)
-    model.save_pretrained(directory)
-    task.language.save(Path(directory), model.config)
-    task.save(Path(directory))
+    with written_together():
+        model.save_pretrained(directory)
+        task.language.save(Path(directory), model.config)
+        task.save(Path(directory))
 
 
 @torch.no_grad()

@@ -78,6 +78,7 @@ class ImageFeature(Feature):
     def content(self) -> Iterator[bytes]:
         image = self.image.image
         yield self.image.name.encode() if isinstance(image, Path) else image.tobytes()
+        yield repr(self.target).encode()
 
 
 @dataclass
@@ -137,14 +138,14 @@ class ImageTask(ClassifyTask):
     def batch(self, features: Sequence[Feature]) -> TaskBatch:
         images = [feature.image for feature in features if isinstance(feature, ImageFeature)]
         others = {"pixel_values": self.language.images.batch(images)}
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         batch = ImageBatch(list(features), none, None, none, self.language.format.max_length, {}, others=others)
         if all(feature.target is not None for feature in features):
             batch.targets, batch.count = {"labels": self.label_numbers(features)}, len(features)
         return batch
 
     def label_numbers(self, features: Sequence[Feature]) -> Tensor:
-        return torch.tensor([feature.target for feature in features])
+        return torch.tensor([feature.target for feature in features], dtype=torch.int64, device="cpu")
 
     def inputs(self, example: Any) -> dict[str, Any]:
         return {"image": example.name}

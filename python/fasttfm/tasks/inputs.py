@@ -41,8 +41,11 @@ class Feature:
         return sum(sequence.cut for sequence in self.sequences)
 
     def content(self) -> Iterator[bytes]:
-        """The bytes of its content, for checksums."""
-        return (np.asarray(sequence.ids, np.int32).tobytes() for sequence in self.sequences)
+        """The bytes of all that a training reads of it, for checksums."""
+        for sequence in self.sequences:
+            yield np.asarray(sequence.ids, np.int32).tobytes()
+            yield np.asarray(sequence.segments, np.int32).tobytes()
+        yield repr(self.target).encode()
 
 
 @dataclass

@@ -136,7 +136,9 @@ class MarkedTask(ClassifyTask):
         batch = super().batch(features)
         if hasattr(self.language.family.config, "num_entities"):
             ids = [each for feature in features for each in getattr(feature, "entities", [])]
-            batch.others["entities"] = AlignedEntities.of(torch.tensor(ids), batch.cu_seqlens, batch.max_seqlen)
+            batch.others["entities"] = AlignedEntities.of(
+                torch.tensor(ids, dtype=torch.int64, device="cpu"), batch.cu_seqlens, batch.max_seqlen
+            )
         return batch
 
 
@@ -202,7 +204,9 @@ class EntityTypingTask(MarkedTask):
         return None if example.label is None else [float(label in example.label) for label in self.labels]
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        return {"labels": torch.tensor([feature.target for feature in batch.features])}
+        return {
+            "labels": torch.tensor([feature.target for feature in batch.features], dtype=torch.float32, device="cpu")
+        }
 
     def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
         found = []

@@ -48,6 +48,7 @@ class ClassifyTask(Task):
     main_score = "accuracy"
     options: ClassVar[tuple[str, ...]] = ("both_orders",)
     kept: ClassVar[tuple[str, ...]] = options
+    target_dtype: ClassVar[torch.dtype] = torch.int64
 
     def __init__(
         self, language: Language, train: Sequence[Any] | None, *, both_orders: bool = False, **options: Any
@@ -142,7 +143,11 @@ class ClassifyTask(Task):
         return self.labels.index(example.label) if example.label in self.labels else None
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        targets = {"labels": torch.tensor([feature.target for feature in batch.features])}
+        targets = {
+            "labels": torch.tensor(
+                [feature.target for feature in batch.features], dtype=self.target_dtype, device="cpu"
+            )
+        }
         if self._auxiliary() and self.auxiliary:
             targets["lm_labels"] = batch.input_ids
         return targets
@@ -202,6 +207,7 @@ class ValueTask(ClassifyTask):
     """A number for each text or pair of texts, such as how similar two sentences are."""
 
     main_score = "pearson"
+    target_dtype = torch.float32
 
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
         for number, example in enumerate(train, 1):
@@ -373,7 +379,7 @@ class TagTask(Task):
         return ids, firsts
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        labels = torch.full((batch.tokens,), IGNORED)
+        labels = torch.full((batch.tokens,), IGNORED, dtype=torch.int64, device="cpu")
         numbers = {label: number for number, label in enumerate(self.labels)}
         for feature, begin in zip(batch.features, batch.cu_seqlens.tolist(), strict=False):
             for position, word in feature.target.positions.items() if feature.target.tags else ():
@@ -509,7 +515,7 @@ class ChoiceTask(Task):
         return found
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        labels = torch.tensor([feature.target for feature in batch.features])
+        labels = torch.tensor([feature.target for feature in batch.features], dtype=torch.int64, device="cpu")
         return {"mc_labels" if self.language.family.causal else "labels": labels}
 
     def _called(self, model: Any, batch: TaskBatch, targets: dict[str, Tensor], choices: int | None) -> Any:

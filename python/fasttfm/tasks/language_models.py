@@ -96,7 +96,7 @@ class LanguageModel:
             ]
             states = self._states(group)
             guesses: list[list[Guess]] = []
-            for rows in torch.tensor(positions, device=self._device).split(_ROWS):
+            for rows in torch.tensor(positions, device=self._device, dtype=torch.int64).split(_ROWS):
                 with torch.inference_mode():
                     best = self._head(states.index_select(0, rows)).float().softmax(-1).topk(top_k)
                 for values, ids in zip(best.values.tolist(), best.indices.tolist(), strict=True):
@@ -196,7 +196,7 @@ class LanguageModel:
         losses: list[float] = []
         if pairs:
             states = self._states(needed)
-            for part in torch.tensor(pairs, device=self._device).split(_ROWS):
+            for part in torch.tensor(pairs, device=self._device, dtype=torch.int64).split(_ROWS):
                 with torch.inference_mode():
                     logits = self._head(states.index_select(0, part[:, 0])).float()
                     losses += torch.nn.functional.cross_entropy(logits, part[:, 1], reduction="none").tolist()

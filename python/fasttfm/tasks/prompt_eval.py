@@ -202,8 +202,10 @@ class Evaluation:
                 rows += range(start + begin - 1, start + begin - 1 + len(ending))
                 targets += ending
                 sizes.append(len(ending))
-            logits: Tensor = head(states[torch.tensor(rows, device=self._device)]).float().log_softmax(-1)
-            picked = logits.gather(1, torch.tensor(targets, device=self._device)[:, None]).squeeze(1)
+            logits: Tensor = (
+                head(states[torch.tensor(rows, device=self._device, dtype=torch.int64)]).float().log_softmax(-1)
+            )
+            picked = logits.gather(1, torch.tensor(targets, device=self._device, dtype=torch.int64)[:, None]).squeeze(1)
             found += [float(part.sum()) for part in picked.cpu().split(sizes)]
         return found
 

@@ -33,6 +33,9 @@ class SpanTarget(NamedTuple):
     start: int
     end: int
 
+    def __repr__(self) -> str:  # the feature's sequence has the window's tokens
+        return f"SpanTarget({self.start}, {self.end})"
+
 
 class QuestionTask(Task):
     """The span that answers a question.
@@ -110,8 +113,12 @@ class QuestionTask(Task):
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         return {
-            "start_positions": torch.tensor([feature.target.start for feature in batch.features]),
-            "end_positions": torch.tensor([feature.target.end for feature in batch.features]),
+            "start_positions": torch.tensor(
+                [feature.target.start for feature in batch.features], dtype=torch.int64, device="cpu"
+            ),
+            "end_positions": torch.tensor(
+                [feature.target.end for feature in batch.features], dtype=torch.int64, device="cpu"
+            ),
         }
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:

@@ -69,7 +69,7 @@ def read_examples(
     train = read_files(task, parts["train"], columns)
     if "dev" in parts:
         return Examples(train, read_files(task, parts["dev"], columns), source)
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(train), generator=torch.Generator("cpu").manual_seed(seed), device="cpu").tolist()
     held_out = max(1, round(_HELD_OUT * len(train)))
     if held_out == len(train):
         raise data_error(parts["train"][0], "two examples or more, or a dev file", f"{len(train)}")

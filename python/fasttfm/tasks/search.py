@@ -54,7 +54,7 @@ def search(
         if block.shape[1] != wanted.shape[1]:
             got = f"{block.shape[1]}; --model, --layers and --pooling must be those of the file"
             raise data_error(vectors.path, f"vectors of the queries' width {wanted.shape[1]}", got)
-        scores = wanted @ functional.normalize(torch.as_tensor(block, device=device), dim=-1).T
+        scores = wanted @ functional.normalize(torch.as_tensor(block, device=device, dtype=torch.float32), dim=-1).T
         for found, row in zip(best, _largest(scores, count), strict=True):
             found += [Match(first + at, score, None if texts is None else texts[at]) for at, score in row]
             found.sort(key=lambda match: (-match.score, match.row))

@@ -95,7 +95,9 @@ class SimilarityTask(Task):
         ]
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        return {"scores": torch.tensor([feature.target for feature in batch.features], dtype=torch.float32)}
+        return {
+            "scores": torch.tensor([feature.target for feature in batch.features], dtype=torch.float32, device="cpu")
+        }
 
     # ---- vectors -----------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class World:
         """The main process's value, in all processes."""
         if self.size == 1:
             return value
-        return bool(self.sum(torch.tensor(float(value and self.main), device=self.device)))
+        return bool(self.sum(torch.tensor(float(value and self.main), device=self.device, dtype=torch.float32)))
 
     def main_first(self, work: Callable[[], Value]) -> Value:
         """Runs ``work`` in the main process while the others wait, then in the others, which find the files it

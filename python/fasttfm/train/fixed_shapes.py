@@ -42,7 +42,8 @@ def filled(batch: Batch, shape: Shape) -> Batch:
     predictions = 0 if batch.positions is None else shape.predictions - len(batch.positions)
     if missing < 0 or sequences < fillers or predictions < 0:
         return batch
-    ends = torch.arange(1, sequences + 1, dtype=batch.cu_seqlens.dtype) * batch.max_seqlen + batch.tokens
+    like = {"dtype": batch.cu_seqlens.dtype, "device": batch.cu_seqlens.device}
+    ends = torch.arange(1, sequences + 1, **like) * batch.max_seqlen + batch.tokens
     changes: dict[str, Tensor | None] = {
         "input_ids": pad(batch.input_ids, (0, missing), value=shape.padding),
         "cu_seqlens": torch.cat([batch.cu_seqlens, ends.clamp(max=shape.tokens)]),
@@ -50,7 +51,7 @@ def filled(batch: Batch, shape: Shape) -> Batch:
         "positions": _padded(batch.positions, predictions, 0),
         "labels": _padded(batch.labels, predictions, IGNORED),
         "sentence_labels": _padded(batch.sentence_labels, sequences, IGNORED),
-        "real_tokens": torch.tensor([batch.tokens]),
+        "real_tokens": torch.tensor([batch.tokens], dtype=torch.int64, device="cpu"),
     }
     kept = {each.name: getattr(batch, each.name) for each in fields(batch)}
     return FixedBatch(**{**kept, **changes})

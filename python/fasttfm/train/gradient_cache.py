@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def cached_loss(encode: Callable[[Any], Tensor], parts: Sequence[Any], loss: Callable[[Tensor], Tensor]) -> Tensor:
     """``loss(torch.cat([encode(part) for part in parts]))``, with the activations of one part in memory at a time.
 
-    The vectors of all parts are computed without gradients, then the loss and its gradients with respect to the
-    vectors. The backward encodes each part again, with the same dropout and under the same autocast, and backpropagates
-    these gradients. So a step takes one more forward pass, and has the gradients of the whole batch.
+    The vectors of all parts are computed without gradients, then the loss. The backward computes the gradients of the
+    vectors, and of the parameters that the loss itself reads. Then it encodes each part again, with the same dropout
+    and under the same autocast, and backpropagates. So a step takes one more forward pass, and has the gradients of the
+    whole batch.
 
     Args:
         encode: Computes the vectors [n, D] of a part.
@@ -30,20 +32,29 @@ def cached_loss(encode: Callable[[Any], Tensor], parts: Sequence[Any], loss: Cal
         for part in parts:
             states.append(_States())
             vectors.append(encode(part))
-    leaf = torch.cat(vectors).requires_grad_()
-    value = loss(leaf)
-    (gradient,) = torch.autograd.grad(value, leaf)
-    gradients = gradient.split([len(each) for each in vectors])
-    result = value.detach().requires_grad_()
+    joined = torch.cat(vectors)
+    anchor = torch.empty(0, dtype=joined.dtype, device=joined.device, requires_grad=True)
+    return loss(_EncodedAgain.apply(anchor, joined, encode, parts, states, [len(each) for each in vectors]))
 
-    def backward(incoming: Tensor) -> None:
-        for part, state, own in zip(parts, states, gradients, strict=True):
+
+class _EncodedAgain(torch.autograd.Function):
+    """The vectors, whose backward runs the encoder. ``anchor`` is an input that requires a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, vectors: Tensor, *arguments: Any) -> Tensor:
+        ctx.arguments = arguments
+        return vectors.view_as(vectors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dvectors: Tensor) -> tuple[None, ...]:
+        encode, parts, states, counts = ctx.arguments
+        for part, state, gradient in zip(parts, states, dvectors.split(counts), strict=True):
             with torch.enable_grad(), state.again():
                 again = encode(part)
-            torch.autograd.backward(again, own * incoming)
-
-    result.register_hook(backward)
-    return result
+            if again.requires_grad:
+                torch.autograd.backward(again, gradient)
+        return (None,) * 6
 
 
 class _States:

@@ -57,7 +57,9 @@ def pretrain_knowledge(
         settings: The settings of the training.
         on_results: Called with the results of steps as they become available.
     """
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(settings.seed)).tolist()
+    order = torch.randperm(
+        len(examples), generator=torch.Generator("cpu").manual_seed(settings.seed), device="cpu"
+    ).tolist()
     held_out = max(2, round(settings.held_out * len(examples)))
     known = {name: number for number, name in enumerate(model.entity_names)}
 

@@ -107,8 +107,6 @@ class Trainer:
         # Totals of a single process stay on the host, unless a CUDA graph reads them.
         self._host_totals: list[float] | None = None
         self._metrics: AsyncMetrics = AsyncMetrics(device)
-        if isinstance(optimizer, optim.AdamW):
-            optimizer.max_norm = self.settings.clip or math.inf  # its step then also computes the norm
         self.fp8 = self._fp8_training() if self.settings.precision == "fp8" else None
         self._graphs = Graphs(self._accumulate, self._update) if self.settings.cuda_graph else None
 
@@ -164,7 +162,7 @@ class Trainer:
         if self.world.size == 1 and self._graphs is None:
             self._host_totals = [float(sum(column)) for column in zip(*rows, strict=True)]
             return
-        totals = torch.tensor(rows, dtype=torch.float64).sum(0)
+        totals = torch.tensor(rows, dtype=torch.float64, device="cpu").sum(0)
         if self.world.device.type == "cuda":
             totals = totals.pin_memory()
         self._totals.copy_(totals, non_blocking=True)
@@ -203,16 +201,16 @@ class Trainer:
     @torch.no_grad()
     def _update(self) -> None:
         not_finite = (self._sums.sum() * 0 != 0).float()  # 0 * inf is NaN
-        if isinstance(self.optimizer, optim.AdamW):
-            self.optimizer.found_inf = not_finite  # type: ignore[attr-defined]
-            self.optimizer.step()
+        if isinstance(self.optimizer, optim.AdamW):  # with a max_norm its step also computes the norm
+            with _lent(self.optimizer, max_norm=self.settings.clip or math.inf, found_inf=not_finite):
+                self.optimizer.step()
             norm = self.optimizer.last_norm
         else:
             norm = self._gradient_norm()
             scale = torch.ones_like(norm) if self.settings.clip is None else (norm / self.settings.clip).clamp(min=1)
-            self.optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]
-            self.optimizer.found_inf = torch.maximum(not_finite, (norm * 0 != 0).float())  # type: ignore[attr-defined]
-            self.optimizer.step()
+            found_inf = torch.maximum(not_finite, (norm * 0 != 0).float())
+            with _lent(self.optimizer, grad_scale=scale.float(), found_inf=found_inf):
+                self.optimizer.step()
         if self.fp8 is not None:
             self.fp8.update(reduce=self.world.size > 1)
         if norm is None:  # no parameter has a gradient
@@ -263,7 +261,7 @@ class Trainer:
         sums, totals = torch.zeros_like(self._sums), torch.zeros_like(self._sums)
         with _own_random_numbers(self.world.device):
             for batch in batches:
-                counts = torch.tensor(self.objective.counts(batch), dtype=torch.float64)
+                counts = torch.tensor(self.objective.counts(batch), dtype=torch.float64, device="cpu")
                 sums += torch.stack(self._terms(self._moved(batch)))
                 totals += counts.to(totals.device)
         means = (self.world.sum(sums) / self.world.sum(totals).clamp(min=1)).tolist()
@@ -291,7 +289,7 @@ def check_finite(module: nn.Module, world: World | None = None) -> None:
     """Raises ``NonFiniteError``, in all processes of ``world``, if a parameter is not finite: such a model should not
     be saved."""
     found = [name for name, each in module.named_parameters() if not bool(_local(each).isfinite().all())]
-    bad = torch.tensor(float(bool(found)), device=next(module.parameters()).device)
+    bad = torch.tensor(float(bool(found)), device=next(module.parameters()).device, dtype=torch.float32)
     if world is not None:
         world.sum(bad)
     if bad:
@@ -305,6 +303,20 @@ def _reads_scale(optimizer: Optimizer) -> bool:
     """Whether its step reads ``grad_scale`` and ``found_inf``."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return fused or getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+@contextlib.contextmanager
+def _lent(optimizer: Optimizer, **values: Any) -> Iterator[None]:
+    """Sets attributes of an optimizer for one step, so that its caller's own steps do not read them."""
+    own = vars(optimizer)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del own[name]
+        own.update(before)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def make_optimizer(
     if capturable:
         for group in groups:
             rate = group.get("lr", settings.learning_rate)
-            group["lr"] = torch.tensor(float(rate), device=group["params"][0].device)
+            group["lr"] = torch.tensor(float(rate), device=group["params"][0].device, dtype=torch.float32)
     options: dict[str, Any] = {
         "lr": settings.learning_rate,
         "betas": settings.betas,
@@ -126,7 +126,7 @@ class Lamb(Optimizer):
             if not self.state[each]:
                 self.state[each]["exp_avg"] = torch.zeros_like(each)
                 self.state[each]["exp_avg_sq"] = torch.zeros_like(each)
-                self.state[each]["step"] = torch.zeros((), device=each.device)
+                self.state[each]["step"] = torch.zeros((), device=each.device, dtype=torch.float32)
         first, second, steps = (
             [self.state[each][name] for each in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
         )

@@ -82,10 +82,12 @@ def train_transe(
     facts = graph.triples
     if test is None and settings.held_out:
         facts, test = graph.split(settings.held_out, settings.seed)
-    generator = torch.Generator().manual_seed(settings.seed)
+    generator = torch.Generator("cpu").manual_seed(settings.seed)
     bound = 6 / math.sqrt(settings.width)
     entities, relations = (
-        torch.empty(len(names), settings.width).uniform_(-bound, bound, generator=generator)
+        torch.empty(len(names), settings.width, dtype=torch.float32, device="cpu").uniform_(
+            -bound, bound, generator=generator
+        )
         for names in (graph.entities, graph.relations)
     )
     relations = functional.normalize(relations)
@@ -93,7 +95,7 @@ def train_transe(
     optimizer = torch.optim.Adam(parameters, lr=settings.learning_rate)
     loss = 0.0
     for _ in watch(range(settings.epochs)):
-        order = torch.randperm(len(facts), generator=generator)
+        order = torch.randperm(len(facts), generator=generator, device="cpu")
         total = 0.0
         for rows in order.split(settings.batch_size):
             _to_length_one(entities)
@@ -121,8 +123,8 @@ def _margin_loss(
 ) -> Tensor:
     head, relation, tail = batch.unbind(1)
     size = (len(batch), settings.negatives)
-    others = torch.randint(len(entities), size, generator=generator)
-    of_head = torch.rand(size, generator=generator) < 0.5
+    others = torch.randint(len(entities), size, generator=generator, device="cpu")
+    of_head = torch.rand(size, generator=generator, dtype=torch.float32, device="cpu") < 0.5
     step = relations[relation]
     right = (entities[head] + step - entities[tail]).norm(p=settings.norm, dim=-1)
     heads = entities[torch.where(of_head, others, head[:, None])]
@@ -149,4 +151,4 @@ def ranks(entities: Tensor, relations: Tensor, tested: Tensor, facts: Tensor, *,
             distances[others] = math.inf
             equal = int((distances == own).sum()) - 1
             found.append(1 + int((distances < own).sum()) + equal // 2)
-    return torch.tensor(found)
+    return torch.tensor(found, dtype=torch.int64, device="cpu")

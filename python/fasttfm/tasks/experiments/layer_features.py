@@ -72,7 +72,7 @@ def _states(
         hidden = encode(model, batch, hidden_states=True).hidden_states  # type: ignore[arg-type]
         assert hidden is not None
         known = batch.targets["labels"] != IGNORED
-        sentences = torch.tensor([feature.example for feature in group])
+        sentences = torch.tensor([feature.example for feature in group], dtype=torch.int64, device="cpu")
         layers.append([state[known] for state in hidden])
         tags.append(batch.targets["labels"][known])
         folds.append(sentences.repeat_interleave(batch.cu_seqlens.diff())[known] % FOLDS)

@@ -19,9 +19,11 @@ PAIRS = 16
 def sequences(count: int, generator: torch.Generator, *, repeats: int = 4) -> Tensor:
     """Token ids [count, 2 * PAIRS]: a symbol, its class, the next symbol, ... Only ``repeats`` symbols occur in a
     sequence, so that a class can be told by an earlier pair of the same symbol."""
-    symbols = torch.rand(count, SYMBOLS, generator=generator).argsort(-1)[:, :repeats]
-    classes = torch.randint(CLASSES, (count, repeats), generator=generator) + SYMBOLS
-    chosen = torch.randint(repeats, (count, PAIRS), generator=generator)
+    symbols = torch.rand(count, SYMBOLS, generator=generator, dtype=torch.float32, device="cpu").argsort(-1)[
+        :, :repeats
+    ]
+    classes = torch.randint(CLASSES, (count, repeats), generator=generator, device="cpu") + SYMBOLS
+    chosen = torch.randint(repeats, (count, PAIRS), generator=generator, device="cpu")
     return torch.stack([symbols.gather(1, chosen), classes.gather(1, chosen)], -1).flatten(1)
 
 
@@ -45,7 +47,7 @@ def run(lab: Lab) -> Iterator[Row]:
 
 
 def _trained(model: GPT2LMHeadModel, lab: Lab) -> GPT2LMHeadModel:
-    generator = torch.Generator().manual_seed(lab.seed)
+    generator = torch.Generator("cpu").manual_seed(lab.seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     model.train()
     for _ in range(lab.steps(4000)):
@@ -60,7 +62,7 @@ def _trained(model: GPT2LMHeadModel, lab: Lab) -> GPT2LMHeadModel:
 @torch.no_grad()
 def _accuracies(model: GPT2LMHeadModel, lab: Lab) -> Iterator[tuple[int, float]]:
     """After this many pairs, whether or not the symbol that is asked for is among them."""
-    ids = sequences(32 if lab.quick else 1000, torch.Generator().manual_seed(lab.seed + 1))
+    ids = sequences(32 if lab.quick else 1000, torch.Generator("cpu").manual_seed(lab.seed + 1))
     found = model(ids).logits[:, 0::2].argmax(-1)
     right = (found == ids[:, 1::2]).float().mean(0)
     for shots in SHOTS:
