@@ -7,12 +7,13 @@ import importlib
 import re
 import runpy
 import shlex
+import time
 from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from fasttfm.cli.main import COMMANDS, parser_of
+from fasttfm.cli.main import COMMANDS, main, parser_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("docs/**/*.md"))
@@ -38,12 +39,17 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 
 # ---- code ------------------------------------------------------------------------------------------------------------
 
-TUTORIALS = [ROOT / "README.md", *sorted(ROOT.glob("docs/tutorials/*.md"))]  # their blocks continue each other
+# Pages whose blocks continue each other. Those of docs/start also run their commands, in the order of the page.
+STARTS = [page for page in sorted(ROOT.glob("docs/start/*.md")) if page.stem != "write_kernels"]
+TUTORIALS = [ROOT / "README.md", *sorted(ROOT.glob("docs/tutorials/*.md"))]
+OP_PAGES = sorted(ROOT.glob("docs/ops/*.md"))
+# Pages that are printed from files which their own tests run: test_layer_norm_steps.py.
+PRINTED = [ROOT / "docs/start/write_kernels.md"]
 BLOCKS = [
     pytest.param(page, number, id=f"{page.relative_to(ROOT / 'docs')}-{number}")
     for page in sorted(ROOT.glob("docs/**/*.md"))
-    if page not in TUTORIALS
-    for number in range(len(_BLOCK.findall(page.read_text())))
+    if page not in (*TUTORIALS, *STARTS, *PRINTED)
+    for number in range(page in OP_PAGES, len(_BLOCK.findall(page.read_text())))  # an op's first block: a test below
 ]
 # Packages that a block may import and that no extra of the tests installs.
 _FURTHER = ("onnxruntime", "onnxscript", "sentence_transformers")
@@ -60,6 +66,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     (folder / "books").mkdir()
     (folder / "books" / "addresses.txt").write_text("\n\n".join(addresses(4)))
+    (folder / "texts.txt").write_text("The people are at peace.\nThe army marched at dawn.\nPeace.\n")
+    lines = ["text,label", *(f'"The {noun} of the nation.",{noun}' for noun in 10 * ("peace", "war"))]
+    (folder / "reviews.csv").write_text("\n".join(lines) + "\n")
     tokenizer = train_tokenizer("wordpiece", addresses(20), 1000)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     for name in ("run/latest", "bert-base-uncased", "sentence-transformers/all-MiniLM-L6-v2"):
@@ -102,13 +111,38 @@ def test_an_incomplete_block_is_found(tmp_path: Path) -> None:
         run_blocks(page, _BLOCK.findall(page.read_text()))
 
 
+_OP_EXAMPLE_SECONDS = 5.0  # of processor time; on an idle core they take less than one
+
+
+@pytest.mark.parametrize("page", OP_PAGES, ids=lambda page: page.stem)
+def test_an_op_page_opens_with_a_sentence_and_a_quick_example(page: Path) -> None:
+    title, sentence, block = re.split(r"\n\n(?=\S)", page.read_text(), maxsplit=3)[:3]
+    assert re.fullmatch(r"# [\w, ]+", title)
+    assert sentence.endswith(".")
+    assert block.startswith("```python\n")
+    (example, *_) = _BLOCK.findall(page.read_text())
+    assert len(example.splitlines()) <= 10, "expected an example of about six lines"
+    start = time.process_time()
+    run_blocks(page, [example])
+    assert time.process_time() - start < _OP_EXAMPLE_SECONDS
+
+
 def test_every_op_has_its_chart_on_its_page() -> None:
     charts = {
         path.stem.removeprefix("nvidia-h200-"): path for path in ROOT.glob("benchmarks/results/nvidia-h200-*.png")
     }
-    for page in ROOT.glob("docs/ops/*.md"):
+    for page in OP_PAGES:
         if page.stem in charts:
             assert charts[page.stem].name in page.read_text(), f"{page.name} does not show {charts[page.stem].name}"
+
+
+_WORDS = 1_500  # about three screens
+
+
+def test_a_page_fits_three_screens() -> None:
+    pages = [path for path in ROOT.glob("docs/**/*.md") if "notes" not in path.parts]
+    long = {str(page.relative_to(ROOT)): len(page.read_text().split()) for page in pages}
+    assert {page: words for page, words in long.items() if words > _WORDS} == {}
 
 
 def _commands(text: str) -> list[str]:
@@ -117,6 +151,36 @@ def _commands(text: str) -> list[str]:
     lines = [line for language, block in blocks if not language for line in block.replace("\\\n", " ").splitlines()]
     found = [re.search(r"(?:^|\| |-m )fasttfm ([a-z].*)$", line) for line in lines]
     return [match[1].partition(" < ")[0] for match in found if match and "..." not in match[1]]
+
+
+def _steps(text: str) -> list[tuple[str, str]]:
+    """The Python blocks ("python") and commands ("") of a page, in its order."""
+    blocks = re.findall(r"^```(python|)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [
+        (language, step)
+        for language, block in blocks
+        for step in ([block] if language else _commands(f"```\n{block}```\n"))
+    ]
+
+
+@pytest.mark.usefixtures("capsys")
+@pytest.mark.parametrize(
+    "page",
+    [
+        # Trains a tokenizer on the shipped corpus, and a model twice.
+        pytest.param(page, marks=pytest.mark.slow if page.stem == "pretrain" else (), id=page.stem)
+        for page in STARTS
+    ],
+)
+def test_quick_starts_run_as_printed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python blocks continue each other; commands that need a corpus or several GPUs only have valid arguments."""
+    monkeypatch.chdir(folder)
+    namespace: dict[str, object] = {"__name__": page.stem}
+    for language, step in _steps(page.read_text()):
+        if language:
+            exec(compile(step, str(page), "exec"), namespace)
+        elif "corpus/" not in step:
+            assert not main(shlex.split(step, comments=True)), step
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +211,42 @@ def test_every_public_name_is_on_the_page_of_the_api(module: str) -> None:
     assert set(public) - shown == set()
 
 
+# ---- the site --------------------------------------------------------------------------------------------------------
+
+
+def _navigation() -> set[str]:
+    """Paths of pages in mkdocs.yml's navigation."""
+    return set(re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+
+
+def test_the_navigation_has_every_page_but_the_notes() -> None:
+    pages = {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")}
+    assert _navigation() - {"index.md", "contributing.md", "changelog.md"} == {
+        page for page in pages if not page.startswith("notes/")
+    }
+    assert re.search(r"^exclude_docs: notes/", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+
+
+QUESTIONS = {  # what a reader looks for, and text on the page that answers it
+    "patch a model": "fasttfm.patch(model)",
+    "embed a file": "fasttfm embed --model",
+    "fine-tune on a CSV file": "--data reviews.csv",
+    "see why an op is slow": "fasttfm.explain(",
+    "add an op": "tools/new_op.py",
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_readme_answers_a_question_in_two_clicks(question: str) -> None:
+    def pages_of(page: Path) -> set[Path]:
+        links = [link for link in _LINK.findall(page.read_text()) if link.endswith(".md") and "://" not in link]
+        return {(page.parent / link).resolve() for link in links}
+
+    first = pages_of(ROOT / "README.md")
+    second = {page for link in first for page in pages_of(link)}
+    assert any(QUESTIONS[question] in page.read_text() for page in first | second)
+
+
 # ---- the README's figures --------------------------------------------------------------------------------------------
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -166,10 +266,10 @@ def _wrong_speeds(text: str) -> list[str]:
     medians = [float(row["ms_p50"]) for row in rows if row.get("ms_p50")]
     wrong = []
     for ours, peer, ratio in _speed_rows(text):
-        for time in (ours, peer):
-            decimals = len(time.partition(".")[2])
-            if not any(f"{median:.{decimals}f}" == time for median in medians):
-                wrong.append(f"{time} ms is no row of benchmarks/results")
+        for printed in (ours, peer):
+            decimals = len(printed.partition(".")[2])
+            if not any(f"{median:.{decimals}f}" == printed for median in medians):
+                wrong.append(f"{printed} ms is no row of benchmarks/results")
         if abs(float(peer) / float(ours) / ratio - 1) > 0.02:  # both are rounded
             wrong.append(f"{peer} / {ours} is not {ratio}")
     return wrong
@@ -194,3 +294,13 @@ def test_the_chart_of_the_readme_shows_the_rows() -> None:
     expected = chart["description"](chart["panel_rows"](stem))
     with image.open(f"{stem}-overview.png") as png:
         assert png.text["Description"] == expected, "run benchmarks/overview_chart.py benchmarks/results/nvidia-h200"
+
+
+def test_the_charts_of_kernels_have_rows() -> None:
+    charts = runpy.run_path(str(ROOT / "benchmarks" / "kernel_charts.py"))
+    limits = charts["largest_cases"](charts["read"](RESULTS / "nvidia-h200.csv"))
+    assert {"layer_norm", "attention", "mlp"} <= limits.keys()
+    assert all(0 < ours < 1.1 and 0 < peer < 1.1 for _, ours, peer in limits.values())
+    lines = charts["few_tokens"](charts["read"](RESULTS / "nvidia-h200-kernel_variants.csv"))
+    assert len(lines) == 4
+    assert all(len(points) > 5 for points in lines.values())

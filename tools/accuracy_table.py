@@ -1,9 +1,9 @@
 """Prints the measured accuracy of every op as rows for docs/numerics.md: ``python tools/accuracy_table.py [op ...]``.
 
-A cell is max|out - exact| / max|naive - exact|, the median over the op's cases and, in brackets, the largest: 1.0 means
-as far from the fp64 result as the same formula in plain torch and in the same type. Cases where plain torch is exact
-give no ratio. Measures the GPU backends if there is a GPU, the native core otherwise, and the ops of backend torch
-(cuBLAS or MKL GEMMs) on either.
+A cell is max|out - exact| / max|naive - exact| of outputs and of gradients, the median over the op's cases and, in
+brackets, the largest: 1.0 means as far from the fp64 result as the same formula in plain torch and in the same type.
+Cases where plain torch is exact give no ratio. Measures the GPU backends if there is a GPU, the native core otherwise,
+and the ops of backend torch (cuBLAS or MKL GEMMs) on either.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [name for name in names if name not in specs]
     if unknown:
         parser.error(f"op: expected some of {', '.join(specs)}, got {', '.join(unknown)}")
-    print("| op | backend | type | outputs | gradients |\n| --- | --- | --- | --- | --- |")
+    types = " | ".join(dtype_name(dtype) for dtype in FLOAT_DTYPES)
+    print(f"| op | backend | {types} |\n| --- | --- |{' --- |' * len(FLOAT_DTYPES)}")
     for name in names or specs:
         for row in rows(specs[name]):
             print(f"| {' | '.join(row)} |", flush=True)
@@ -44,6 +45,7 @@ def rows(spec: OpSpec) -> list[list[str]]:
     gradients = {f"d{name}" for name in spec.differentiable}
     found = []
     for backend in present:
+        row = [spec.name, backend]
         for dtype in FLOAT_DTYPES:
             cases = [case for case in spec.cases if dtype in case.dtypes]
             comparisons = []
@@ -52,7 +54,8 @@ def rows(spec: OpSpec) -> list[list[str]]:
                     comparisons += accuracy(spec, case, dtype, backend, device)
             outputs = ratios(item for item in comparisons if item.name not in gradients)
             backward = ratios(item for item in comparisons if item.name in gradients)
-            found.append([spec.name, backend, dtype_name(dtype), outputs, backward])
+            row.append(outputs if outputs == backward else f"{outputs}; {backward}")
+        found.append(row)
     return found
 
 

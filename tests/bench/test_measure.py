@@ -385,7 +385,7 @@ def test_curves_are_written(tmp_path: Path) -> None:
     curves = {"one": {128: "size128", 256: "size256"}, "not measured": {128: "other"}}
     report.write_curves(tmp_path / "charts" / "curves.png", rows, curves)
     assert (tmp_path / "charts" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="expected at least one measured row of a curve"):
+    with pytest.raises(ValueError, match="expected two measured sizes of a curve"):
         report.write_curves(tmp_path / "empty.png", rows, {"not measured": {128: "other"}})
 
 

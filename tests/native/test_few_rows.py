@@ -178,7 +178,7 @@ def test_with_the_first_norm_folded_every_gemm_has_a_kernel(width: int, times: i
     ("width", "first"), [(384, range(321, 1281)), (768, range(321, 1281)), (1024, range(257, 1025))], ids=str
 )
 def test_the_rows_of_folded_layers(width: int, first: range) -> None:
-    """Where they are faster: docs/kernels.md."""
+    """Where they are faster: docs/kernels_few_tokens.md."""
     norms = _native.core().few_rows_folded_norms
     found = {rows: norms(rows, width, 4 * width, 132) for rows in range(1, 1281)}
     both = [*range(33, 321)] if width <= 512 else [*range(33, 129), *range(193, 257)]

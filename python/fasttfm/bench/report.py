@@ -182,35 +182,45 @@ def _draw_panel(panel: Any, rows: Iterable[Row], contenders: list[str], groups: 
     panel.spines[["top", "right"]].set_visible(False)
 
 
+_CURVES_A_LINE = 3
+
+
 def write_curves(path: Path, rows: Sequence[Row], curves: Mapping[str, Mapping[int, str]]) -> None:
-    """Lines of one op: each contender's TFLOP/s over a size. A column of panels for each of ``curves``, which maps
-    sizes to cases by title; a row for each direction. Cases of no curve are not drawn."""
+    """Lines of one op: each contender's TFLOP/s over a size, forward above backward. ``curves`` maps sizes to cases by
+    the title of a panel; a curve needs two sizes that were measured. Cases of no curve are not drawn."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    cases = {case for sizes in curves.values() for case in sizes.values()}
-    measured = [row for row in rows if row.case in cases and row.ms_p50 is not None]
-    drawn = {title: sizes for title, sizes in curves.items() if any(row.case in sizes.values() for row in measured)}
-    directions = [direction for direction in DIRECTIONS if any(row.direction == direction for row in measured)]
-    if not directions:
-        raise ValueError(f"chart: rows: expected at least one measured row of a curve, got none of {len(rows)}")
+    directions = [direction for direction in DIRECTIONS if direction != "forward+backward"]
+    measured = [row for row in rows if row.ms_p50 is not None and row.direction in directions]
+    directions = [direction for direction in directions if any(row.direction == direction for row in measured)]
+    sizes_measured = {title: {row.case for row in measured} & set(sizes.values()) for title, sizes in curves.items()}
+    drawn = [(title, sizes) for title, sizes in curves.items() if len(sizes_measured[title]) > 1]
+    if not drawn:
+        raise ValueError(f"chart: rows: expected two measured sizes of a curve, got none in {len(rows)} rows")
     peers = list(dict.fromkeys(row.contender for row in measured if not row.ours))
-    figure = Figure(figsize=(1.5 + 3.4 * len(drawn), 1.2 + 2.9 * len(directions)), layout="constrained")
+    columns = min(len(drawn), _CURVES_A_LINE)
+    lines = [drawn[start : start + columns] for start in range(0, len(drawn), columns)]
+    figure = Figure(figsize=(1.5 + 3.2 * columns, 1.2 + 2.4 * len(directions) * len(lines)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(f"{measured[0].op} on {measured[0].device}: TFLOP/s", fontsize=14)
-    panels = figure.subplots(len(directions), len(drawn), squeeze=False, sharex="col", sharey="row")
+    panels = figure.subplots(len(directions) * len(lines), columns, squeeze=False, sharey=True)
     handles: dict[str, Any] = {}
-    for line, direction in zip(panels, directions, strict=True):
+    for number, line in enumerate(panels):
+        direction = directions[number % len(directions)]
         line[0].set_ylabel(f"{direction}, TFLOP/s", fontsize=10)
-        for panel, sizes in zip(line, drawn.values(), strict=True):
+        titled = lines[number // len(directions)]
+        for panel in line[len(titled) :]:
+            panel.set_axis_off()
+        for panel, (title, sizes) in zip(line, titled, strict=False):
             chosen = [row for row in measured if row.direction == direction and row.case in sizes.values()]
             handles |= _draw_lines(panel, chosen, sizes, peers)
-        line[0].set_ylim(bottom=0)  # at the end, because it disables the autoscaling of the shared axis
-    for panel, title in zip(panels[0], drawn, strict=True):
-        panel.set_title(title, loc="left", fontsize=11)
+            if direction == directions[0]:
+                panel.set_title(title, loc="left", fontsize=11)
+    panels[0][0].set_ylim(bottom=0)  # at the end, because it disables the autoscaling of the shared axis
     names = sorted(handles, key=lambda name: (name in peers, name))
     figure.legend(
-        [handles[name] for name in names], names, loc="outside lower center", ncols=6, fontsize=11, frameon=False
+        [handles[name] for name in names], names, loc="outside lower center", ncols=5, fontsize=11, frameon=False
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})

@@ -149,7 +149,7 @@ def yield_cuda_backward(
     max_seqlen_k: int | None = None,
     **_: Any,
 ) -> str | None:
-    """Why Triton's backward is faster for a call (docs/kernels_attention.md); never with heads of more than 64.
+    """Why Triton's backward is faster for a call (docs/notes/attention_designs.md); never with heads of more than 64.
 
     With heads of 64, one tile of Triton's kernel holds a head of up to 128 queries and keys. Up to 512 queries, a block
     of Hopper's kernel processes a head, so it needs half as many heads as SMs, unless sequences are short. Above that,

@@ -325,7 +325,7 @@ def _yield_to_gemm(x: Tensor, *_: Any, **__: Any) -> str | None:
 
 
 _ROTATED = 64  # columns of a head: a part of the kernel's tile
-_LEAST_ROWS = 4608  # for which the kernel is faster than torch's GEMM: docs/kernels.md
+_LEAST_ROWS = 4608  # for which the kernel is faster than torch's GEMM: docs/notes/kernel_designs.md
 _SLOWER = "torch's GEMM is faster"
 
 TABLE = BackendTable(

@@ -30,7 +30,8 @@ _UP_WEIGHT = BlockParameters._fields.index("up_weight")
 _ALIGNMENT = 16
 
 # The maximum number of tokens for which a forward without gradients and dropout uses the kernels for few rows
-# (kernels/few_rows), and the maximum length of sequences for their attention, with these head dims: docs/kernels.md.
+# (kernels/few_rows), and the maximum length of sequences for their attention, with these head dims
+# (docs/kernels_few_tokens.md).
 MOST_FEW_ROWS = 1280
 _MOST_FEW_ELEMENTS = 1 << 23  # of x: as many fp32 sums fit into the workspace
 MOST_SHORT_TOKENS = 128
