@@ -129,7 +129,7 @@ def anonymous_namespaces(path: str, text: str) -> list[str]:
 # A layer is a module or package directly under fasttfm; `fasttfm` is the package's own __init__, `peers` is
 # bench/peers.py, with which specs build their peers. FOUNDATIONS import nothing of fasttfm, and all layers may import
 # them.
-FOUNDATIONS = {"_gpus", "_version", "atomic_files", "extras"}
+FOUNDATIONS = {"_gpus", "_version", "_atomic_files", "_extras"}
 _WORK = {"ops", "nn", "models", "train", "data", "generate"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"kernels", "_native"},
@@ -148,10 +148,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "peers": set(),
     "testing": {"testing", "peers", "nn", "ops", "kernels", "_native"},
     "bench": {"bench", "peers", "testing", "ops"},
-    "cli": {"cli", "tasks", "inference", "testing", "bench", "_native", *_WORK},
+    "cli": {"cli", "selftest", "tasks", "inference", "testing", "bench", "_native", *_WORK},
     "__main__": {"cli"},
     "selftest": {"ops", "testing"},
-    "fasttfm": {"flash_attn", "patching", "optim", *_WORK},
+    "fasttfm": {"flash_attn", "inference", "optim", "patching", "tasks", "testing", *_WORK},
     **{layer: set() for layer in FOUNDATIONS},
 }
 

@@ -27,7 +27,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from fasttfm.atomic_files import write_json, write_text
+from fasttfm._atomic_files import write_json, write_text
 from fasttfm.cli.options import (
     MODEL_HELP,
     Formatter,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from fasttfm import extras
+from fasttfm import _extras
 
 
 def register_attention() -> None:
@@ -19,5 +19,5 @@ def load(module: str) -> ModuleType:
     try:
         import transformers  # noqa: F401
     except ImportError as missing:
-        raise extras.missing("fasttfm.patch", "transformers", "hf") from missing
+        raise _extras.missing("fasttfm.patch", "transformers", "hf") from missing
     return importlib.import_module(f"fasttfm.patching.{module}")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fasttfm import data
-from fasttfm.atomic_files import first_line
+from fasttfm._atomic_files import first_line
 from fasttfm.models.checkpoint_files import CONFIG
 from fasttfm.models.objectives import CausalLM, MaskedLM, Pretraining
 from fasttfm.train import checkpoints as files
