@@ -1,7 +1,7 @@
 """Creates or updates the virtual environment of the Makefile: ``python3 tools/environment.py .venv [purpose]``.
 
-The purpose ``package`` (the default) builds and installs fasttfm with what its commands need, ``checks`` adds the tools of tests,
-benchmarks and lint, and ``docs`` has only the tools of the documentation site, for which nothing is compiled.
+The purpose ``package`` (the default) builds and installs fasttfm with what its commands need, ``checks`` adds the tools
+of tests, benchmarks and lint, and ``docs`` has only the tools of the documentation site, for which nothing is compiled.
 
 It uses only the standard library and the syntax of Python 3.7, so that an old interpreter gets a clear message instead
 of a syntax error.

@@ -3,6 +3,7 @@
 The package can be called: ``fasttfm.generate(model, input_ids)`` is ``fasttfm.generate.generate(model, input_ids)``.
 """
 
+import inspect
 import sys
 from types import ModuleType
 
@@ -29,3 +30,4 @@ class _CallableModule(ModuleType):
 
 
 sys.modules[__name__].__class__ = _CallableModule
+__signature__ = inspect.signature(generate)  # otherwise that of a method, without its first argument
