@@ -129,7 +129,7 @@ def anonymous_namespaces(path: str, text: str) -> list[str]:
 # A layer is a module or package directly under fasttfm; `fasttfm` is the package's own __init__, `peers` is
 # bench/peers.py, with which specs build their peers. FOUNDATIONS import nothing of fasttfm, and all layers may import
 # them.
-FOUNDATIONS = {"_gpus", "_version", "_atomic_files", "_extras"}
+FOUNDATIONS = {"_gpus", "_version", "_atomic_files", "_extras", "_progress"}
 _WORK = {"ops", "nn", "models", "train", "data", "generate"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"kernels", "_native"},

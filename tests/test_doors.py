@@ -68,7 +68,7 @@ def test_explain_without_arguments_lists_the_backends_of_this_machine() -> None:
     assert "explain('layer_norm', x, ...) says which one runs a call" in str(found)
 
 
-@pytest.mark.parametrize(("op", "arguments"), [("layer_norm", ("x",)), ("attention", (torch.ones(2, 4, 2, 16),))])
+@pytest.mark.parametrize(("op", "arguments"), [("layer_norm", ("x",)), ("embedding", (torch.ones(2, 4), None, 3))])
 def test_explain_with_wrong_arguments_names_those_of_the_op(op: str, arguments: tuple[object, ...]) -> None:
     with pytest.raises(TypeError, match=rf"explain: expected the arguments of fasttfm.ops.{op}\(.*, got others: "):
         fasttfm.explain(op, *arguments)

@@ -300,9 +300,12 @@ template <class T>
 inline Lanes load(const T* from, Full) {
   return load(from);
 }
+// A row's tail is loaded and stored by functions that are not inlined: a kernel has a copy of its body for the tail,
+// and compiling these conversions in each of them would take a third of the build.
+#define FASTTFM_TAIL __attribute__((noinline))
 // Lanes past the end are zero.
 template <class T>
-inline Lanes load(const T* from, Tail tail) {
+FASTTFM_TAIL Lanes load(const T* from, Tail tail) {
   T buffer[kLanes] = {};
   std::memcpy(buffer, from, static_cast<size_t>(tail.count) * sizeof(T));
   return load(buffer);
@@ -312,7 +315,7 @@ inline void store(T* to, const Lanes& value, Full) {
   store(to, value);
 }
 template <class T>
-inline void store(T* to, const Lanes& value, Tail tail) {
+FASTTFM_TAIL void store(T* to, const Lanes& value, Tail tail) {
   T buffer[kLanes];
   store(buffer, value);
   std::memcpy(to, buffer, static_cast<size_t>(tail.count) * sizeof(T));
