@@ -58,11 +58,17 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    # Slow tests first: a process that begins a long test last would be waited for.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    needs = {}
+    if not torch.cuda.is_available():
+        needs["gpu"] = "a CUDA device; torch sees none"
+    if "TRITON_INTERPRET" not in os.environ or importlib.util.find_spec("triton") is None:
+        needs["interpreted"] = "Triton's interpreter: Triton, no CUDA device, and numpy older than 2.4"
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))
+        for mark, what in needs.items():
+            if item.get_closest_marker(mark) is not None:
+                item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
 
 
 @pytest.fixture(autouse=True)

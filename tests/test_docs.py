@@ -40,7 +40,7 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 
 TUTORIALS = [ROOT / "README.md", *sorted(ROOT.glob("docs/tutorials/*.md"))]  # their blocks continue each other
 BLOCKS = [
-    pytest.param(page, number, id=f"{page.relative_to(ROOT / 'docs')}-{number}")
+    pytest.param(page, number, id=f"{page.relative_to(ROOT / 'docs')}-{number}", marks=pytest.mark.slow)
     for page in sorted(ROOT.glob("docs/**/*.md"))
     if page not in TUTORIALS
     for number in range(len(_BLOCK.findall(page.read_text())))

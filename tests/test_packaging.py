@@ -195,6 +195,7 @@ def test_cuda_auto_without_a_driver_builds_the_cpu_core(tmp_path: Path) -> None:
     assert "CUDA (OFF)" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
     ("gpus", "archs"),

@@ -75,6 +75,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.version.cuda is not None, reason="torch has a CUDA runtime, which would take the fake driver for a real one"
 )
