@@ -1,4 +1,4 @@
-"""``SessionCounts``: statistics of a session."""
+"""``SessionCounts``: what a session has computed."""
 
 from __future__ import annotations
 
