@@ -162,6 +162,7 @@ class Session:
         )
         self.calibration = self._in_fp8(calibration) if precision == "fp8" else None
         self.counts = SessionCounts()
+        self._warned = False  # of truncated texts
         self._lock = threading.Lock()  # guards the device's buffers and the counts
         self._launches = 0
         self._graphs: Graphs | None = None
@@ -175,7 +176,6 @@ class Session:
             self._launch_items, max_tokens=self.max_tokens, max_waiting=max_waiting
         )
         self._closed = False
-        self._warned = False  # of truncated texts
         register_fork_reset(self)
 
     def _make_graphs(self, limit: int, padding: int) -> Graphs:
@@ -298,12 +298,6 @@ class Session:
             if self._graphs is not None:
                 self._graphs.clear()
 
-    def __repr__(self) -> str:
-        form = self.precision or str(self.dtype).removeprefix("torch.")
-        state = "closed" if self._closed else f"{self.counts.texts:,} texts computed"
-        sizes = f"vectors of {self.width}, up to {self.max_length} tokens"
-        return f"Session({type(self.network.model).__name__}, {sizes}, {form} on {self.device}, {state})"
-
     def __reduce__(self) -> Any:
         raise TypeError(
             "Session: expected to stay in its process (make one of the model in each), got a copy or pickle"
@@ -323,6 +317,12 @@ class Session:
     @property
     def graph_counts(self) -> GraphCounts:
         return GraphCounts() if self._graphs is None else self._graphs.counts
+
+    def __repr__(self) -> str:
+        form = self.precision or str(self.dtype).removeprefix("torch.")
+        sizes = f"vectors of {self.width}, up to {self.max_length} tokens"
+        done = f"{self.counts.texts:,} texts computed"
+        return f"Session({type(self.network.model).__name__}, {sizes}, {form} on {self.device}, {done})"
 
     # ---- texts -------------------------------------------------------------------------------------------------------
 
