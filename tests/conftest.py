@@ -51,6 +51,12 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if torch.cuda.is_available():
+        # torch's own, of TF32, cuBLAS and CUDA graphs, depend on the GPU and on the order of tests.
+        config.addinivalue_line("filterwarnings", "default:::torch")
+
+
 def pytest_report_header() -> list[str]:
     if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
         return []

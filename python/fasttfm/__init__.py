@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from fasttfm import data, flash_attn, generate, inference, models, nn, optim, tasks, testing, train
     from fasttfm.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
     from fasttfm.inference import Session
-    from fasttfm.patching import patch, register_attention, unpatch
+    from fasttfm.patching.patch import patch, unpatch
+    from fasttfm.patching.register import register_attention
 
 __all__ = [
     "Session",

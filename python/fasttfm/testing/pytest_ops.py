@@ -177,7 +177,8 @@ def _property_calls(spec: OpSpec) -> list[Any]:
         interpreted = backend == "triton"
         names = KERNEL_PROPERTIES if interpreted else _properties(spec)
         for case in cases[:1] if backend in ("triton", "reference") else cases:
-            found += [pytest.param(name, backend, case, id=f"{name}-{backend}-{case}") for name in names]
+            marks = [pytest.mark.slow] if interpreted else []
+            found += [pytest.param(name, backend, case, id=f"{name}-{backend}-{case}", marks=marks) for name in names]
     return found
 
 
