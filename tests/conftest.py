@@ -64,7 +64,7 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Slow tests first: a process that begins a long test last would be waited for.
+    # Slow tests first: if a process began a long test at the end, the others would be idle.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     needs = {}
     if not torch.cuda.is_available():

@@ -142,7 +142,7 @@ def _other_gpu(spec: OpSpec, backend: str) -> bool:
 
 
 def _typical(spec: OpSpec) -> list[OpCase]:
-    """The cases that stand for all of them: the first one, and those of the properties."""
+    """The cases that all checks use: the first one, and those of the properties."""
     return [case for number, case in enumerate(spec.cases) if number == 0 or case.name in spec.property_cases]
 
 
