@@ -79,14 +79,16 @@ demo: demo-plan .venv/installed ## set everything up, pre-train a small GPT-2 in
 	  --max-length 64 --tokens-per-step 1024 --steps 600 --learning-rate 0.003 --betas 0.9 0.98 --output fasttfm-runs/demo
 	@printf '\n%s\n' "$$demo_next"
 
-# `make test` has what guards users' results; `make test-all` adds the tests that are marked `slow` or `interpreted` (pyproject.toml).
+# `make test` has what guards users' results; `make test-all` adds the tests that are marked `slow` or `interpreted`
+# (pyproject.toml), by hand or, by tests/durations.json, in tests/conftest.py; it writes such a file to build.
 .PHONY: test
 test: .venv/checks ## set everything up and run the tests, one process on each core
 	PYTHONHASHSEED=0 .venv/bin/pytest -n auto --dist worksteal -m "not slow and not interpreted" $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: .venv/checks ## the same with the slow tests: kernels compiled ahead of time, wheels, long random tests
-	PYTHONHASHSEED=0 .venv/bin/pytest -n auto --dist worksteal $(PYTEST_ARGS)
+	@mkdir -p build
+	FASTTFM_DURATIONS=build/durations.json PYTHONHASHSEED=0 .venv/bin/pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: bench
 bench: .venv/checks ## time one case of each op against its peers (PYTEST_ARGS=--all for every case)
@@ -189,7 +191,7 @@ host-build:
 .PHONY: host-test
 host-test: host-build ## build without CUDA with the machine's own Python, run the CPU tests in as many processes as there are cores (OPS=a,b FASTTFM_ISA=avx2)
 	$(host_environment) $(PYTHON) tools/run_tests.py -m "not gpu and not slow and not interpreted" \
-	  --log $(or $(LOG),build/host/log) $(RUNNER_ARGS) $(op_tests)
+	  --log $(or $(LOG),build/host/log) --durations tests/durations.json $(RUNNER_ARGS) $(op_tests)
 
 # racecheck follows a barrier from the thread that arrives, not from its warp, and is misled where warps have passed different
 # numbers of barriers (benchmarks/lab/racecheck_patterns.cu): in this build every lane and every group of a block arrives. initcheck

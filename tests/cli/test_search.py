@@ -78,7 +78,7 @@ def test_a_text_finds_itself(
     output = tmp_path / "found.jsonl"
     assert run(*call, "--vectors", folder / "vectors.safetensors", "--output", output) == 0
     assert run(*call, "--vectors", folder / "vectors.jsonl", *options[4:], "--output", output, "--overwrite") == 0
-    (row,) = (json.loads(line) for line in output.open())
+    (row,) = (json.loads(line) for line in output.read_text().splitlines())
     assert row["query"] == TEXTS[3]
     assert row["matches"][0] == {"index": 3, "score": 1.0, "text": TEXTS[3]}
     assert run("search", "--vectors", folder / "vectors.npy", "--query-vectors", folder / "vectors.npy") == 0

@@ -163,6 +163,10 @@ class RunLog:
 
     def close(self) -> None:
         self.write()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Closes the files without writing, after an error."""
         self._file.close()
         for report in self._reports:
             report.close()
