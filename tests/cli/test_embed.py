@@ -103,7 +103,7 @@ def test_every_file_has_the_same_vectors(dtype: str, bert_directory: Path, texts
             "jsonl": lambda path: np.array(
                 [json.loads(line)["vector"] for line in path.read_text().splitlines()], dtype
             ),
-            "csv": lambda path: np.array([row[1:] for row in csv.reader(path.read_text().splitlines())][1:], dtype),
+            "csv": lambda path: np.array([row[1:] for row in csv.reader(io.StringIO(path.read_text()))][1:], dtype),
         }[suffix](path)
         assert read.dtype == dtype
         assert np.array_equal(read, expected), suffix
