@@ -55,7 +55,7 @@ inline Activated activated(const Lanes& u) {
   }
 }
 
-// The same for a block of columns. All tails share one copy of each activation, which is not inlined (FASTTFM_TAIL).
+// The same for a block of columns. Tails may share one copy of each activation (FASTTFM_TAIL).
 template <Activation A, bool EXACT>
 inline Activated activated(const Lanes& u, Full) {
   return activated<A, EXACT>(u);
