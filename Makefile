@@ -76,7 +76,7 @@ demo-plan:
 demo: demo-plan .venv/installed ## set everything up, pre-train a small GPT-2 in about a minute, show its guesses and its speed and that of plain torch
 	.venv/bin/fasttfm info
 	.venv/bin/fasttfm pretrain gpt2 --set n_embd=128 n_layer=2 n_head=4 initializer_range=0.05 --dropout 0 --vocabulary 2000 \
-	  --max-length 64 --tokens-per-step 1024 --steps 600 --learning-rate 0.003 --betas 0.9 0.98 --output fasttfm-runs/demo
+	  --max-length 64 --tokens-per-step 1024 --steps 600 --learning-rate 0.003 --betas 0.9 0.98 --output fasttfm-runs/demo --overwrite
 	@printf '\n%s\n' "$$demo_next"
 
 # `make test` has what guards users' results; `make test-all` adds the tests that are marked `slow` or `interpreted`
