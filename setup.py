@@ -1,9 +1,13 @@
 """Drives CMake. Everything that describes the package is in pyproject.toml."""
 
 import os
+import re
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TextIO
 
 from setuptools import Extension, find_namespace_packages, find_packages, setup
 from setuptools.command.build_ext import build_ext
@@ -43,7 +47,32 @@ class CMakeBuild(build_ext):
         flags = [f"-D{name}={value}" for name, value in definitions.items()]
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
         subprocess.run(["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(build_directory), *flags], check=True)
-        subprocess.run(["cmake", "--build", str(build_directory), "--parallel", jobs], check=True)
+        build(["cmake", "--build", str(build_directory), "--parallel", jobs])
+
+
+def build(command: list[str]) -> None:
+    """Runs the build, whose lines begin with [1/90], and prints how many files are compiled."""
+    begun = printed = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, terminal() or nullcontext() as output:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            counted = re.match(r"\[(\d+)/(\d+)\]", line)
+            if counted and output is not None and time.monotonic() - printed > 5:
+                printed = time.monotonic()
+                output.write(f"\r  fasttfm: {counted[1]} of {counted[2]} files compiled, {printed - begun:.0f} s\n")
+                output.flush()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
+def terminal() -> TextIO | None:
+    """The terminal, if there is one and output goes elsewhere: pip shows nothing of what a build prints, which takes
+    minutes."""
+    try:
+        return None if sys.stdout.isatty() else open("/dev/tty", "w")
+    except OSError:
+        return None
 
 
 kernel_packages = [f"fasttfm.kernels.{name}" for name in find_namespace_packages("kernels")]

@@ -3,6 +3,7 @@ Triton's interpreter; processes that run tests in parallel share the cores; and 
 """
 
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -10,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
@@ -34,6 +36,11 @@ OPTIONAL = (
 ABSENT = frozenset(name for name in OPTIONAL if importlib.util.find_spec(name) is None)
 
 
+DURATIONS = Path(__file__).with_name("durations.json")
+MOST_SECONDS = 3.0  # of one test function in `make test`
+LONG_SECONDS = 10.0  # a test that takes longer is slow
+
+
 def numpy_refuses_the_interpreter() -> bool:
     """Triton 3.6's interpreter converts arrays of one element to Python integers, which numpy rejects from 2.4 on."""
     try:
@@ -51,18 +58,64 @@ else:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if torch.cuda.is_available():
+        # torch's own, of TF32, cuBLAS and CUDA graphs, depend on the GPU and on the order of tests.
+        config.addinivalue_line("filterwarnings", "default:::torch")
+
+
 def pytest_report_header() -> list[str]:
     if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
         return []
     return [f"Triton kernels are not run: without a GPU they need numpy older than 2.4, here {numpy.__version__}"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def mark_slow(items: list[pytest.Item], seconds: dict[str, float]) -> None:
+    """Marks tests as slow by the measured ``seconds`` of their functions: those of a function that takes long, and of
+    a function with many parameters all but as many, evenly spread, as take ``MOST_SECONDS``."""
+    functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))
+        if not any(item.get_closest_marker(mark) for mark in ("slow", "interpreted", "gpu")):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, tests in functions.items():
+        each = seconds.get(name, 0.0)
+        kept = len(tests)
+        if each * len(tests) > MOST_SECONDS:
+            kept = 0 if each > LONG_SECONDS else min(kept, max(1, int(MOST_SECONDS / each)))
+        chosen = {number * len(tests) // kept for number in range(kept)}
+        for number, item in enumerate(tests):
+            if number not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """With the environment variable FASTTFM_DURATIONS, writes the mean seconds of test functions to that file, for
+    those that take more than a second in all; tests/durations.json is such a file of `make test-all`."""
+    if not (path := os.environ.get("FASTTFM_DURATIONS")):
+        return
+    tests: dict[str, float] = {}
+    for report in (each for reports in terminalreporter.stats.values() for each in reports if hasattr(each, "when")):
+        tests[report.nodeid] = tests.get(report.nodeid, 0.0) + report.duration
+    functions: dict[str, list[float]] = {}
+    for name, duration in tests.items():
+        functions.setdefault(name.partition("[")[0], []).append(duration)
+    means = {name: round(sum(each) / len(each), 2) for name, each in sorted(functions.items()) if sum(each) > 1}
+    Path(path).write_text(json.dumps(means, indent=1) + "\n")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow(items, json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {})
+    # Slow tests first: if a process began a long test at the end, the others would be idle.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    needs = {}
+    if not torch.cuda.is_available():
+        needs["gpu"] = "a CUDA device; torch sees none"
+    if "TRITON_INTERPRET" not in os.environ or importlib.util.find_spec("triton") is None:
+        needs["interpreted"] = "Triton's interpreter: Triton, no CUDA device, and numpy older than 2.4"
+    for item in items:
+        for mark, what in needs.items():
+            if item.get_closest_marker(mark) is not None:
+                item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
 
 
 @pytest.fixture(autouse=True)

@@ -133,7 +133,7 @@ def anonymous_namespaces(path: str, text: str) -> list[str]:
 # bench/peers.py, with which specs build their peers, and `seams` is testing/seams, which calls all of the package.
 # FOUNDATIONS import nothing of fasttfm, and all layers may import
 # them.
-FOUNDATIONS = {"_gpus", "_version", "atomic_files", "extras"}
+FOUNDATIONS = {"_gpus", "_version", "_atomic_files", "_extras", "_progress"}
 _WORK = {"ops", "nn", "models", "train", "data", "generate"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"kernels", "_native"},
@@ -153,10 +153,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": {"testing", "peers", "nn", "ops", "kernels", "_native"},
     "seams": {"seams", "testing", "inference", "patching", "optim", "kernels", "_native", "fasttfm", *_WORK},
     "bench": {"bench", "peers", "testing", "ops"},
-    "cli": {"cli", "tasks", "inference", "testing", "bench", "_native", *_WORK},
+    "cli": {"cli", "selftest", "tasks", "inference", "testing", "bench", "_native", *_WORK},
     "__main__": {"cli"},
     "selftest": {"ops", "testing"},
-    "fasttfm": {"flash_attn", "patching", "optim", *_WORK},
+    "fasttfm": {"flash_attn", "inference", "optim", "patching", "tasks", "testing", *_WORK},
     **{layer: set() for layer in FOUNDATIONS},
 }
 

@@ -12,6 +12,7 @@ from fasttfm.testing.aot import TARGETS
 from fasttfm.testing.specs import all_specs
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize("op", [name for name, spec in all_specs().items() if spec.triton_kernels])
 @pytest.mark.parametrize("target", TARGETS)

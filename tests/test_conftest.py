@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SUITE = {
     "test_whole_file.py": "import no_such_package\n\ndef test_it(): pass\n",
@@ -41,3 +44,28 @@ def test_tests_that_need_a_missing_package_are_skipped(tmp_path: Path) -> None:
     assert done.stdout.count("no_such_package is not installed") == 3
     for name in ("test_fails", "test_imports_another"):
         assert f"FAILED test_one.py::{name}" in done.stdout
+
+
+class Item:
+    def __init__(self, nodeid: str, *marks: str) -> None:
+        self.nodeid, self.marks = nodeid, set(marks)
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks.add(mark.name)
+
+
+def test_measured_functions_have_a_limit() -> None:
+    spec = importlib.util.spec_from_file_location("conftest_copy", Path(__file__).with_name("conftest.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    many = [Item(f"a.py::many[{number}]") for number in range(12)]
+    others = [Item("a.py::long"), Item("a.py::one"), Item("a.py::unknown"), Item("a.py::many[gpu]", "gpu")]
+    seconds = {"a.py::many": 0.9, "a.py::long": 10.5, "a.py::one": 8.0}
+    conftest.mark_slow([*many, *others], seconds)
+    assert [number for number, item in enumerate(many) if not item.marks] == [0, 4, 8]  # 2.7 seconds
+    assert [item.marks for item in others] == [{"slow"}, set(), set(), {"gpu"}]

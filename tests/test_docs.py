@@ -46,7 +46,7 @@ OP_PAGES = sorted(ROOT.glob("docs/ops/*.md"))
 # Pages that are printed from files which their own tests run: test_layer_norm_steps.py.
 PRINTED = [ROOT / "docs/start/write_kernels.md"]
 BLOCKS = [
-    pytest.param(page, number, id=f"{page.relative_to(ROOT / 'docs')}-{number}")
+    pytest.param(page, number, id=f"{page.relative_to(ROOT / 'docs')}-{number}", marks=pytest.mark.slow)
     for page in sorted(ROOT.glob("docs/**/*.md"))
     if page not in (*TUTORIALS, *STARTS, *PRINTED)
     for number in range(page in OP_PAGES, len(_BLOCK.findall(page.read_text())))  # an op's first block: a test below

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from fasttfm import extras
+from fasttfm import _extras
 
 ROOT = Path(__file__).parents[1]
 
 
 def named_extras() -> set[str]:
-    """The last argument of every call of ``extras.missing`` and ``extras.how_to_install``."""
+    """The last argument of every call of ``_extras.missing`` and ``_extras.how_to_install``."""
     found = set()
     for path in (ROOT / "python").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-            if is_call and ast.unparse(node.func) in ("extras.missing", "extras.how_to_install"):
+            if is_call and ast.unparse(node.func) in ("_extras.missing", "_extras.how_to_install"):
                 found.add(ast.literal_eval(node.args[-1]))
     return found
 
@@ -32,9 +32,9 @@ def test_every_extra_that_a_message_names_exists() -> None:
 
 def test_no_message_writes_the_command_itself() -> None:
     written = [path for path in (ROOT / "python").rglob("*.py") if "pip install 'fasttfm[" in path.read_text()]
-    assert [path.name for path in written] == ["extras.py"]
+    assert [path.name for path in written] == ["_extras.py"]
 
 
 def test_the_message() -> None:
-    found = str(extras.missing("the progress bar", "tqdm", "train"))
+    found = str(_extras.missing("the progress bar", "tqdm", "train"))
     assert found == "the progress bar needs tqdm: pip install 'fasttfm[train]' (from a clone: pip install '.[train]')"

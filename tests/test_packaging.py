@@ -185,6 +185,32 @@ def test_cuda_auto_without_nvcc_builds_the_cpu_core(tmp_path: Path) -> None:
     assert "CUDA (OFF)" in printed
 
 
+has_driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+
+
+@pytest.mark.skipif(has_driver, reason="there is an NVIDIA driver")
+def test_cuda_auto_without_a_driver_builds_the_cpu_core(tmp_path: Path) -> None:
+    status, printed = configure(tmp_path, "-DFASTTFM_CUDA=AUTO")
+    assert status == 0, printed
+    assert "CUDA (OFF)" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    ("gpus", "archs"),
+    [(["9.0", "9.0"], "90a 90-virtual"), (["8.6", "9.0"], "86 90a 86-virtual"), (["7.5"], "80 90a 80-virtual")],
+)
+def test_cuda_auto_builds_for_the_gpus_of_this_machine(gpus: list[str], archs: str, tmp_path: Path) -> None:
+    """A GPU that the kernels do not support leaves the default."""
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\n" + "".join(f"echo {gpu}\n" for gpu in gpus))
+    command.chmod(0o755)
+    status, printed = configure(tmp_path / "build", "-DFASTTFM_CUDA=AUTO", f"-DFASTTFM_NVIDIA_SMI={command}")
+    assert status == 0, printed
+    assert f"CUDA (ON) configured; architectures: {archs}" in printed
+
+
 def test_an_unknown_value_is_refused(tmp_path: Path) -> None:
     status, printed = configure(tmp_path, "-DFASTTFM_CUDA=MAYBE")
     assert status != 0
@@ -202,4 +228,6 @@ def test_build_tools_are_the_same_everywhere() -> None:
     installed = set(re.findall(r'"(\w+)"', re.search(r"^BUILD_TOOLS = \((.*)\)", environment, re.MULTILINE)[1]))
     pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert required == installed == {"setuptools", "cmake", "ninja", "pybind11"}
+    docs = set(re.findall(r'"([^"]+)"', re.search(r"^DOCS_TOOLS = \((.*)\)", environment, re.MULTILINE)[1]))
+    assert docs == set(project["project"]["optional-dependencies"]["docs"])
     assert required | {"torch", "triton", "numpy", "safetensors"} <= pinned

@@ -86,6 +86,17 @@ def test_steps_outside_of_the_makefile_are_found() -> None:
     assert unpinned_actions(text) == ["actions/cache@v4.0.0"]
 
 
+def test_ci_runs_the_tests_of_the_readme() -> None:
+    """And every command of .ci/run and of the README is a target."""
+    targets = targets_of((ROOT / "Makefile").read_text())
+    run, readme = ((ROOT / name).read_text() for name in (".ci/run", "README.md"))
+    called = re.findall(r"^make ([\w-]+)", run, re.MULTILINE)
+    shown = re.findall(r"^make ([\w-]+)", readme, re.MULTILINE)
+    assert {*called, *shown} <= targets
+    assert called[0] == "test-all"
+    assert {"demo", "test", "test-all"} <= {*shown}
+
+
 def test_pre_commit_runs_the_tools_of_lint() -> None:
     recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert recipe is not None

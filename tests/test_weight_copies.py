@@ -124,8 +124,9 @@ def test_copied_and_pickled_modules_have_no_copies() -> None:
     parameter, _ = with_copy()
     module = nn.Module()
     module.weight = parameter
+    # A copy would have 48 bytes of its own; the names of storages in a pickle vary by a few bytes.
     size = len(pickle.dumps(nn.ParameterList([nn.Parameter(torch.randn(4, 6))])))
-    assert len(pickle.dumps(nn.ParameterList([parameter]))) == size
+    assert abs(len(pickle.dumps(nn.ParameterList([parameter]))) - size) < 2 * parameter.numel()
     for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert weight_copies.copies_of([each.get_parameter("weight")], BF16) == [None]
 

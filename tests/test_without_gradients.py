@@ -25,7 +25,7 @@ def calls() -> Iterator[Any]:
                     )
 
 
-@pytest.mark.parametrize(("spec", "case", "backend"), calls())
+@pytest.mark.parametrize(("spec", "case", "backend"), list(calls()))
 def test_the_same_bits(spec: OpSpec, case: OpCase, backend: str) -> None:
     device = "cuda" if backend == "cuda" else "cpu"
     refusals = 0

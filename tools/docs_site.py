@@ -28,8 +28,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """The page with the links of the site."""
+    """The page with the links of the site. Notes, which record measurements, are not found by the site's search."""
     shown = page.file.src_uri
+    if shown.startswith("notes/"):
+        page.meta["search"] = {"exclude": True}
     source = next((name for name, uri in ROOT_PAGES.items() if uri == shown), f"docs/{shown}")
     known = {file.src_uri for file in files}
 

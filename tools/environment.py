@@ -1,4 +1,7 @@
-"""Creates or updates the virtual environment of the Makefile: ``python3 tools/environment.py .venv``.
+"""Creates or updates the virtual environment of the Makefile: ``python3 tools/environment.py .venv [purpose]``.
+
+The purpose ``package`` (the default) builds and installs fasttfm with what its commands need, ``checks`` adds the tools
+of tests, benchmarks and lint, and ``docs`` has only the tools of the documentation site, for which nothing is compiled.
 
 It uses only the standard library and the syntax of Python 3.7, so that an old interpreter gets a clear message instead
 of a syntax error.
@@ -19,12 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD_TOOLS = ("setuptools", "cmake", "ninja", "pybind11")  # as [build-system] in pyproject.toml has them
 BROUGHT_BY_TORCH = ("torch", "triton", "numpy")
+DOCS_TOOLS = ("mkdocs-material", "mkdocstrings[python]", "ruff")  # as the extra docs of pyproject.toml has them
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        return fail("expected one argument, the environment's folder")
+    if len(arguments) not in (1, 2) or arguments[1:] not in ([], *([purpose] for purpose in PURPOSES)):
+        return fail(f"expected the environment's folder, and one of {', '.join(PURPOSES)}; got {' '.join(arguments)!r}")
     if sys.version_info < (3, 10):
         found = f"{sys.executable} is {sys.version.split()[0]}"
         return fail(f"fasttfm needs Python 3.10 or newer, {found}; name another one: make PYTHON=python3.12 ...")
@@ -34,7 +38,7 @@ def main(arguments: list[str]) -> int:
     try:
         if not works(python):
             make_environment(folder, lay_over)
-        install(python, lay_over)
+        PURPOSES[arguments[1] if len(arguments) == 2 else "package"](python, lay_over)
     except subprocess.CalledProcessError as error:
         return fail(f"this command failed with status {error.returncode}: {' '.join(error.cmd)}")
     return 0
@@ -71,17 +75,31 @@ def make_environment(folder: Path, lay_over: bool) -> None:
     subprocess.run([sys.executable, "-m", "venv", *options, str(folder)], check=True)
 
 
-def install(python: Path, lay_over: bool) -> None:
-    # A GPU build of torch pins its own Triton, so Triton is installed only if torch did not install it.
-    tested = ROOT / "constraints.txt"
-    constraints = without(tested, BROUGHT_BY_TORCH if lay_over else ("triton",), python.parent.parent)
+def install_package(python: Path, lay_over: bool) -> None:
+    constraints = constraints_for(python, lay_over)
     pip(python, constraints, *BUILD_TOOLS)
     if not lay_over:
         # What torch needs comes with the package, from the usual index only.
         pip(python, constraints, *torch_index(), "--no-deps", "torch")
-    pip(python, constraints, "--no-build-isolation", "--editable", f"{ROOT}[train,test,bench,dev]")
+    pip(python, constraints, "--no-build-isolation", "--editable", f"{ROOT}[train]")
+
+
+def install_checks(python: Path, lay_over: bool) -> None:
+    pip(python, constraints_for(python, lay_over), "fasttfm[test,bench,dev]")  # the package itself is installed
     if subprocess.run([str(python), "-c", "import triton"], stderr=subprocess.DEVNULL).returncode != 0:
-        pip(python, tested, "triton")
+        pip(python, ROOT / "constraints.txt", "triton")
+
+
+def install_docs(python: Path, lay_over: bool) -> None:
+    pip(python, constraints_for(python, lay_over), *DOCS_TOOLS)
+
+
+PURPOSES = {"package": install_package, "checks": install_checks, "docs": install_docs}
+
+
+def constraints_for(python: Path, lay_over: bool) -> Path:
+    """A GPU build of torch pins its own Triton, so Triton is installed only if torch did not install it."""
+    return without(ROOT / "constraints.txt", BROUGHT_BY_TORCH if lay_over else ("triton",), python.parent.parent)
 
 
 def without(constraints: Path, names: tuple[str, ...], folder: Path) -> Path:
@@ -95,9 +113,13 @@ def without(constraints: Path, names: tuple[str, ...], folder: Path) -> Path:
 
 def pip(python: Path, constraints: Path, *arguments: str) -> None:
     print(f"environment: pip install {' '.join(arguments)}", flush=True)
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", str(constraints)]
+    # Modules are compiled to bytecode when they are first imported: to compile all of torch's takes longer.
+    options = ["--quiet", "--disable-pip-version-check", "--no-compile", "-c", str(constraints)]
+    command = [str(python), "-m", "pip", "install", *options]
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])  # setup.py calls cmake and ninja
-    subprocess.run([*command, *arguments], env={**os.environ, "PATH": path}, check=True)
+    # Objects are kept: after a change only the changed files are compiled.
+    environment = {"FASTTFM_BUILD_DIR": str(ROOT / "build" / "core"), **os.environ, "PATH": path}
+    subprocess.run([*command, *arguments], env=environment, check=True)
 
 
 if __name__ == "__main__":

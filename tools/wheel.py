@@ -132,6 +132,24 @@ def install_and_check(wheel: Path, torch: str | None, folder: Path, base: Path) 
     elsewhere = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
     run(python, "-m", "fasttfm", "info", **elsewhere)
     run(python, "-m", "fasttfm.selftest", "--device", "cpu", **elsewhere)
+    run(*pip, *constraints, "transformers")
+    print("the snippets of README.md", flush=True)
+    run(python, "-c", readme_script((ROOT / "README.md").read_text()), folder, **elsewhere, HF_HUB_OFFLINE="1")
+
+
+# The model that the snippets open is a small one with random weights, in a directory of that name.
+_MODEL = """import os
+import sys
+import fasttfm.models
+os.chdir(sys.argv[1])
+sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+fasttfm.models.BertForMaskedLM(fasttfm.models.BertConfig(**sizes)).save_pretrained("bert-base-uncased")
+"""
+
+
+def readme_script(text: str) -> str:
+    """The Python snippets of a page as one program."""
+    return "\n".join([_MODEL, *re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)])
 
 
 def check_tag(tag: str) -> int:

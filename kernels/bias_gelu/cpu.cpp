@@ -22,7 +22,7 @@ FASTTFM_KERNEL void forward_row(const BiasGeluForward& p, int64_t row) {
       u[i] = load(x + c, n);
       if (bias != nullptr) u[i] = u[i] + load(bias + c, n);
     }
-    for (int i = 0; i < count; ++i) u[i] = activated<A, sizeof(T) == 4>(u[i]).value;
+    for (int i = 0; i < count; ++i) u[i] = activated<A, sizeof(T) == 4>(u[i], n).value;
     for (int i = 0; i < count; ++i) store(y + first + i * kLanes, u[i], n);
   });
 }
@@ -43,7 +43,7 @@ FASTTFM_KERNEL void backward_row(const BiasGeluBackward& p, int64_t row, float* 
       if (bias != nullptr) u[i] = u[i] + load(bias + c, n);
     }
     Activated at_u[count];
-    for (int i = 0; i < count; ++i) at_u[i] = activated<A, sizeof(T) == 4>(u[i]);
+    for (int i = 0; i < count; ++i) at_u[i] = activated<A, sizeof(T) == 4>(u[i], n);
     for (int i = 0; i < count; ++i) {
       const int64_t c = first + i * kLanes;
       const Lanes out = load(dy + c, n) * at_u[i].derivative;

@@ -117,19 +117,21 @@ struct Shares {
   float* dlinear_bias;
 };
 
-// Writes dresidual and dx of COUNT rows and adds to the sums. A block of the sums is read and written once for all
-// COUNT rows.
-template <int COUNT, class T, class R, class D>
-FASTTFM_KERNEL void backward_rows(const DropoutAddLayerNormBackward& p, const D& dropout, int64_t first_row,
+constexpr int kRows = 4;
+
+// Writes dresidual and dx of up to kRows rows and adds to the sums. A block of the sums is read and written once for
+// all of the rows.
+template <class T, class R, class D>
+FASTTFM_KERNEL void backward_rows(const DropoutAddLayerNormBackward& p, const D& dropout, int64_t first_row, int count,
                                   const Shares& shares) {
   const auto* weight = static_cast<const float*>(p.weight);
-  BackwardRow<T, R> rows[COUNT];
-  for (int r = 0; r < COUNT; ++r) rows[r] = backward_row<T, R>(p, dropout, first_row + r);
+  BackwardRow<T, R> rows[kRows];
+  for (int r = 0; r < count; ++r) rows[r] = backward_row<T, R>(p, dropout, first_row + r);
 
-  const int64_t ahead = first_row + 2 * COUNT <= p.rows ? COUNT * p.columns : 0;  // prefetch distance: the next group
+  const int64_t ahead = first_row + 2 * count <= p.rows ? count * p.columns : 0;  // prefetch distance: the next group
   for_spans(p.columns, [&](int64_t first, int64_t width) {
-    typename D::Span spans[COUNT];
-    for (int r = 0; r < COUNT; ++r) spans[r].draw(dropout, rows[r].position, first);
+    typename D::Span spans[kRows];
+    for (int r = 0; r < count; ++r) spans[r].draw(dropout, rows[r].position, first);
     for_columns(width, [&](int64_t offset, auto n) {
       const int64_t c = first + offset;
       const Lanes w = weight != nullptr ? load(weight + c, n) : broadcast(1.0f);
@@ -138,7 +140,7 @@ FASTTFM_KERNEL void backward_rows(const DropoutAddLayerNormBackward& p, const D&
       Lanes dl = shares.dlinear_bias != nullptr ? load(shares.dlinear_bias + c, n) : broadcast(0.0f);
       // If unrolled, the rows' constants would occupy the registers of the sums.
 #pragma GCC unroll 1
-      for (int r = 0; r < COUNT; ++r) {
+      for (int r = 0; r < count; ++r) {
         const BackwardRow<T, R>& row = rows[r];
         prefetch(row.z + ahead + c);
         prefetch(row.dy + ahead + c);
@@ -187,8 +189,8 @@ Status dropout_add_layer_norm_backward(const DropoutAddLayerNormBackward& p) {
       const ColumnSums dlinear_bias{static_cast<float*>(p.dlinear_bias), p.workspace + 2 * parts, p.columns};
       parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
         const Shares shares{dweight.start(chunk), dbias.start(chunk), dlinear_bias.start(chunk)};
-        for_row_groups<4>(chunks.begin(chunk), chunks.end(chunk), [&](int64_t row, auto count) {
-          backward_rows<decltype(count)::value, decltype(element), decltype(stream)>(p, dropout, row, shares);
+        for_row_blocks<kRows>(chunks.begin(chunk), chunks.end(chunk), [&](int64_t row, int count) {
+          backward_rows<decltype(element), decltype(stream)>(p, dropout, row, count, shares);
         });
       });
       dweight.finish(chunks.count, p.threads);

@@ -13,6 +13,16 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 namespace {
 
+// Calls body(table, out) with values of the tables' and the output's type: tables are fp32, or of the output's type.
+template <class Params, class Body>
+Status with_types(const Params& p, Body body) {
+  return with_dtype(p.dtype, unknown_dtype(), [&](auto out) {
+    if (p.table_dtype == p.dtype) return body(out, out);
+    if (p.table_dtype == DType::f32) return body(float{}, out);
+    return bad_size("embedding: tables must be fp32 or of the output's type");
+  });
+}
+
 RowPositions positions_of(const EmbeddingRows& p) { return {p.cu_seqlens, p.sequences, p.tokens_per_sequence}; }
 
 // One token's rows of the three tables. A null table contributes nothing.
@@ -199,29 +209,25 @@ void sum_item(const EmbeddingTableBackward& p, int64_t first_row, int64_t begin,
 
 Status embedding_forward(const EmbeddingForward& p) {
   if (p.columns < 1) return bad_size("embedding: columns must be at least 1");
-  return with_dtype(p.table_dtype, unknown_dtype(), [&](auto table) {
-    return with_dtype(p.dtype, unknown_dtype(), [&](auto out) {
-      parallel_rows(p.rows, p.threads, [&](int64_t row) { forward_row<decltype(table), decltype(out)>(p, row); });
-      return Status{};
-    });
+  return with_types(p, [&](auto table, auto out) {
+    parallel_rows(p.rows, p.threads, [&](int64_t row) { forward_row<decltype(table), decltype(out)>(p, row); });
+    return Status{};
   });
 }
 
 Status embedding_backward(const EmbeddingBackward& p) {
   if (p.columns < 1) return bad_size("embedding: columns must be at least 1");
-  return with_dtype(p.table_dtype, unknown_dtype(), [&](auto table) {
-    return with_dtype(p.dtype, unknown_dtype(), [&](auto out) {
-      const RowChunks chunks(p.rows);
-      const ColumnSums dweight{p.dweight, p.workspace, p.columns};
-      const ColumnSums dbias{p.dbias, p.workspace + chunks.count * p.columns, p.columns};
-      parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-        backward_chunk<decltype(table), decltype(out)>(p, chunks.begin(chunk), chunks.end(chunk), dweight.start(chunk),
-                                                       dbias.start(chunk));
-      });
-      dweight.finish(chunks.count, p.threads);
-      dbias.finish(chunks.count, p.threads);
-      return Status{};
+  return with_types(p, [&](auto table, auto out) {
+    const RowChunks chunks(p.rows);
+    const ColumnSums dweight{p.dweight, p.workspace, p.columns};
+    const ColumnSums dbias{p.dbias, p.workspace + chunks.count * p.columns, p.columns};
+    parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
+      backward_chunk<decltype(table), decltype(out)>(p, chunks.begin(chunk), chunks.end(chunk), dweight.start(chunk),
+                                                     dbias.start(chunk));
     });
+    dweight.finish(chunks.count, p.threads);
+    dbias.finish(chunks.count, p.threads);
+    return Status{};
   });
 }
 

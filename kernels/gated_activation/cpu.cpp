@@ -35,7 +35,7 @@ FASTTFM_KERNEL void forward_row(const GatedActivationForward& p, int64_t row) {
   for_columns(p.columns, [&](int64_t c, auto n) {
     const Lanes gate = load_biased(x.gate, bias.gate, c, n);
     const Lanes up = load_biased(x.up, bias.up, c, n);
-    store(y + c, activated<A, sizeof(T) == 4>(gate).value * up, n);
+    store(y + c, activated<A, sizeof(T) == 4>(gate, n).value * up, n);
   });
 }
 
@@ -48,7 +48,7 @@ FASTTFM_KERNEL void backward_row(const GatedActivationBackward& p, int64_t row, 
   const Halves dx(static_cast<T*>(p.dx) + row * 2 * p.columns, p.columns, p.gate_first);
   const Halves sum(dbias, p.columns, p.gate_first);
   for_columns(p.columns, [&](int64_t c, auto n) {
-    const auto at_gate = activated<A, sizeof(T) == 4>(load_biased(x.gate, bias.gate, c, n));
+    const auto at_gate = activated<A, sizeof(T) == 4>(load_biased(x.gate, bias.gate, c, n), n);
     const Lanes up = load_biased(x.up, bias.up, c, n), gradient = load(dy + c, n);
     const Lanes dgate = gradient * up * at_gate.derivative, dup = gradient * at_gate.value;
     store(dx.gate + c, dgate, n);

@@ -26,7 +26,7 @@ FASTTFM_KERNEL void forward_row(const GeluLayerNormForward& p, int64_t row, floa
   for_columns(p.columns, [&](int64_t c, auto n) {
     Lanes u = load(x + c, n);
     if (linear_bias != nullptr) u = u + load(linear_bias + c, n);
-    store(h + c, activated<A, true>(u).value, n);
+    store(h + c, activated<A, true>(u, n).value, n);
   });
   const Moments found = moments(p.columns, [&](int64_t c, auto n) { return load(h + c, n); });
   const float rstd = 1.0f / std::sqrt(found.variance + p.eps);
@@ -73,7 +73,7 @@ FASTTFM_KERNEL void backward_row(const GeluLayerNormBackward& p, int64_t row, co
   for_columns(p.columns, [&](int64_t c, auto n) {
     Lanes u = load(x + c, n);
     if (linear_bias != nullptr) u = u + load(linear_bias + c, n);
-    const Activated h = activated<A, true>(u);
+    const Activated h = activated<A, true>(u, n);
     const Lanes deviation = keep(h.value - broadcast(mean), n);
     store(memory.deviation + c, deviation, n);
     store(memory.derivative + c, h.derivative, n);

@@ -59,21 +59,24 @@ FASTTFM_KERNEL BackwardRow<T> backward_row(const RmsNormBackward& p, int64_t row
   return {x, dy, static_cast<T*>(p.dx) + row * p.columns, rstd, rstd * (rstd * (rstd * mean_g_x))};
 }
 
-// Writes dx of R rows and adds their contribution to dweight (fp32 [C], null if not needed). A block of the sum is read
-// and written once for all R rows.
-template <class T, int R>
-FASTTFM_KERNEL void backward_rows(const RmsNormBackward& p, int64_t first, float* dweight) {
-  const auto* weight = static_cast<const float*>(p.weight);
-  BackwardRow<T> rows[R];
-  for (int r = 0; r < R; ++r) rows[r] = backward_row<T>(p, first + r);
+constexpr int kRows = 4;
 
-  const int64_t ahead = first + 2 * R <= p.rows ? R : 0;  // prefetch distance: the next group
+// Writes dx of up to kRows rows and adds their contribution to dweight (fp32 [C], null if not needed). A block of the
+// sum is read and written once for all of the rows.
+template <class T>
+FASTTFM_KERNEL void backward_rows(const RmsNormBackward& p, int64_t first, int count, float* dweight) {
+  const auto* weight = static_cast<const float*>(p.weight);
+  BackwardRow<T> rows[kRows];
+  for (int r = 0; r < count; ++r) rows[r] = backward_row<T>(p, first + r);
+
+  const int64_t ahead = first + 2 * count <= p.rows ? count : 0;  // prefetch distance: the next group
   for_columns(p.columns, [&](int64_t c, auto n) {
     const Lanes w = weight != nullptr ? load(weight + c, n) : broadcast(1.0f);
     Lanes dw = dweight != nullptr ? load(dweight + c, n) : broadcast(0.0f);
     // If unrolled, the rows' constants would occupy the registers of the sum.
 #pragma GCC unroll 1
-    for (const BackwardRow<T>& row : rows) {
+    for (int r = 0; r < count; ++r) {
+      const BackwardRow<T>& row = rows[r];
       prefetch(row.x + ahead * p.x_stride + c);
       prefetch(row.dy + ahead * p.columns + c);
       const Lanes dy = load(row.dy + c, n), x = load(row.x + c, n), scaled = dy * broadcast(row.rstd);
@@ -101,9 +104,8 @@ Status rms_norm_backward(const RmsNormBackward& p) {
     const ColumnSums dweight{static_cast<float*>(p.dweight), p.workspace, p.columns};
     parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
       float* part = dweight.start(chunk);
-      for_row_groups<4>(chunks.begin(chunk), chunks.end(chunk), [&](int64_t row, auto count) {
-        backward_rows<decltype(element), decltype(count)::value>(p, row, part);
-      });
+      for_row_blocks<kRows>(chunks.begin(chunk), chunks.end(chunk),
+                            [&](int64_t row, int count) { backward_rows<decltype(element)>(p, row, count, part); });
     });
     dweight.finish(chunks.count, p.threads);
     return Status{};

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from fasttfm._atomic_files import first_line
 from fasttfm._version import __version__
-from fasttfm.atomic_files import first_line
 from fasttfm.ops.backends import BackendRefused, dtype_name
 from fasttfm.testing.call import Call, backends_on
 from fasttfm.testing.spec import OpSpec

@@ -301,12 +301,11 @@ def test_device_time_and_memory_are_measured_on_a_gpu() -> None:
     rows = measure.bench_case(SPEC, case, torch.bfloat16, device, contenders=("fasttfm", "torch"), effort=effort)
     for row in rows:
         assert row.note == ""
+        # How long is not compared: other processes may use the GPU.
         assert row.gpu_ms is not None
+        assert row.gpu_ms > 0
         assert row.ms_p50 is not None
         assert (row.peak_mib is not None) == (row.direction == "forward+backward")
-    total = sum(row.gpu_ms or 0.0 for row in rows if row.contender == "fasttfm" and row.direction != "forward+backward")
-    both = next(row.gpu_ms for row in rows if row.contender == "fasttfm" and row.direction == "forward+backward")
-    assert both == pytest.approx(total, rel=0.5)
 
 
 def test_input_sets_exceed_twice_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,8 +100,10 @@ def test_every_file_has_the_same_vectors(dtype: str, bert_directory: Path, texts
             "npy": lambda path: np.load(path),
             "npz": lambda path: np.load(path)["vectors"],
             "safetensors": lambda path: load_file(path)["vectors"],
-            "jsonl": lambda path: np.array([json.loads(line)["vector"] for line in path.open()], dtype),
-            "csv": lambda path: np.array([row[1:] for row in csv.reader(path.open())][1:], dtype),
+            "jsonl": lambda path: np.array(
+                [json.loads(line)["vector"] for line in path.read_text().splitlines()], dtype
+            ),
+            "csv": lambda path: np.array([row[1:] for row in csv.reader(io.StringIO(path.read_text()))][1:], dtype),
         }[suffix](path)
         assert read.dtype == dtype
         assert np.array_equal(read, expected), suffix
@@ -122,7 +124,7 @@ def test_token_vectors_are_those_that_are_pooled(bert_directory: Path, texts: Pa
         ids = np.split(found["ids"], found["offsets"][1:-1])
         assert [list(each[1:-1]) for each in ids] == [tokenizer.encode(text) for text in TEXTS]
     run(bert_directory, texts, tmp_path / "tokens.jsonl", "--tokens")
-    rows = [json.loads(line) for line in (tmp_path / "tokens.jsonl").open()]
+    rows = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
     assert [row["text"] for row in rows] == TEXTS
     assert [np.shape(row["vectors"]) for row in rows] == [(len(row["ids"]), 64) for row in rows]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,12 @@ import torch
 
 import fasttfm
 from fasttfm import _C, _native
-from fasttfm.cli import info
+from fasttfm.cli import doctor, info
 from fasttfm.cli.main import COMMANDS, main
 from fasttfm.ops.backends import Backend, BackendTable
+from fasttfm.testing.specs import all_specs
+
+SPECS = all_specs()
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -157,9 +161,32 @@ def test_a_wrong_argument_exits_with_2_and_a_message(
     assert sentence in capsys.readouterr().err
 
 
-def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
-    assert "pre-train a model on text files" in capsys.readouterr().err
+def test_without_a_command_the_most_common_ones_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    commands = [line.split()[1] for line in printed.splitlines() if line.startswith("  fasttfm ")]
+    assert commands == ["doctor", "embed", "finetune", "predict", "pretrain"]
+    assert set(commands) <= COMMANDS.keys()
+
+
+def test_doctor_is_info_and_selftest_and_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.selftest, "all_specs", lambda: {"layer_norm": SPECS["layer_norm"]})
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(info.report())
+    assert re.search(r"^layer_norm .* float32 ok", printed, re.MULTILINE)
+    assert "\nwhat to do" in printed
+    monkeypatch.setattr(doctor.selftest, "check", lambda *call: "WRONG: far off")
+    assert main(["doctor"]) == 1
+    assert "a kernel's results are wrong: reinstall" in capsys.readouterr().out
+
+
+def test_advice_lists_what_is_missing() -> None:
+    verdict = [("partly fast", "kernels on the CPU"), ("to do", "install this")]
+    assert doctor.advice(verdict, passed=True) == "what to do\n  install this"
+    assert doctor.advice(verdict[:1], passed=True).startswith("what to do: nothing")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"], ["bench", "--help"], ["--version"]])

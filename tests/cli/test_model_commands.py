@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 from small_models import addresses, save_bert
 
 from fasttfm import models
+from fasttfm._extras import how_to_install
 from fasttfm.cli.main import COMMANDS, main
 from fasttfm.data import Tokenizer, load_tokenizer
-from fasttfm.extras import how_to_install
 from fasttfm.generate import generate
 from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head

@@ -99,7 +99,7 @@ def test_the_command_writes_scores_answers_and_a_curve(
     metrics = json.loads((run / "metrics.json").read_text())
     assert [row["k"] for row in metrics["runs"]] == [0, 2, 2, 4, 4]
     assert [row["k"] for row in metrics["curve"]] == [0, 2, 4]
-    answers = [json.loads(line) for line in (run / "answers.jsonl").open()]
+    answers = [json.loads(line) for line in (run / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 25
     right = [row["answer"] == row["output"][0] for row in answers if (row["k"], row["seed"]) == (2, 1)]
     assert metrics["runs"][2]["accuracy"] == pytest.approx(sum(right) / 5)

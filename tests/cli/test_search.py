@@ -78,7 +78,7 @@ def test_a_text_finds_itself(
     output = tmp_path / "found.jsonl"
     assert run(*call, "--vectors", folder / "vectors.safetensors", "--output", output) == 0
     assert run(*call, "--vectors", folder / "vectors.jsonl", *options[4:], "--output", output, "--overwrite") == 0
-    (row,) = (json.loads(line) for line in output.open())
+    (row,) = (json.loads(line) for line in output.read_text().splitlines())
     assert row["query"] == TEXTS[3]
     assert row["matches"][0] == {"index": 3, "score": 1.0, "text": TEXTS[3]}
     assert run("search", "--vectors", folder / "vectors.npy", "--query-vectors", folder / "vectors.npy") == 0
@@ -134,6 +134,7 @@ def test_the_page_has_the_weights_of_the_model(
     assert (len(data["tokens"]), data["layers"], data["heads"]) == (len(ids), [1], [1, 2])
 
 
+@pytest.mark.filterwarnings("ignore:.*truncated")
 def test_an_image_of_selected_heads(bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="it draws the picture")
     call = ("show", "attention", "--model", bert_directory, "--text", "War and peace", "--device", "cpu")

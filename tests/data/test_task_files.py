@@ -121,6 +121,12 @@ def test_swag(tmp_path: Path) -> None:
     assert read_choices(write(tmp_path, without))[0].label is None
 
 
+@pytest.mark.parametrize("names", [("query", "document"), ("query", "passage"), ("anchor", "positive")])
+def test_pairs_with_the_columns_of_similarity(names: tuple[str, str], tmp_path: Path) -> None:
+    path = write(tmp_path, "\t".join([*names, "score"]) + "\nships\ta fleet\t4.5\n")
+    assert read_texts(path) == [TextExample("ships", "a fleet", "4.5")]
+
+
 def test_columns_without_a_header(tmp_path: Path) -> None:
     without = Columns(header=False)
     assert read_texts(write(tmp_path, "a\tx\nb\ty\n"), without) == [

@@ -63,6 +63,7 @@ def test_the_same_texts_give_the_same_wordpiece_vocabulary() -> None:
     assert len(set(found)) == len(found) == 60
 
 
+@pytest.mark.slow
 def test_every_process_trains_the_same_wordpiece_vocabulary(tmp_path: Path) -> None:
     code = f"from fasttfm.data import train_tokenizer; train_tokenizer('wordpiece', {TEXTS!r}, 60).save('%s')"
     names = ("0", "1")
@@ -94,6 +95,7 @@ def test_bpe(bpe: Tokenizer) -> None:
     assert starts[special.all()].all()
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
 def test_bpe_keeps_any_text(text: str) -> None:

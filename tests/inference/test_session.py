@@ -480,7 +480,8 @@ def test_a_wrong_number_of_graphs_is_refused(value: Any) -> None:
 def test_the_warning_of_a_stream_is_about_its_own_texts(bert_directory: Path) -> None:
     long, short = "peace and commerce " * 20, "Peace."
     with Session(bert_directory, settings=EmbedSettings(max_length=8)) as session:
-        session.encode([long])
+        with pytest.warns(UserWarning, match="^Session: a text of "):
+            session.encode([long])
         with pytest.warns(UserWarning, match=r"^1 of 2 texts have more than 8 tokens and are truncated"):
             list(session.stream([long, short]))
         with warnings.catch_warnings():

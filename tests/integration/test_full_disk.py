@@ -12,7 +12,8 @@ import pytest
 import torch
 from model_fixtures import bert_directory, wordpiece
 
-from fasttfm import atomic_files, models
+from fasttfm import _atomic_files as atomic_files
+from fasttfm import models
 from fasttfm.data import Tokenizer
 from fasttfm.data.task_files import TextExample
 from fasttfm.tasks.distillation_runs import save_student

@@ -275,6 +275,14 @@ def test_errors_name_what_was_given() -> None:
     module = theirs_of("BertModel")
     with pytest.raises(TypeError, match=r"expected a BERT, .* got torch\.nn\.modules\.linear\.Linear"):
         fasttfm.patch(torch.nn.Linear(3, 3))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
+    llama = transformers.LlamaModel(transformers.LlamaConfig(**sizes, intermediate_size=32, num_key_value_heads=2))
+    hint = r"fasttfm\.register_attention\(\); model\.set_attn_implementation\(\"fasttfm\"\)"
+    with pytest.raises(TypeError, match=rf"LlamaModel\. Its attention can run on fasttfm's kernels: {hint}"):
+        fasttfm.patch(llama)
+    deberta = transformers.DebertaV2Model(transformers.DebertaV2Config(**sizes, intermediate_size=32))
+    with pytest.raises(TypeError, match="register_attention has no effect on it either: DebertaV2Model"):
+        fasttfm.patch(deberta)
     with pytest.raises(TypeError, match=r"got fasttfm\.models\.bert\.BertModel"):
         fasttfm.patch(fasttfm.models.BertModel(fasttfm.models.BertConfig.named("tiny")))
     with pytest.raises(ValueError, match="BertModel that is not patched"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -155,6 +157,21 @@ def test_onnxruntime_computes_the_same(name: str, head: Head, tmp_path: Path) ->
         # As far from fp64 as the model in fp32, up to the order of sums.
         tolerance = max(4 * float(own), 4 * torch.finfo(torch.float32).eps * float(expected.abs().max()))
         assert float((of_tokens(value, key, inputs) - expected).abs().max()) <= tolerance
+
+
+def test_the_exported_module_is_in_evaluation_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch warns of one in training mode."""
+    seen: list[bool] = []
+
+    def export(module: torch.nn.Module, inputs: Any, path: Path, **options: Any) -> None:
+        seen.extend(each.training for each in module.modules())
+        path.touch()
+
+    monkeypatch.setitem(sys.modules, "onnxscript", ModuleType("onnxscript"))
+    monkeypatch.setattr(torch.onnx, "export", export)
+    models.export_onnx(small("bert", Head.MASKED_LM).train(), tmp_path / "model.onnx")
+    assert seen
+    assert not any(seen)
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="requires a C++ compiler")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_finds_no_error(name: str, tmp_path: Path) -> None:

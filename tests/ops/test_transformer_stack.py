@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import subprocess
@@ -488,16 +489,17 @@ def test_out_of_memory_leaves_a_usable_process() -> None:
 @pytest.mark.gpu
 @hopper
 def test_memory_is_freed() -> None:
+    """A leak grows in every round. What is allocated once and kept, or what earlier tests of this process free
+    meanwhile, changes one round."""
     problem = Problem("cuda", torch.bfloat16, torch.float32)
-    problem.results(problem.in_one_call)
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    for _ in range(3):
+    allocated = []
+    for _ in range(4):
         problem.results(problem.in_one_call)
-    y, _ = problem.in_one_call()
-    del y
-    gc.collect()
-    assert torch.cuda.memory_allocated() == before
+        y, _ = problem.in_one_call()
+        del y
+        gc.collect()
+        allocated.append(torch.cuda.memory_allocated())
+    assert min(after - before for before, after in itertools.pairwise(allocated)) <= 0, allocated
 
 
 @pytest.mark.gpu

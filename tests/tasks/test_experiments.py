@@ -25,6 +25,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     return Lab(tmp_path_factory.mktemp("lab"), quick=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*has no trained head")
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_an_experiment_runs(name: str, lab: Lab, tmp_path: Path) -> None:
@@ -45,6 +46,7 @@ def test_an_experiment_runs(name: str, lab: Lab, tmp_path: Path) -> None:
     assert all(experiment.label in row for row in rows)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["experiment", "shots", "--quick", "--quiet", "--output", str(tmp_path)]
     assert main(command) == 0
@@ -71,6 +73,7 @@ def test_an_interrupted_command_keeps_its_rows(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "model-size.png").exists()
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_table(lab: Lab) -> None:
     experiment = EXPERIMENTS["model-size"]
     assert table(list(experiment.run(lab))) == table(list(experiment.run(lab)))

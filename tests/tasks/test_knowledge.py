@@ -133,6 +133,7 @@ def finetuned(task: str, model: Path, output: Path, *, epochs: int) -> dict[str,
     return metrics
 
 
+@pytest.mark.slow
 def test_knowledge_of_a_graph_helps(ernie: Path, tmp_path: Path) -> None:
     """The places of the dev set are in no training example, so that only the graph describes them."""
     known = finetuned("relation", ernie, tmp_path / "known", epochs=12)["dev"]["accuracy"]

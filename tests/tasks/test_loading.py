@@ -163,6 +163,7 @@ def test_invalid_examples_are_refused(saved: dict[str, tuple[Path, Any, Any]]) -
     for name, given, sentence in (
         ("classify", 3, "classify: expected a text or two texts, got 3"),
         ("classify", {"body": "a"}, "got an object with 'body'"),
+        ("classify", {"text": None}, "got an object with 'text', where 'text' is null"),
         ("pair", ("a", "b", "c"), "pair: expected a text or two texts"),
         ("tag", {"words": ["a"], "tags": ["O", "O"]}, "tags: expected one for each of 1 words, got 2"),
         ("tag", [3], "tag: expected a sentence or a list of its words"),

@@ -118,3 +118,12 @@ def test_modules_that_are_not_known_are_named(kinds: tuple[str, ...], sentence: 
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=sentence):
         read_sentence_folder(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["../elsewhere", "/tmp", "1_Pooling/../../elsewhere"])
+def test_a_path_out_of_the_folder_is_refused(path: str, tmp_path: Path) -> None:
+    modules = [{"path": "", "type": "models.Transformer"}, {"path": path, "type": "models.Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=f"path: expected a folder next to this file, got '{path}'"):
+        read_sentence_folder(tmp_path)

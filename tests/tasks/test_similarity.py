@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.cli.main import main
+from fasttfm.cli.options import sentence
 from fasttfm.data.lines import DataError
 from fasttfm.data.pair_files import SimilarityExample, read_similarity
 from fasttfm.data.texts import shipped_task
@@ -167,13 +168,21 @@ def test_wrong_arguments(bert_directory: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*randomly initialized", "ignore:.*truncated")
-def test_the_command_saves_a_sentence_model(bert_directory: Path, tmp_path: Path) -> None:
+def test_the_command_saves_a_sentence_model(
+    bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "run"
     arguments = ["finetune", "--task", "similarity", "--model", str(bert_directory), "--output", str(output)]
     arguments += ["--epochs", "2", "--learning-rate", "2e-3", "--max-length", "48", "--batch-size", "32"]
     assert main([*arguments, "--mini-batch", "16", "--quiet", "--device", "cpu"]) == 0
     metrics = json.loads((output / "metrics.json").read_text())
     assert metrics["dev"]["mrr"] > metrics["majority"]["mrr"] + 0.3, metrics
+    dev = read_similarity(shipped_task("similarity")["dev"])
+    untrained, untrained_task = prepare("similarity", bert_directory, dev, max_length=48)
+    expected = untrained_task.scores(dev, predict(untrained, untrained_task, dev))
+    assert metrics["untrained"] == pytest.approx(expected)
+    printed = capsys.readouterr().out
+    assert f"untrained  {sentence(metrics['untrained'])}" in printed
     rows = (output / "predictions.tsv").read_text().splitlines()
     examples = read_similarity(shipped_task("similarity")["dev"])
     assert len(rows) == 1 + len(examples)

@@ -40,7 +40,24 @@ def test_torch_is_installed_first_unless_the_machine_brings_it(
     monkeypatch.setattr(environment, "torch_index", lambda: ["--extra-index-url", "builds"])
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    environment.install(tmp_path / "bin" / "python", lay_over)
+    environment.install_package(tmp_path / "bin" / "python", lay_over)
     torch, package = ("--extra-index-url", "builds", "--no-deps", "torch"), installed[1 if lay_over else 2]
     assert (torch in installed[:2]) is not lay_over
     assert package[:2] == ("--no-build-isolation", "--editable")
+    assert package[2].endswith("[train]")  # the demo needs no tools of tests
+
+
+def test_docs_need_no_package(environment: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is compiled for the site."""
+    installed: list[str] = []
+    monkeypatch.setattr(environment, "works", lambda python: True)
+    monkeypatch.setattr(environment, "sees_gpu", lambda python: False)
+    monkeypatch.setattr(environment, "constraints_for", lambda python, lay_over: tmp_path)
+    monkeypatch.setattr(environment, "pip", lambda python, constraints, *arguments: installed.extend(arguments))
+    assert environment.main([str(tmp_path), "docs"]) == 0
+    assert installed == ["mkdocs-material", "mkdocstrings[python]", "ruff"]
+
+
+def test_an_unknown_purpose_is_refused(environment: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert environment.main([".venv", "everything"]) == 1
+    assert "and one of package, checks, docs; got '.venv everything'" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 RUNNER = Path(__file__).parents[2] / "tools" / "run_tests.py"
 SUITE = {
     "test_good.py": """

@@ -42,6 +42,13 @@ def test_a_wheel_is_described_by_its_largest_files(wheel: ModuleType, tmp_path: 
     assert second == "  _C.so: 2.0 MB, unpacked 2.0 MB"
 
 
+def test_the_snippets_of_the_readme_are_one_program(wheel: ModuleType) -> None:
+    script = wheel.readme_script("text\n```python\na = 1\n```\n```\nmake demo\n```\n```python\nprint(a)\n```\n")
+    assert "import fasttfm.models" in script
+    assert script.endswith("a = 1\n\nprint(a)\n")
+    compile(wheel.readme_script((Path(__file__).parents[2] / "README.md").read_text()), "README.md", "exec")
+
+
 def test_a_release_has_a_wheel_for_each_python_over_one_core(
     wheel: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +81,7 @@ def test_a_release_has_a_wheel_for_each_python_over_one_core(
     installed = [Path(words[-1]).name for words, _ in calls if "--no-index" in words]
     assert len(installed) == len(set(installed)) == 2
     assert len([words for words, _ in calls if "fasttfm.selftest" in words]) == 2
+    assert len([words for words, _ in calls if "fasttfm.patch(model)" in words[2]]) == 2
     torch = [words for words, _ in calls if "torch==2.9.0" in words]
     assert len(torch) == 2
     assert all("builds" in words for words in torch)

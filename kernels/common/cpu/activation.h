@@ -55,15 +55,25 @@ inline Activated activated(const Lanes& u) {
   }
 }
 
+// The same for a block of columns. Tails may share one copy of each activation (FASTTFM_TAIL).
+template <Activation A, bool EXACT>
+inline Activated activated(const Lanes& u, Full) {
+  return activated<A, EXACT>(u);
+}
+template <Activation A, bool EXACT>
+FASTTFM_TAIL Activated activated(const Lanes& u, Tail) {
+  return activated<A, EXACT>(u);
+}
+
 // Calls body(column, lanes, count) for groups of N blocks of 16 columns with count = std::integral_constant<int, N>,
 // and for the remaining blocks one by one. An activation is a long chain of dependent operations. Where sixteen lanes
 // are one register, the chains of several blocks hide each other's latency.
 template <int N, class Body>
 inline void for_column_groups(int64_t columns, Body body) {
-  constexpr int count = kRegisters == 1 ? N : 1;
   int64_t column = 0;
-  for (; column + count * kLanes <= columns; column += count * kLanes)
-    body(column, Full{}, std::integral_constant<int, count>{});
+  if constexpr (kRegisters == 1) {
+    for (; column + N * kLanes <= columns; column += N * kLanes) body(column, Full{}, std::integral_constant<int, N>{});
+  }
   for_columns(columns - column, [&](int64_t c, auto n) { body(column + c, n, std::integral_constant<int, 1>{}); });
 }
 

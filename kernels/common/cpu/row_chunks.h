@@ -49,6 +49,13 @@ inline void for_row_groups(int64_t begin, int64_t end, Body body) {
   for (; row < end; ++row) body(row, std::integral_constant<int, 1>{});
 }
 
+// The same with a number that is known at run time, from 1 to R, for kernels whose loop over the rows of a group is not
+// unrolled: they are compiled once.
+template <int R, class Body>
+inline void for_row_blocks(int64_t begin, int64_t end, Body body) {
+  for (int64_t row = begin; row < end; row += R) body(row, static_cast<int>(end - row < R ? end - row : R));
+}
+
 // A sum over rows of [C] vectors: one partial vector per chunk in `parts` ([chunks, C] fp32), then their sum in `total`
 // ([C] fp32). With a null `total` nothing is computed.
 struct ColumnSums {

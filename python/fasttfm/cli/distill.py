@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fasttfm.atomic_files import write_json, write_text
+from fasttfm._atomic_files import write_json, write_text
 from fasttfm.cli.options import (
     MODEL_HELP,
     Formatter,

@@ -27,7 +27,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from fasttfm.atomic_files import write_json, write_text
+from fasttfm._atomic_files import write_json, write_text
 from fasttfm.cli.options import (
     MODEL_HELP,
     Formatter,
@@ -43,6 +43,7 @@ from fasttfm.cli.options import (
     sentence,
     settings_of,
 )
+from fasttfm.models.family import Head
 from fasttfm.tasks.registry import TASKS
 
 METRICS = "metrics.json"
@@ -376,10 +377,13 @@ class Session:
         for name, said in (("training", work.truncation), ("dev", run.truncation)):
             if said is not None and world.main and trial == self.trials[0]:
                 warnings.warn(f"{name}: {said}; --max-length reads more", stacklevel=2)
+        untrained = {}
+        if world.main and not resume and task.head is Head.NONE:  # without a new head, the model has a score already
+            untrained = {"untrained": task.scores(examples.dev, run.predict(examples.dev, run.dev_features))}
         run.train(list(self.majority))
         if not world.main:
             return {}
-        return self._write(run, directory, options, lora)
+        return self._write(run, directory, options, lora, untrained)
 
     def _class_weights(self, task: Any) -> Any:
         from fasttfm.tasks.class_weights import read_weights
@@ -399,8 +403,10 @@ class Session:
         found |= {"epsilon": settings.optimizer.epsilon}
         return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
 
-    def _write(self, run: Any, directory: Path, options: dict[str, Any], lora: Any) -> dict[str, Any]:
-        """The checkpoint, the predictions, the pictures and the metrics."""
+    def _write(
+        self, run: Any, directory: Path, options: dict[str, Any], lora: Any, more: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The checkpoint, the predictions, the pictures and the metrics, with ``more`` of them."""
         from dataclasses import asdict
 
         from fasttfm.tasks.finetuning import save
@@ -419,6 +425,7 @@ class Session:
             "steps": run.work.steps,
             "dev": task.scores(dev, predictions),
             "majority": self.majority,
+            **more,
             "best_epoch": None if run.kept is None else run.kept.epoch.number,
             "epochs": [asdict(epoch) for epoch in run.epochs],
             "settings": options,
@@ -492,6 +499,8 @@ class Session:
     def _report(self, output: Path, metrics: dict[str, Any]) -> None:
         print(f"dev        {sentence(metrics['dev'])}")
         print(f"majority   {sentence(metrics['majority'])}")
+        if "untrained" in metrics:
+            print(f"untrained  {sentence(metrics['untrained'])}")
         if "test" in metrics:
             print(f"test       {sentence(metrics['test'])}")
         for part in ("dev", "test"):

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fasttfm.atomic_files import atomic_write, write_json, write_text
+from fasttfm._atomic_files import atomic_write, write_json, write_text
 from fasttfm.cli.options import (
     MODEL_HELP,
     Formatter,

@@ -19,6 +19,7 @@ from fasttfm.cli.options import Formatter, in_words
 # Command -> the module that adds its arguments (add_parser) and does its work (run).
 COMMANDS = {
     "info": "fasttfm.cli.info",
+    "doctor": "fasttfm.cli.doctor",
     "bench": "fasttfm.cli.bench",
     "pretrain": "fasttfm.cli.pretrain",
     "finetune": "fasttfm.cli.finetune",
@@ -47,6 +48,16 @@ examples:
 
 'fasttfm COMMAND --help' shows the options of a command, with examples.
 """
+_COMMON = f"""fasttfm {__version__}: trains, evaluates and uses transformers on fused kernels
+
+  fasttfm doctor                                                check the installation, and what to do
+  fasttfm embed --model DIR --data texts.txt --output vectors.npy      vectors of texts
+  fasttfm finetune --task classify --model DIR --data reviews.csv      train a classifier on a table
+  fasttfm predict --model DIR --data new.txt --output labels.csv       use it
+  fasttfm pretrain gpt2 --data corpus/ --output run                    pre-train a model
+
+DIR is a checkpoint directory or a hub id such as bert-base-uncased. 'fasttfm --help' lists all commands,
+'fasttfm COMMAND --help' shows the options of one."""
 
 
 def parser_of(modules: Mapping[str, Any]) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -68,12 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status. A wrong argument exits with 2 and a sentence on stderr; a file
     or directory that cannot be read or written with 1, an interruption with 130, and SIGTERM with 143."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        print(_COMMON)
+        return 0
     named = [name for name in arguments[:1] if name in COMMANDS]  # only its module is imported
     modules = {name: importlib.import_module(COMMANDS[name]) for name in named or COMMANDS}
     parser, commands = parser_of(modules)
-    if not arguments:
-        parser.print_help(sys.stderr)
-        return 2
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         refuse_unknown(commands[parsed.command], unknown)

@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from fasttfm.atomic_files import write_json
+from fasttfm._atomic_files import write_json
 from fasttfm.cli.options import (
     Formatter,
     add_run_options,

@@ -176,7 +176,7 @@ def _report(
     arguments: argparse.Namespace, folder: Path, rows: list[dict[str, Any]], questions: list[Any], left_out: int
 ) -> None:
     """metrics.json and the curve."""
-    from fasttfm.atomic_files import write_json
+    from fasttfm._atomic_files import write_json
 
     names = [name for name in rows[0] if name not in ("k", "seed")]
     curve = []
@@ -204,13 +204,13 @@ def _report(
 
 def _draw(path: Path, curve: list[dict[str, Any]], names: list[str], title: str) -> None:
     """A panel for each score over the number of examples, with its deviation over seeds."""
-    from fasttfm import extras
-    from fasttfm.atomic_files import atomic_write
+    from fasttfm import _extras
+    from fasttfm._atomic_files import atomic_write
 
     try:
         import matplotlib
     except ImportError:
-        raise extras.missing("the picture of the curve", "matplotlib", "train") from None
+        raise _extras.missing("the picture of the curve", "matplotlib", "train") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -11,6 +11,7 @@ import torch
 from fasttfm import _native
 from fasttfm.ops.backends import triton_absent
 
+TO_DO = "to do"  # the name of a line of ``readiness`` that says what to do
 INSTALL = "pip install --force-reinstall --no-deps fasttfm, or pip install . in a clone, brings the native core"
 
 
@@ -52,7 +53,7 @@ def readiness(machine: Machine) -> list[tuple[str, str]]:
         answer = ("slow", "every op runs in plain torch")
     else:
         answer = ("partly fast" if lacks else "fast", f"{' and '.join(kernels)} on {machine.gpu or 'the CPU'}")
-    return [answer, *(("to do", lack) for lack in lacks)]
+    return [answer, *((TO_DO, lack) for lack in lacks)]
 
 
 def _kernels(machine: Machine) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fasttfm.atomic_files import atomic_write
+from fasttfm._atomic_files import atomic_write
 from fasttfm.cli.embed import SPLITS, add_model_options, embedder_of, read_texts
 from fasttfm.cli.options import Formatter, check_new_file, device_of, exit_on_user_error
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fasttfm.atomic_files import write_json
+from fasttfm._atomic_files import write_json
 from fasttfm.cli.options import Formatter, check_output, exit_on_user_error, output_of, sentence
 
 

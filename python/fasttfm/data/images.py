@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fasttfm import extras
+from fasttfm import _extras
 from fasttfm.data.lines import DataError, data_error
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -105,7 +105,7 @@ def decoded(path: Path) -> np.ndarray:
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise extras.missing("reading image files", "Pillow", "images") from None
+        raise _extras.missing("reading image files", "Pillow", "images") from None
     try:
         with Image.open(path) as image:
             return _of_pillow(ImageOps.exif_transpose(image))

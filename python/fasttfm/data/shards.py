@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from fasttfm.atomic_files import atomic_write, write_json
+from fasttfm._atomic_files import atomic_write, write_json
 from fasttfm.data.lines import DataError, data_error
 from fasttfm.data.sentences import sentence_starts
 from fasttfm.data.texts import files_of, read_documents

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fasttfm import extras
+from fasttfm import _extras
 from fasttfm.data.lines import SURROGATE, DataError, data_error, read_json_lines, read_lines
 
 Row = Mapping[str, Any]
@@ -201,7 +201,7 @@ def pyarrow_for(path: Path) -> Any:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise extras.missing(f"{path}: reading parquet and arrow files", "pyarrow", "files") from None
+        raise _extras.missing(f"{path}: reading parquet and arrow files", "pyarrow", "files") from None
     return pyarrow
 
 

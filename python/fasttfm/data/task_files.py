@@ -85,11 +85,14 @@ _PAIRS = (
     ("premise", "hypothesis"),  # KLUE-NLI, SNLI of the hub
     ("text_a", "text_b"),
     ("text1", "text2"),
+    ("query", "document"),  # as read_similarity reads them
+    ("query", "passage"),
+    ("anchor", "positive"),
 )
 _TEXTS = ("sentence", "text", "title", "document", "review", "content", "question", "comment", "body", "utterance")
 _LABELS = (
     *("label", "gold_label", "labels", "score", "is_duplicate", "quality", "class", "category", "target", "sentiment"),
-    *("intent", "coarse_label", "rating", "stars"),
+    *("intent", "coarse_label", "rating", "stars", "similarity"),
 )
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fasttfm import extras
-from fasttfm.atomic_files import atomic_writes, json_text
+from fasttfm import _extras
+from fasttfm._atomic_files import atomic_writes, json_text
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.families import family_of_type
 
@@ -158,7 +158,7 @@ def library() -> Any:
         import tokenizers.processors
         import tokenizers.trainers
     except ImportError:
-        raise extras.missing("reading and training tokenizers", "tokenizers", "train") from None
+        raise _extras.missing("reading and training tokenizers", "tokenizers", "train") from None
     return tokenizers
 
 

@@ -1,4 +1,11 @@
-"""Text generation with causal models and a KV cache: ``generate``, ``stream`` and ``GenerationSession``."""
+"""Text generation with causal models and a KV cache: ``generate``, ``stream`` and ``GenerationSession``.
+
+The package can be called: ``fasttfm.generate(model, input_ids)`` is ``fasttfm.generate.generate(model, input_ids)``.
+"""
+
+import inspect
+import sys
+from types import ModuleType
 
 from fasttfm.generate.beams import BeamSearch
 from fasttfm.generate.decoder import CachedDecoder
@@ -16,3 +23,11 @@ __all__ = [
     "release",
     "stream",
 ]
+
+
+class _CallableModule(ModuleType):
+    __call__ = staticmethod(generate)
+
+
+sys.modules[__name__].__class__ = _CallableModule
+__signature__ = inspect.signature(generate)  # otherwise that of a method, without its first argument

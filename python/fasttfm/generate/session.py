@@ -241,6 +241,11 @@ class GenerationSession:
         self._lock = threading.RLock()
         self._graphs = _Graphs(model, self._stream) if _uses_graphs(model, self.device, graphs) else None
 
+    def __repr__(self) -> str:
+        sizes = f"up to {self.max_batch} sequences of {self.capacity} tokens"
+        where = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
+        return f"GenerationSession({type(self.model).__name__}, {sizes}, {where})"
+
     def submit(
         self,
         prompt: Sequence[int] | Tensor,

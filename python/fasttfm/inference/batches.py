@@ -25,6 +25,13 @@ _MAX_INT64 = 2**63 - 1
 _MAX_PADDED = 2  # padded to its longest sequence, a batch has at most this many times max_tokens
 
 
+def texts_of_array(inputs: Any) -> Any:
+    """An array of texts as a list; other inputs as they are."""
+    if isinstance(inputs, np.ndarray) and inputs.dtype.kind in "UO" and inputs.ndim == 1:
+        return inputs.tolist()
+    return inputs
+
+
 def plan(lengths: Sequence[int], max_tokens: int, max_batch: int) -> list[list[int]]:
     """Groups the indices of sequences, longest first, so that sequences of similar length are computed together.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fasttfm.atomic_files import write_json
+from fasttfm._atomic_files import write_json
 from fasttfm.inference.batches import pack, plan
 from fasttfm.inference.formats import Tokens, segments_of
 from fasttfm.inference.network import Inputs, Network, Output

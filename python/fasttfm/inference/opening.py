@@ -6,6 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.data.tokenizer_files import load_tokenizer
 from fasttfm.models.checkpoint_files import CONFIG, LATEST, CheckpointError, read_json
@@ -14,6 +16,8 @@ from fasttfm.models.family import Family, Head
 from fasttfm.models.hub import Part, model_directory
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import BaseModel, TextModel
+
+TASK_KEY = "fasttfm_task"  # the key in config.json of the settings with which a model was fine-tuned
 
 
 def checkpoint_of(directory: str | Path, head: Head = Head.NONE, *, part: Part = Part.WEIGHTS) -> Path:
@@ -120,3 +124,24 @@ def longest_input(config: Any) -> int:
     assert family is not None
     unused = config.pad_token_id + 1 if family.unused_positions else 0  # positions start at pad_token_id + 1
     return int(getattr(config, family.positions)) - unused
+
+
+def stated_length(config: Any, longest: int) -> int:
+    """The maximum number of tokens with which ``fasttfm finetune`` has trained a model; ``longest`` if its
+    configuration states none."""
+    stated = config.extra.get(TASK_KEY)
+    length = stated.get("max_length") if isinstance(stated, dict) else None
+    return length if isinstance(length, int) and 3 <= length <= longest else longest
+
+
+def device_of(name: str | torch.device | None, model: Any) -> torch.device:
+    """The device of that name; by default the model's, or for a directory a GPU if there is one."""
+    if name is None and isinstance(model, PretrainedModel):
+        return next(model.parameters()).device
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name is None else torch.device(name)
+    if device.type != "cuda":
+        return device
+    if (device.index or 0) >= torch.cuda.device_count():
+        got = f"{device}: torch sees {torch.cuda.device_count()} CUDA devices (fasttfm doctor says what to do)"
+        raise ValueError(f"Session: device: expected a device that torch sees, got {got}")
+    return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device

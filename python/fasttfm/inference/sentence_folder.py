@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +81,7 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise CheckpointError(f"{listed}: expected a Transformer and then Pooling, got {', '.join(kinds) or 'nothing'}")
-    paths = [folder / str(module.get("path", "")) for module in modules]
+    paths = [folder / _path_inside(str(module.get("path", "")), listed) for module in modules]
     pooling = read_json(paths[1] / "config.json")
     after = tuple(_module_after(kind, path, listed) for kind, path in zip(kinds[2:], paths[2:], strict=True))
     settings = _optional(folder / "config_sentence_transformers.json")
@@ -139,6 +140,13 @@ def _module_after(kind: str, path: Path, listed: Path) -> nn.Module:
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path}: expected the weights of a dense layer, got {error}") from None
     return nn.Sequential(linear, getattr(nn, activation)()).requires_grad_(False)
+
+
+def _path_inside(name: str, listed: Path) -> str:
+    """The path of a module. Raises CheckpointError if it leads out of the folder."""
+    if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
+        raise CheckpointError(f"{listed}: path: expected a folder next to this file, got {name!r}")
+    return name
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fasttfm._progress import progress
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.batches import (
     Packed,
@@ -26,6 +27,7 @@ from fasttfm.inference.batches import (
     pack,
     prefetch,
     sort_ids,
+    texts_of_array,
 )
 from fasttfm.inference.calibration import CALIBRATION, Calibration, calibrate, run_in_fp8
 from fasttfm.inference.counts import SessionCounts
@@ -34,7 +36,15 @@ from fasttfm.inference.formats import Tokens, segments_of, text_format
 from fasttfm.inference.graphs import GraphCounts, Graphs
 from fasttfm.inference.launches import DirectLaunch, Launches
 from fasttfm.inference.network import Inputs, Network, Output
-from fasttfm.inference.opening import checkpoint_of, longest_input, open_with_stated_head, stack_of, tokenizer_of
+from fasttfm.inference.opening import (
+    checkpoint_of,
+    device_of,
+    longest_input,
+    open_with_stated_head,
+    stack_of,
+    stated_length,
+    tokenizer_of,
+)
 from fasttfm.inference.results import SequenceRows, TokenRows, Wait
 from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings
@@ -107,11 +117,11 @@ class Session:
         max_graphs: int = 128,
         max_waiting: int = 4096,
     ) -> None:
-        self.device = _device(device, model)
+        self.device = device_of(device, model)
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self.max_tokens = _MAX_TOKENS.get(self.device.type, 2048) if max_tokens is None else max_tokens
         self._max_rows = min(self.max_tokens, _MAX_ROWS) if max_tokens is None else max_tokens
-        self.max_batch = max_batch
+        self.max_batch, self.precision = max_batch, precision
         if precision not in (None, "int8", "fp8"):
             raise ValueError(f"Session: precision: expected None, 'int8' or 'fp8', got {precision!r}")
         if calibration is not None and precision != "fp8":
@@ -141,7 +151,8 @@ class Session:
             raise ValueError(f"Session: model: expected one that reads tokens, got {type(model).__name__}")
         self.settings, self.tokenizer = settings or EmbedSettings(), tokenizer
         longest = longest_input(model.config)
-        self.max_length = longest if self.settings.max_length is None else self.settings.max_length
+        stated = stated_length(model.config, longest) if self.settings.max_length is None else self.settings.max_length
+        self.max_length = stated
         if not isinstance(self.max_length, int) or not 3 <= self.max_length <= longest:
             expected = f"3 to the model's {longest} positions"
             raise ValueError(f"Session: max_length: expected {expected}, got {self.max_length!r}")
@@ -153,6 +164,7 @@ class Session:
         )
         self.calibration = self._in_fp8(calibration) if precision == "fp8" else None
         self.counts = SessionCounts()
+        self._warned = False  # of truncated texts
         self._lock = threading.Lock()  # guards the device's buffers and the counts
         self._launches = 0
         self._has_split = False  # whether a batch did not fit into the device's memory
@@ -230,11 +242,16 @@ class Session:
         found = None if self._graphs is None else self._replay(self._graphs, inputs, kind)
         if found is not None:
             return found
+        inputs = texts_of_array(inputs)
         if _is_single(inputs):
             return self.encode([inputs], output=output)[0]
         if _is_one_window(inputs):
             return self._encode_window(inputs, kind)
-        results = [result for _, result in self._results(inputs, kind)]
+        count = len(inputs) if hasattr(inputs, "__len__") else None
+        results = []
+        for tokens, result in progress(self._results(inputs, kind), count):
+            self._warn_truncated([tokens])
+            results.append(result)
         if self.network.is_per_sequence(kind):
             return np.stack(results) if results else np.zeros((0, self._width(kind)), np.float32)
         return results
@@ -264,7 +281,11 @@ class Session:
         """
         self._check_open()
         kind = self._output(output)
+        if isinstance(input, (list, np.ndarray)) and len(input) and isinstance(input[0], (str, tuple, list)):
+            expected = "one text, pair of texts or list of ids (submit each of them, or encode all)"
+            raise TypeError(f"Session.submit: input: expected {expected}, got {len(input)} inputs")
         (tokens,) = self._tokenize([input])
+        self._warn_truncated([tokens])
         return self._dispatcher.submit(_Item(tokens, kind), len(tokens.ids), timeout)
 
     def close(self) -> None:
@@ -312,10 +333,17 @@ class Session:
     def graph_counts(self) -> GraphCounts:
         return GraphCounts() if self._graphs is None else self._graphs.counts
 
+    def __repr__(self) -> str:
+        form = self.precision or str(self.dtype).removeprefix("torch.")
+        sizes = f"vectors of {self.width}, up to {self.max_length} tokens"
+        done = f"{self.counts.texts:,} texts computed"
+        return f"Session({type(self.network.model).__name__}, {sizes}, {form} on {self.device}, {done})"
+
     # ---- texts -------------------------------------------------------------------------------------------------------
 
     def _results(self, inputs: Any, output: Output) -> Iterator[tuple[Tokens, np.ndarray]]:
         """The tokens and result of each input, by windows: while one is computed, the next one is tokenized."""
+        inputs = texts_of_array(inputs)
         if _is_single(inputs):
             inputs = [inputs]
         _check_iterable(inputs)
@@ -330,9 +358,22 @@ class Session:
         """The results of inputs that are tokenized at once, as ``encode`` returns them."""
         ids = checked_ids(inputs, self._max_positions, self._vocabulary)
         if ids is None:
-            return self._launch(self._tokenize(inputs), output)()
+            sequences = self._tokenize(inputs)
+            self._warn_truncated(sequences)
+            return self._launch(sequences, output)()
         # needs no object for each sequence: that would take longer than the rest
         return self._launch_ids(ids, len(inputs), output)()
+
+    def _warn_truncated(self, sequences: Sequence[Tokens]) -> None:
+        """Warns of the first truncated text; ``counts`` has the number of all."""
+        if self._warned:
+            return
+        for tokens in sequences:
+            if tokens.cut:
+                self._warned = True
+                note = f"a text of {len(tokens.ids) + tokens.cut} tokens is truncated to {self.max_length}"
+                warnings.warn(f"Session: {note}; session.counts.truncated counts further ones", stacklevel=3)
+                return
 
     def _replay(self, graphs: Graphs, inputs: Any, output: Output) -> np.ndarray | None:
         """The results of lists or arrays of ids that are one batch, if its graph is captured; otherwise, also for wrong
@@ -552,15 +593,6 @@ class Session:
         if output is Output.STATES:
             return (0, self.network.state_width)
         return (0, *self.run(pack([[0]]), output)().shape[1:])
-
-
-def _device(given: str | torch.device | None, model: Any) -> torch.device:
-    if given is None and isinstance(model, PretrainedModel):
-        return next(model.parameters()).device
-    if given is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(given)
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _is_single(inputs: Any) -> bool:

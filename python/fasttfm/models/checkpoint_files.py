@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fasttfm.atomic_files import atomic_writes, first_line, json_text
+from fasttfm._atomic_files import atomic_writes, first_line, json_text
 
 CONFIG = "config.json"
 LATEST = "latest"  # the newest checkpoint in the directory of a training run

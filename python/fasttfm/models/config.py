@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
-from fasttfm.atomic_files import write_json
+from fasttfm._atomic_files import write_json
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json
 from fasttfm.models.hub import Part, model_directory
 

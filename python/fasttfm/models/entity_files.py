@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fasttfm.atomic_files import atomic_writes, write_text
+from fasttfm._atomic_files import atomic_writes, write_text
 from fasttfm.models.checkpoint_files import CheckpointError
 
 ENTITY_IDS, ENTITY_VECTORS = "entity2id.txt", "entity2vec.vec"

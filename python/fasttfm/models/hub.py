@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from fasttfm import extras
-from fasttfm.atomic_files import first_line
+from fasttfm import _extras
+from fasttfm._atomic_files import first_line
 from fasttfm.models.checkpoint_files import CONFIG, SAFETENSORS, TORCH, CheckpointError, shard_names
 
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -92,7 +92,7 @@ def _hub(name: str) -> ModuleType:
     except ImportError:
         raise CheckpointError(
             f"{name}: there is no such path; reading a model of this name from the Hugging Face hub needs "
-            f"huggingface_hub: {extras.how_to_install('hub')}"
+            f"huggingface_hub: {_extras.how_to_install('hub')}"
         ) from None
     return huggingface_hub
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fasttfm import ops
-from fasttfm.atomic_files import atomic_write
+from fasttfm._atomic_files import atomic_write
 from fasttfm.models.outputs import ModelOutput, QuestionAnsweringOutput
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded, TextModel
@@ -74,7 +74,7 @@ def export_onnx(model: PretrainedModel, path: str | Path, *, opset_version: int 
     training = model.training
     try:
         with torch.no_grad(), _plain(model.eval()):
-            plain = _PlainModel(model)
+            plain = _PlainModel(model).eval()  # a new module is in training mode, and export_onnx warns of that
             found = _output_names(plain.called(*inputs))
             with atomic_write(path) as partial:
                 torch.onnx.export(

@@ -45,6 +45,21 @@ class PretrainedModel(nn.Module):
         config.check()
         self.config = config
 
+    def extra_repr(self) -> str:
+        """The first line of what ``print`` shows."""
+        first = next(self.parameters(), None)
+        if first is None:
+            return self.config.model_type
+        count = sum(each.numel() for each in self.parameters())
+        return f"{self.config.model_type}, {count:,} parameters, {str(first.dtype)[6:]} on {first.device}"
+
+    def generate(self, *_: Any, **__: Any) -> Any:
+        """Models have no such method: ``fasttfm.generate`` continues texts."""
+        causal = "a causal model such as GPT2LMHeadModel"
+        raise TypeError(
+            f"{type(self).__name__}.generate: expected fasttfm.generate(model, input_ids, ...) with {causal}"
+        )
+
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:

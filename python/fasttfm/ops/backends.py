@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -204,8 +205,14 @@ class Explanation:
     backward: str | None  # the backend that runs the backward
     backward_reason: str | None = None  # why that is another one
     by_name: Mapping[str, str] = field(default_factory=dict)  # why some that support the call are used only by name
+    of_call: bool = True  # False if no arguments were passed: ``reasons`` say only why backends are unavailable
 
     def __str__(self) -> str:
+        if not self.of_call:
+            hint = f"the backends of this machine; explain({self.op!r}, x, ...) says which one runs a call"
+            lines = [f"  {name:<10} {reason or 'available'}" for name, reason in self.reasons.items()]
+            return "\n".join([f"{self.op}: {hint}", *lines])
+
         def verdict(name: str, reason: str | None) -> str:
             if name == self.chosen:
                 other = f", {self.backward} its backward: {name} {self.backward_reason}" if self.backward_reason else ""
@@ -220,7 +227,7 @@ class Explanation:
 
 def explain(op: str, *args: Any, backend: str | None = None, **options: Any) -> Explanation:
     """Returns which backends would run ``fasttfm.ops.<op>(*args, **options)``, forward and backward. Nothing is
-    computed.
+    computed. Without arguments, it returns which of the op's backends are available on this machine.
 
     Options that do not influence the choice of a backend may be omitted; ops without other options accept none here.
     """
@@ -228,8 +235,14 @@ def explain(op: str, *args: Any, backend: str | None = None, **options: Any) -> 
     if table is None:
         raise ValueError(f"explain: op: expected one of {', '.join(sorted(_tables))}, got {op!r}")
     table.check_name(backend)
+    if not args and not options:
+        available = {each.name: each.absent() for each in table.backends}
+        return Explanation(op, None, available, None, of_call=False)
     wanted = requested(backend)
-    reasons = table.reasons(*args, **options)
+    try:
+        reasons = table.reasons(*args, **options)
+    except (TypeError, AttributeError) as error:  # of the checks, which expect the op's tensors
+        raise TypeError(f"explain: expected the arguments of {_call_text(op)}, got others: {error}") from error
     by_name = {each.name: each.by_name for each in table.backends if each.by_name is not None}
     able = []
     for each in table.backends:
@@ -246,6 +259,12 @@ def explain(op: str, *args: Any, backend: str | None = None, **options: Any) -> 
     backward = table.select_backward(wanted, *args, **options).name
     left = None if backward == chosen.name else chosen.backward_reason(wanted, *args, **options)
     return Explanation(op, chosen.name, reasons, backward, left, by_name)
+
+
+def _call_text(op: str) -> str:
+    """The op's public function with its arguments."""
+    function = getattr(importlib.import_module(__package__), op, None)
+    return f"fasttfm.ops.{op}{'' if function is None else inspect.signature(function)}"
 
 
 def tables() -> Mapping[str, BackendTable]:

@@ -223,8 +223,14 @@ def _backward_triton(*args: Any) -> tuple[Tensor, ...]:
 _TRITON_MAX_COLUMNS = 8192  # whole rows are kept in registers
 
 
-def _refuse_cpu(ids: Tensor, word_table: Tensor, *_: Any) -> str | None:
-    return refuse_native_cpu(word_table)
+def _refuse_cpu(
+    ids: Tensor,
+    word_table: Tensor,
+    position_table: Tensor | None = None,
+    segment_table: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> str | None:
+    return refuse_native_cpu(word_table) or embedding_native.refuse_types(word_table, dtype)
 
 
 def _refuse_triton(ids: Tensor, word_table: Tensor, *_: Any) -> str | None:

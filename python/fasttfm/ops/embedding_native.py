@@ -122,6 +122,13 @@ def _contiguous(
     )
 
 
+def refuse_types(word_table: Tensor, dtype: torch.dtype | None) -> str | None:
+    """The native kernels are compiled for tables of the output's type, and for fp32 tables."""
+    if dtype is None or word_table.dtype in (dtype, torch.float32):
+        return None
+    return f"takes tables in float32 or in the output's type, got {dtype_name(word_table.dtype)}"
+
+
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 
@@ -139,8 +146,8 @@ def refuse_gpu(
         return f"takes up to {core.embedding_gpu_columns} columns, got {word_table.shape[1]}"
     if segment_table is not None and len(segment_table) > core.embedding_gpu_segments:
         return f"takes up to {core.embedding_gpu_segments} segments, got {len(segment_table)}"
-    if dtype is not None and word_table.dtype not in (dtype, torch.float32):
-        return f"takes tables in float32 or in the output's type, got {dtype_name(word_table.dtype)}"
+    if (reason := refuse_types(word_table, dtype)) is not None:
+        return reason
     if not all(table is None or table.is_contiguous() for table in tables):
         return "takes contiguous tables"
     return refuse_cuda_rows(tables)

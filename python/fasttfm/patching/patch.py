@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -116,8 +117,19 @@ def _models(model: Any) -> dict[Any, ModuleType]:
         *titles, last = [*titles, *(title for title, _ in _FURTHER.values())]
         got = f"{type(model).__module__}.{type(model).__qualname__}"
         expected = f"a {', '.join(titles)} or {last} of transformers, or a module that holds one"
-        raise TypeError(f"patch: model: expected {expected}, got {got}")
+        raise TypeError(f"patch: model: expected {expected}, got {got}{_attention_hint(found)}")
     return known
+
+
+def _attention_hint(models: Iterable[Any]) -> str:
+    """What ``register_attention`` can do for models of other families."""
+    for model in models:
+        name = type(model).__name__
+        if model._can_set_attn_implementation():
+            call = 'fasttfm.register_attention(); model.set_attn_implementation("fasttfm")'
+            return f". Its attention can run on fasttfm's kernels: {call}"
+        return f". register_attention has no effect on it either: {name} does not use transformers' attention interface"
+    return ""
 
 
 def _transformers_models(model: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fasttfm.atomic_files import atomic_write, write_text
+from fasttfm._atomic_files import atomic_write, write_text
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.opening import base_of, longest_input
 from fasttfm.models.pretrained import PretrainedModel

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fasttfm.atomic_files import atomic_write, written_together
+from fasttfm._atomic_files import atomic_write, written_together
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.data.tokenizer_files import load_tokenizer

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fasttfm.atomic_files import atomic_write
+from fasttfm._atomic_files import atomic_write
 from fasttfm.data.graphs import ConceptGraph
 from fasttfm.tasks.commonsense import ChosenAnswer, CommonsenseTask, WeightedPath, path_text
 

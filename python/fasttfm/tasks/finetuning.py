@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fasttfm.atomic_files import written_together
+from fasttfm._atomic_files import written_together
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.batches import prefetch

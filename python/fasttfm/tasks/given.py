@@ -20,4 +20,6 @@ def unusable(task: str, expected: str, given: Any) -> DataError:
     got = f"{given!r:.60}"
     if isinstance(given, Mapping):
         got = f"an object with {', '.join(map(repr, given))}" if given else "an empty object"
+        nulls = [repr(name) for name, value in given.items() if value is None]
+        got = f"{got}, where {' and '.join(nulls)} {'is' if len(nulls) == 1 else 'are'} null" if nulls else got
     return DataError(f"{task}: expected {expected}, got {got}")

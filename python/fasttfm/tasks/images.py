@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fasttfm.atomic_files import write_json
+from fasttfm._atomic_files import write_json
 from fasttfm.data.images import ImageExample, ImageFormat, as_pixels, read_images
 from fasttfm.data.lines import DataError
 from fasttfm.models.checkpoint_files import CheckpointError, read_json

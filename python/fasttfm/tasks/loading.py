@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fasttfm._progress import progress
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.opening import checkpoint_of, family_of, longest_input, open_model, tokenizer_of
@@ -86,10 +87,17 @@ class Predictor:
         """The results of a list of examples, or the result of a single one. Warns if examples were truncated."""
         single = self.task.is_example(examples)
         self.counts = Counts()
-        found = [result for _, result in self.stream([examples] if single else examples)]
+        count = len(examples) if hasattr(examples, "__len__") and not single else None
+        source = self.stream([examples] if single else examples)
+        found = [result for _, result in progress(source, count, "example")]
         if note := self.counts.note(self.max_length):
             warnings.warn(note, stacklevel=2)
         return found[0] if single else found
+
+    def __repr__(self) -> str:
+        first = next(self.model.parameters())
+        where = f"{self.precision} on {first.device}"
+        return f"Predictor({self.task.name}, {type(self.model).__name__}, {where})"
 
     @property
     def max_length(self) -> int:

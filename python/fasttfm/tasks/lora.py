@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.atomic_files import atomic_write, write_json
+from fasttfm._atomic_files import atomic_write, write_json
 from fasttfm.inference.opening import stack_of
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train.settings import at_least

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from fasttfm import extras
+from fasttfm import _extras
 
 Scores = dict[str, float]
 
@@ -50,7 +50,7 @@ def scikit_learn() -> Any:
     try:
         from sklearn import metrics
     except ImportError:
-        raise extras.missing("computing scores", "scikit-learn", "tasks") from None
+        raise _extras.missing("computing scores", "scikit-learn", "tasks") from None
     return metrics
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fasttfm import extras
-from fasttfm.atomic_files import atomic_write
+from fasttfm import _extras
+from fasttfm._atomic_files import atomic_write
 
 CONFUSION = "confusion.png"
 _MAX_LABELS = 40
@@ -30,7 +30,7 @@ def write_confusion(path: Path, counts: Sequence[Sequence[int]], labels: Sequenc
     try:
         import matplotlib
     except ImportError:
-        raise extras.missing("the picture of the confusions", "matplotlib", "train") from None
+        raise _extras.missing("the picture of the confusions", "matplotlib", "train") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from fasttfm.atomic_files import atomic_write
+from fasttfm._atomic_files import atomic_write
 from fasttfm.data.lines import SURROGATE, DataError, data_error, read_lines
 from fasttfm.data.task_files import TagExample
 from fasttfm.tasks.task import Task

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fasttfm import extras
+from fasttfm import _extras
 from fasttfm.data.lines import data_error, read_json_lines
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.generate import Generation
@@ -263,7 +263,7 @@ def _sacrebleu() -> Any:
     try:
         import sacrebleu
     except ImportError:
-        raise extras.missing("BLEU", "sacrebleu", "prompts") from None
+        raise _extras.missing("BLEU", "sacrebleu", "prompts") from None
     return sacrebleu
 
 
@@ -271,7 +271,7 @@ def _rouge_scorer() -> Any:
     try:
         from rouge_score import rouge_scorer
     except ImportError:
-        raise extras.missing("ROUGE", "rouge-score", "prompts") from None
+        raise _extras.missing("ROUGE", "rouge-score", "prompts") from None
     return rouge_scorer
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
-from fasttfm.inference.opening import longest_input
+from fasttfm.inference.opening import TASK_KEY, longest_input
 from fasttfm.models.family import Family, Head
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, collate
@@ -22,7 +22,6 @@ from fasttfm.tasks.results import Result
 from fasttfm.train.settings import at_least
 
 Predictions = list[Any]  # one for each example, in their order
-TASK_KEY = "fasttfm_task"  # the key in config.json of the settings with which a model was fine-tuned
 
 
 @dataclass(frozen=True)

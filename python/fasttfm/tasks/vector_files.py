@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from fasttfm.atomic_files import atomic_write
+from fasttfm._atomic_files import atomic_write
 from fasttfm.data.lines import data_error, read_json_lines
 
 SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv")

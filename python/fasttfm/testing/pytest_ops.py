@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from fasttfm import _native
-from fasttfm.ops.backends import BackendRefused, tables, triton_interpreted
+from fasttfm.ops.backends import BackendRefused, tables
 from fasttfm.testing import fuzz, harness
 from fasttfm.testing.call import Call, backends_on
 from fasttfm.testing.properties import GRADIENT_PROPERTIES, KERNEL_PROPERTIES, PROPERTIES
 from fasttfm.testing.spec import BadCall, OpCase, OpSpec
 
-# For tests that give Triton kernels CPU tensors (tests/conftest.py).
-interpreted = pytest.mark.skipif(
-    not triton_interpreted(), reason="needs Triton's interpreter: Triton, no CUDA device, and numpy older than 2.4"
-)
+# For tests that give Triton kernels CPU tensors: tests/conftest.py skips them where Triton's interpreter does not run.
+interpreted = pytest.mark.interpreted
 FUZZ_CALLS = 24  # for each op; `make fuzz` runs thousands
 
 
@@ -49,15 +47,15 @@ def op_tests(spec: OpSpec) -> type:
             with _refusal_skips(spec, case, dtype, backend):
                 harness.check_same_bits(spec, case, dtype, backend, device="cuda", repeats=10)
 
-        @pytest.mark.parametrize("case", spec.cases, ids=str)
+        @pytest.mark.parametrize("case", _cases(spec))
         def test_gradcheck(self, case: OpCase) -> None:
             harness.check_gradients(spec, case)
 
-        @pytest.mark.parametrize("case", spec.cases, ids=str)
+        @pytest.mark.parametrize("case", _cases(spec))
         def test_opcheck(self, case: OpCase) -> None:
             harness.check_registration(spec, case, torch.float32)
 
-        @pytest.mark.parametrize("case", spec.cases, ids=str)
+        @pytest.mark.parametrize("case", _cases(spec, first=1))
         def test_compiled(self, case: OpCase) -> None:
             harness.check_compiled(spec, [case], torch.float32)
 
@@ -143,16 +141,29 @@ def _other_gpu(spec: OpSpec, backend: str) -> bool:
     return backend == "cuda" and _native.missing_cuda() is None and absent[backend]() is not None
 
 
+def _typical(spec: OpSpec) -> list[OpCase]:
+    """The cases that all checks use: the first one, and those of the properties."""
+    return [case for number, case in enumerate(spec.cases) if number == 0 or case.name in spec.property_cases]
+
+
+def _cases(spec: OpSpec, first: int | None = None) -> list[Any]:
+    """All cases, for checks that do not depend on the machine; those that are not typical are slow tests."""
+    quick = _typical(spec)[:first]
+    return [pytest.param(case, id=str(case), marks=[] if case in quick else pytest.mark.slow) for case in spec.cases]
+
+
 def _cpu_calls(spec: OpSpec, one_dtype: bool = False) -> list[Any]:
     """Calls of the native core, of the reference and, if there is no GPU, of Triton's interpreter. The latter gets
-    small fp32 cases only: it truncates to bf16 where a GPU rounds."""
+    small fp32 cases only: it truncates to bf16 where a GPU rounds. The backend that users get runs every case; for the
+    others, which few calls on a CPU reach, all but the typical cases are slow tests."""
     calls = []
-    for backend in backends_on(spec, "cpu"):
+    for rank, backend in enumerate(backends_on(spec, "cpu")):
         interpreted = backend == "triton"
         for case in spec.cases:
             dtypes = case.dtypes[:1] if one_dtype or interpreted else case.dtypes
+            marks = [] if rank == 0 or case in _typical(spec)[: 1 if interpreted else None] else [pytest.mark.slow]
             if not interpreted or case.interpret:
-                calls += [_call(backend, case, dtype) for dtype in dtypes]
+                calls += [_call(backend, case, dtype, marks) for dtype in dtypes]
     return calls
 
 
@@ -166,7 +177,8 @@ def _property_calls(spec: OpSpec) -> list[Any]:
         interpreted = backend == "triton"
         names = KERNEL_PROPERTIES if interpreted else _properties(spec)
         for case in cases[:1] if backend in ("triton", "reference") else cases:
-            found += [pytest.param(name, backend, case, id=f"{name}-{backend}-{case}") for name in names]
+            marks = [pytest.mark.slow] if interpreted else []
+            found += [pytest.param(name, backend, case, id=f"{name}-{backend}-{case}", marks=marks) for name in names]
     return found
 
 
@@ -188,5 +200,5 @@ def _gpu_calls(spec: OpSpec, one_dtype: bool = False) -> list[Any]:
     ]
 
 
-def _call(backend: str, case: OpCase, dtype: torch.dtype) -> Any:
-    return pytest.param(backend, case, dtype, id=f"{backend}-{case}-{str(dtype).removeprefix('torch.')}")
+def _call(backend: str, case: OpCase, dtype: torch.dtype, marks: Sequence[Any] = ()) -> Any:
+    return pytest.param(backend, case, dtype, id=f"{backend}-{case}-{str(dtype).removeprefix('torch.')}", marks=marks)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fasttfm.atomic_files import first_line, sync_file
+from fasttfm._atomic_files import first_line, sync_file
 from fasttfm.models import CheckpointError
 from fasttfm.models.checkpoint_files import LATEST
 from fasttfm.models.pretrained import PretrainedModel

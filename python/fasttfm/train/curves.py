@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from fasttfm import extras
-from fasttfm.atomic_files import atomic_write
+from fasttfm import _extras
+from fasttfm._atomic_files import atomic_write
 from fasttfm.train.logs import PERPLEXITY, VALIDATION, read_rows
 
 CURVES = "curves.png"
@@ -18,7 +18,7 @@ def write_curves(log: Path, path: Path, title: str) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise extras.missing("plotting the curves", "matplotlib", "train") from None
+        raise _extras.missing("plotting the curves", "matplotlib", "train") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fasttfm.atomic_files import atomic_write
+from fasttfm._atomic_files import atomic_write
 from fasttfm.train.loop import StepResult
 from fasttfm.train.progress import Progress
 
@@ -163,6 +163,10 @@ class RunLog:
 
     def close(self) -> None:
         self.write()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Closes the files without writing, after an error."""
         self._file.close()
         for report in self._reports:
             report.close()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fasttfm import data
-from fasttfm.atomic_files import first_line
+from fasttfm._atomic_files import first_line
 from fasttfm.models.checkpoint_files import CONFIG
 from fasttfm.models.objectives import CausalLM, MaskedLM, Pretraining
 from fasttfm.train import checkpoints as files
@@ -290,7 +290,8 @@ class _Run:
         evaluate_every = run.evaluate_every or max(1, math.ceil(self.steps / 10))
         checkpoint_every = run.checkpoint_every or min(1000, max(1, math.ceil(self.steps / 5)))
         checkpoint = self.checkpoints.path(self.start)
-        with Stop(launched=self.world.size > 1) as stop:
+        with Stop(launched=self.world.size > 1) as stop, contextlib.ExitStack() as on_error:
+            on_error.callback(lambda: None if log is None else log.abandon())
             while trainer.completed < self.steps:
                 results = trainer.step(list(itertools.islice(batches, self.settings.accumulation)))
                 if log is not None:
@@ -302,6 +303,7 @@ class _Run:
                     checkpoint = self._pause(log, evaluates, saves) or checkpoint
                 if stop.asked and not ended:
                     self._stopped(checkpoint, saved=saves)
+            on_error.pop_all()
         if progress is not None:
             progress.close()
         return None if log is None else self._finish(log, checkpoint)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fasttfm import data
-from fasttfm.atomic_files import first_line
+from fasttfm._atomic_files import first_line
 from fasttfm.models.families import FAMILIES, TextObjective, objectives_of, trained_on_text
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train.run_directory import RunError

@@ -9,7 +9,7 @@ from typing import Any, TextIO, TypeVar
 
 import torch
 
-from fasttfm import extras
+from fasttfm import _extras
 
 # Dense bf16 FLOP/s from data sheets; the first name that matches is used.
 _PEAKS = {
@@ -116,5 +116,5 @@ def _tqdm() -> Any:
     try:
         from tqdm import tqdm
     except ImportError:
-        raise extras.missing("the progress bar", "tqdm", "train") from None
+        raise _extras.missing("the progress bar", "tqdm", "train") from None
     return tqdm

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fasttfm.atomic_files import write_json
+from fasttfm._atomic_files import write_json
 from fasttfm.train.settings import OptimizerSettings, PretrainSettings, RunSettings, ScheduleSettings, StepSettings
 
 SETTINGS = "settings.json"

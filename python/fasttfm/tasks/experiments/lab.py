@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fasttfm import data, extras
-from fasttfm.atomic_files import atomic_write, write_text
+from fasttfm import _extras, data
+from fasttfm._atomic_files import atomic_write, write_text
 from fasttfm.models.objectives import Pretraining
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare, trainer_of
@@ -201,7 +201,7 @@ def draw(experiment: Experiment, rows: Sequence[Row], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise extras.missing("the plot of an experiment", "matplotlib", "train") from None
+        raise _extras.missing("the plot of an experiment", "matplotlib", "train") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
