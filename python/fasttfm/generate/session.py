@@ -233,7 +233,7 @@ class GenerationSession:
         self.device, self.dtype = parameter.device, parameter.dtype
         self._stream = OrderedStream(self.device)
         self._sampler = None if fused or self.device.type == "cpu" else "reference"
-        with self._stream.ordered():
+        with torch.inference_mode(False), self._stream.ordered():  # later calls may be outside of inference mode
             self._state = _State.empty(max_batch, capacity, self.device)
         self._waiting: deque[Generation] = deque()
         self._running: dict[int, Generation] = {}

@@ -54,7 +54,7 @@ class AlignedEntities:
         checks.check_index("AlignedEntities", "entity_ids", entity_ids)
         checks.check_cu_seqlens("AlignedEntities", cu_seqlens, like=entity_ids)
         aligned = entity_ids >= 0
-        bounds = cu_seqlens.long()
+        bounds = cu_seqlens.long().clamp(0, len(entity_ids))  # on a GPU they are not validated, and may be wrong
         firsts = bounds[:-1][bounds.diff() > 0]
         aligned = aligned.index_fill(0, firsts, True)
         positions = aligned.nonzero().squeeze(1)

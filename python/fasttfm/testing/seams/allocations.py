@@ -115,6 +115,8 @@ class Guards:
 
     def check(self, what: str) -> None:
         for name, block, size in self._blocks:
+            if block.untyped_storage().size() == 0:  # the package has freed it
+                continue
             before, after = block[:_GUARD], block[_GUARD + size :]
             for where, region in (("before", before), ("after", after)):
                 if bool((region != _PATTERN).any()):
@@ -180,8 +182,9 @@ def check_out_of_memory(entry: EntryPoint, device: torch.device) -> None:
     expected = entry.expected(0, device)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(max(torch.cuda.memory_reserved(device), 1) / total, device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    total = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction(max(torch.cuda.memory_reserved(index), 1) / total, index)
     blocks: list[Tensor] = []
     try:
         size = 1 << 21
@@ -201,6 +204,6 @@ def check_out_of_memory(entry: EntryPoint, device: torch.device) -> None:
             raise SeamError(f"{entry}: without memory a call raised {error!r}") from error
     finally:
         blocks.clear()
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
     check_same(entry.call(subject, inputs), expected, f"{entry}: after it had no memory")
     torch.cuda.synchronize(device)

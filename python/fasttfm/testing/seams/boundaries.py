@@ -8,12 +8,14 @@ allocation of its own, the same calls also show reads outside of tensors:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fasttfm.ops import check_errors
 from fasttfm.testing.seams.allocations import Guards, guarded
 from fasttfm.testing.seams.entry import EntryPoint, Inputs, SeamError, check_close, check_same
 
@@ -109,6 +111,9 @@ def _call_with(entry: EntryPoint, subject: Any, inputs: Inputs, device: torch.de
             raise SeamError(f"{what}: a ValueError without words") from error
     except Exception as error:
         raise SeamError(f"{what}: expected ValueError, got {type(error).__name__}: {error}") from error
+    if device.type == "cuda":
+        with contextlib.suppress(ValueError):  # positions that follow from the boundaries may be outside of a table
+            check_errors()
     guards.check(what)
     if found is None or device.type == "cuda":
         return

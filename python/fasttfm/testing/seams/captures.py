@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.ops.graph_capture import GraphPool
 from fasttfm.testing.seams.entry import EntryPoint, Inputs, SeamError, Tensors, check_same
 
 # What an error in a capture says: torch's and CUDA's words, and ours.
@@ -60,6 +61,8 @@ def _captured(
         if not any(word in str(error).lower() for word in _WORDS):
             raise SeamError(f"{entry}: in a capture: {type(error).__name__}: {error}") from error
         torch.cuda.synchronize(device)
+        # After a failed capture, torch's generator expects its end; a capture that succeeds resets it.
+        GraphPool().capture(torch.zeros(1, dtype=torch.int32, device=device).zero_)
         return None
     return graph, results
 

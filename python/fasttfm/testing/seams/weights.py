@@ -74,7 +74,9 @@ def _cast(module: nn.Module) -> nn.Module:
 
 
 def _cast_back(module: nn.Module) -> nn.Module:
-    return _copied(module.double().float())
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return _copied(module.double().to(dtype))
 
 
 def _moved(module: nn.Module) -> nn.Module:
