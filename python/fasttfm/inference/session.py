@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from fasttfm.inference.batches import (
     sort_ids,
 )
 from fasttfm.inference.calibration import CALIBRATION, Calibration, calibrate, run_in_fp8
+from fasttfm.inference.counts import SessionCounts
 from fasttfm.inference.dispatch import Dispatcher, register_fork_reset
 from fasttfm.inference.formats import Tokens, segments_of, text_format
 from fasttfm.inference.graphs import GraphCounts, Graphs
@@ -54,43 +55,13 @@ _GRAPH_TOKENS, _PADDED_GRAPH_TOKENS = 40960, 16384
 _RESET_INTERVAL = 2**22  # launches, each with up to 2^10 tags of the workspace of layers over few tokens
 
 
-@dataclass
-class SessionCounts:
-    """Statistics of what a session has computed."""
-
-    texts: int = 0
-    tokens: int = 0
-    batches: int = 0
-    seconds: float = 0.0  # from the launch of batches until their results are on the host
-    empty: int = 0  # texts without tokens, whose vector is 0
-    truncated: int = 0  # texts
-    left_out: int = 0  # tokens of the truncated texts
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def since(self, before: SessionCounts) -> SessionCounts:
-        """What was computed after ``before`` was copied."""
-        names = [each.name for each in fields(self)]
-        return SessionCounts(**{name: getattr(self, name) - getattr(before, name) for name in names})
-
-    def note(self, max_length: int) -> str:
-        """A message about truncated and empty texts; empty if there are none."""
-        parts = []
-        if self.truncated:
-            texts = f"{self.truncated:,} of {self.texts:,} texts have more than {max_length} tokens and are truncated"
-            parts.append(f"{texts} ({self.left_out:,} tokens are ignored)")
-        if self.empty:
-            parts.append(f"{self.empty:,} of {self.texts:,} texts have no tokens; their vectors are zero")
-        return "; ".join(parts)
-
-
 class _Item(NamedTuple):
-    """A sequence that was submitted, and the output to compute."""
+    """What was submitted, and the output to compute."""
 
-    tokens: Tokens
+    sequences: Sequence[Tokens]
     output: Output
+    single: bool = True  # whether the result is that of the only sequence
+    tag: Any = None  # for ``Session.on_launch``
 
 
 class Session:
@@ -195,6 +166,7 @@ class Session:
             self._launch_items, max_tokens=self.max_tokens, max_waiting=max_waiting
         )
         self._closed = False
+        self.on_launch: Callable[[list[Any], int, int], None] | None = None  # called by the dispatcher's thread
         register_fork_reset(self)
 
     def _make_graphs(self, limit: int, padding: int) -> Graphs:
@@ -295,7 +267,15 @@ class Session:
         """
         kind = self._output(output)
         (tokens,) = self._tokenize([input])
-        return self._dispatcher.submit(_Item(tokens, kind), len(tokens.ids), timeout)
+        return self._dispatcher.submit(_Item([tokens], kind), len(tokens.ids), timeout)
+
+    def submit_sequences(
+        self, sequences: Sequence[Tokens], *, output: str = "vectors", timeout: float | None = None, tag: Any = None
+    ) -> Future[Any]:
+        """Returns the future of the results of several sequences (``inference.formats``), in the form of ``encode``.
+        When a batch is launched, ``on_launch`` is called with the tags of its requests, its sequences and tokens."""
+        item = _Item(sequences, self._output(output), False, tag)
+        return self._dispatcher.submit(item, sum(len(each.ids) for each in sequences), timeout)
 
     def close(self) -> None:
         """Computes the submitted requests and frees the CUDA graphs. Later calls raise RuntimeError. A future's
@@ -430,18 +410,25 @@ class Session:
 
     def _launch_items(self, items: list[_Item]) -> Callable[[], Sequence[np.ndarray]]:
         """Starts the computation of requests, which may ask for different outputs."""
-        outputs = list(dict.fromkeys(item.output for item in items))
-        groups = [[index for index, item in enumerate(items) if item.output is output] for output in outputs]
+        if self.on_launch is not None:
+            every = [len(each.ids) for item in items for each in item.sequences]
+            self.on_launch([item.tag for item in items], len(every), sum(every))
+        groups: dict[Output, list[int]] = {}
+        for index, item in enumerate(items):
+            groups.setdefault(item.output, []).append(index)
         waiting = [
-            self._launch([items[index].tokens for index in own], output)
-            for output, own in zip(outputs, groups, strict=True)
+            (indices, self._launch([each for index in indices for each in items[index].sequences], output))
+            for output, indices in groups.items()
         ]
 
         def finish() -> list[np.ndarray]:
             found: list[Any] = [None] * len(items)
-            for own, wait in zip(groups, waiting, strict=True):
-                for index, result in zip(own, wait(), strict=True):
-                    found[index] = result
+            for indices, wait in waiting:
+                rows, begin = wait(), 0
+                for index in indices:
+                    end = begin + len(items[index].sequences)
+                    found[index] = rows[begin] if items[index].single else rows[begin:end]
+                    begin = end
             return found
 
         return finish
