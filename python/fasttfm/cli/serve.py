@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         if arguments.otlp_endpoint is not None:
             tracing.start(arguments.otlp_endpoint, arguments.otlp_service_name)
-        return server.run(settings, started=lambda port: print(f"listening on port {port}", flush=True))
+        return server.run(settings, started=lambda at: print(f"listening on port {at.port}", flush=True))
 
 
 def settings_of(arguments: argparse.Namespace) -> Any:

@@ -98,7 +98,7 @@ class Engine:
 
     def cancel(self, job: Job) -> None:
         """Removes a request from the queue; a batch that is launched is computed to its end."""
-        if job.future is not None and job.future.cancel():
+        if job.future is not None and not job.future.cancelled() and job.future.cancel():
             self._admission.leave_queue(job.sequences)
 
     def _launched(self, jobs: list[Any], sequences: int, tokens: int) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 
@@ -63,6 +65,9 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
+            yield
+            return
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -129,11 +134,19 @@ class Running:
             await asyncio.get_running_loop().run_in_executor(None, self.server.loaded.close)
 
 
-def run(settings: Settings, *, started: Callable[[int], None] | None = None) -> int:
-    """Serves until SIGTERM or SIGINT. Returns the exit status: 0, or 1 if a model cannot be loaded.
+class Listening(NamedTuple):
+    """A server that listens: its port, the state that requests share, and what ends it, from any thread."""
+
+    port: int
+    server: Server
+    stop: Callable[[], None]
+
+
+def run(settings: Settings, *, started: Callable[[Listening], None] | None = None) -> int:
+    """Answers requests until SIGTERM or SIGINT. Returns the exit status: 0, or 1 if a model cannot be loaded.
 
     Args:
-        started: Called with the port once the server listens.
+        started: Called once the server listens, before the models are loaded.
     """
     running = Running(settings)
     listener = _listen(settings.hostname, settings.port)
@@ -196,7 +209,7 @@ def _listen(hostname: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    server: _Uvicorn, running: Running, listener: socket.socket, started: Callable[[int], None] | None
+    server: _Uvicorn, running: Running, listener: socket.socket, started: Callable[[Listening], None] | None
 ) -> int:
     """Listens while the models are loaded, so that /health answers 503 meanwhile."""
     status = 0
@@ -213,7 +226,11 @@ async def _serve(
             server.should_exit = True
 
     if started is not None:
-        started(listener.getsockname()[1])
+        started(
+            Listening(
+                listener.getsockname()[1], running.server, functools.partial(setattr, server, "should_exit", True)
+            )
+        )
     loading = asyncio.ensure_future(load_models())
     try:
         await server.serve(sockets=[listener])
