@@ -8,6 +8,7 @@ import functools
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ from fasttfm.serve.limits import Limits
 from fasttfm.serve.models import ServedModel, Source, load
 
 _LOG = logging.getLogger("fasttfm.serve")
+# A session's thread waits at most this long for the GIL before it launches the next batch, while the loop is busy.
+_SWITCH_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,7 @@ def run(settings: Settings, *, started: Callable[[Listening], None] | None = Non
     Args:
         started: Called once the server listens, before the models are loaded.
     """
+    sys.setswitchinterval(_SWITCH_SECONDS)
     running = Running(settings)
     listener = _listen(settings.hostname, settings.port)
     config = uvicorn.Config(
