@@ -92,7 +92,8 @@ def replay_ms(model: Any, prompts: torch.Tensor, steps: int, rounds: int, few_ro
     finally:
         decoder.FEW_ROWS_FROM = chosen
     assert session._graphs is not None
-    graph = session._graphs.captured[session._bucket(len(prompts))]
+    graph = session._graphs.captured(session._bucket(len(prompts)))
+    assert graph is not None
     seconds = []
     for _ in range(rounds + 1):  # the first is a warm-up
         torch.cuda.synchronize()

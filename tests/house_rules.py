@@ -48,6 +48,8 @@ SHARED = {
             "fp8_native",
             "fp8_norm",
             "gelu_product",
+            "graph_cache",
+            "graph_capture",
             "graph_launch",
             "int8_linear",
         ),
@@ -60,7 +62,7 @@ SHARED = {
             "transformer_native",
             "transformer_stack",
         ),
-        *("direct_gradients", "vocabulary", "weight_copies"),
+        *("direct_gradients", "streams", "vocabulary", "weight_copies"),
     },
     "kernels/": {"fp8", "transformer_block"},
     "tests/ops/test_": {

@@ -23,7 +23,6 @@ from fasttfm.inference.batches import (
     split_buffer,
     write_bucket,
 )
-from fasttfm.inference.graphs import GraphCache
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.settings import EmbedSettings
 
@@ -274,44 +273,3 @@ def test_buckets_have_little_padding() -> None:
         bucket = bucket_for(tokens, 1, tokens, tokens)
         assert 0 <= bucket.tokens - tokens < tokens / (32 if tokens > 4096 else 8)
     assert len({bucket_for(tokens, 1, 1, 1).tokens for tokens in range(4097, 16385)}) == 64
-
-
-def test_a_graph_is_captured_when_its_shape_repeats() -> None:
-    made: list[str] = []
-    cache: GraphCache[str] = GraphCache(lambda key: made.append(key) or key.upper(), limit=2)  # type: ignore[func-returns-value]
-    assert [cache.get("a"), cache.get("a"), cache.get("a")] == [None, "A", "A"]
-    assert made == ["a"]
-    assert [cache.get("b"), cache.get("b")] == [None, "B"]
-    assert [cache.get("c") for _ in range(3)] == [None, None, None]  # looked up no more often than a
-    assert cache.get("c") == "C"
-    assert len(cache) == 2
-    assert cache.get("b") == "B"
-    assert (cache.counts.captured, cache.counts.evicted) == (3, 1)
-
-
-def test_an_entry_is_used_until_it_is_evicted() -> None:
-    cache: GraphCache[str] = GraphCache(str.upper, limit=2)
-    for key in "aabb":
-        cache.get(key)
-    first, second = cache.kept("a"), cache.kept("b")
-    assert first is not None
-    assert second is not None
-    assert cache.kept("c") is None
-    assert [cache.use(first) for _ in range(3)] == ["A"] * 3  # b is the least recently used one now
-    assert [cache.get("c") for _ in range(3)] == [None, None, "C"]
-    assert (cache.use(first), cache.use(second)) == ("A", None)
-    assert cache.counts.replayed == 7
-    cache.clear()
-    assert cache.use(first) is None
-    assert len(cache) == 0
-
-
-def test_alternating_shapes_do_not_evict_each_other() -> None:
-    """With more shapes than the limit, the existing graphs are kept and used."""
-    cache: GraphCache[int] = GraphCache(lambda key: key, limit=8)
-    for _ in range(1000):
-        for key in range(10):
-            cache.get(key)
-    assert cache.counts.captured <= 20
-    assert cache.counts.replayed > 7000
-    assert GraphCache(lambda key: key, limit=0).get("a") is None

@@ -486,3 +486,71 @@ def test_the_warning_of_a_stream_is_about_its_own_texts(bert_directory: Path) ->
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             list(session.stream([short]))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("move", [lambda model: model.to(torch.bfloat16), lambda model: model.double()])
+def test_a_model_that_is_cast_leaves_the_session_as_it_is(sentences: Ids, move: Any) -> None:
+    model = small_bert().eval()
+    with Session(model) as session:
+        expected = session.encode(sentences[:4])
+        move(model)
+        assert np.array_equal(session.encode(sentences[:4]), expected)
+        assert {each.dtype for each in session.network.model.parameters()} == {torch.float32}
+
+
+def test_a_session_shares_the_memory_of_the_model(sentences: Ids) -> None:
+    """No second copy of the weights, also not of tied ones; changes in place are changes of both."""
+    model = small_bert("BertForMaskedLM").eval()
+    with Session(model) as session:
+        own = session.network.model
+        given = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        found = {**dict(own.named_parameters()), **dict(own.named_buffers())}
+        assert found.keys() == given.keys()
+        for name, tensor in given.items():
+            assert found[name] is not tensor
+            assert found[name].data_ptr() == tensor.data_ptr()
+            assert not found[name].requires_grad
+        assert len({id(each) for each in own.parameters()}) == len({id(each) for each in model.parameters()})
+        before = session.encode(sentences[:2])
+        model.load_state_dict({name: 1.5 * each for name, each in model.state_dict().items()})
+        after = session.encode(sentences[:2])
+        assert session.take_weights(model)
+        assert np.array_equal(session.encode(sentences[:2]), after)
+        assert not np.array_equal(after, before)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_weights_are_taken_from_a_model_that_was_cast(sentences: Ids) -> None:
+    """It has other memory then."""
+    model = small_bert().eval()
+    with Session(model) as session:
+        model.double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.25)
+        assert session.take_weights(model)
+        found = session.encode(sentences[:3])
+    with Session(model.float()) as session:
+        assert np.array_equal(session.encode(sentences[:3]), found)
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "int8"}])
+def test_a_session_is_freed_without_the_collector(sentences: Ids, options: dict[str, Any]) -> None:
+    """A collection may run at any time, also in a capture."""
+    gc.collect()
+    gc.disable()
+    try:
+        session = Session(small_bert(), **options)
+        session.encode(sentences[:3])
+        session.submit(sentences[0]).result(30)
+        with pytest.raises(ValueError, match="expected ids from 0"):
+            session.submit([10**6])
+        session.close()  # its thread releases the request
+        gone = [weakref.ref(each) for each in (session, session._dispatcher, session.network, session.network.model)]
+        del session
+        assert [each() for each in gone] == [None] * 4
+    finally:
+        gc.enable()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -252,3 +254,100 @@ def test_changed_weights_are_taken(max_graphs: int, sentences: Ids) -> None:
         expected = [session.encode(chosen, output="logits") for _ in range(3)]
     assert np.array_equal(after, expected[-1])
     assert not np.array_equal(after, before[-1])
+
+
+def test_a_model_that_is_moved_leaves_the_session_its_memory() -> None:
+    """Graphs contain the addresses of the weights: other tensors must not get that memory."""
+    torch.manual_seed(0)
+    model = small_bert("BertModel", hidden_size=256, intermediate_size=1024).cuda().bfloat16()
+    given = [[1 + (index + first) % 200 for index in range(100)] for first in range(20)]  # not the folded kernels
+    with Session(model) as session:
+        expected = [session.encode(given) for _ in range(4)][-1]
+        assert session.graph_counts.captured == 1
+        model.cpu()
+        others = [torch.full((256, 256 * k), 7.0, dtype=torch.bfloat16, device="cuda") for k in (1, 3, 4, 4) * 20]
+        assert np.array_equal(session.encode(given), expected)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.25)
+        assert session.take_weights(model)
+        changed = session.encode(given)
+        assert not np.array_equal(changed, expected)
+        del others
+    with Session(model.cuda()) as session:
+        assert np.array_equal([session.encode(given) for _ in range(4)][-1], changed)
+
+
+@pytest.mark.parametrize("max_graphs", [1, 2])
+def test_the_only_graph_may_be_evicted(max_graphs: int) -> None:
+    """The memory pool stays without a graph, and others are captured with it."""
+    model = small_bert("BertModel", hidden_size=128).cuda().bfloat16()
+    groups = [
+        [[1 + index % 200 for index in range(length)]] * count for length, count in ((50, 4), (100, 8), (120, 30))
+    ]
+    with Session(model, max_graphs=max_graphs) as session, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Session")
+        found = []
+        for turn, group in enumerate(groups):
+            found.append([session.encode(group) for _ in range(3 * (turn + 1) ** 2)][-1])
+        assert session.graph_counts.captured == 3
+        assert session.graph_counts.evicted == 3 - max_graphs
+        for group, rows in zip(groups, found, strict=True):
+            assert np.abs(session.encode(group) - rows).max() <= 0.05 * np.abs(rows).max()
+
+
+def test_a_collection_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it frees must not wait for the device: a session, and a launch whose result was not read."""
+    model = small_bert("BertModel", hidden_size=128).cuda().bfloat16()
+    given = [[1 + index % 200 for index in range(100)]] * 4
+    old = Session(model)
+    for _ in range(3):
+        old.encode(given)
+    cycle: list[Any] = [old.run(pack(given), Output.VECTORS), old]
+    cycle.append(cycle)
+    with Session(model) as session, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Session")
+        session.encode(given)
+        run = session.network.run
+        collected: list[int] = []
+
+        def run_and_collect(*arguments: Any) -> Any:
+            rows = run(*arguments)
+            if torch.cuda.is_current_stream_capturing():
+                collected.append(gc.collect())
+            return rows
+
+        monkeypatch.setattr(session.network, "run", run_and_collect)
+        gc.disable()
+        try:
+            del old, cycle
+            rows = [session.encode(given) for _ in range(2)]
+        finally:
+            gc.enable()
+        assert collected
+        assert session.graph_counts.captured == 1
+        assert np.array_equal(*rows)
+
+
+def test_a_session_captures_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes without the graph meanwhile."""
+    model = small_bert("BertModel", hidden_size=128).cuda().bfloat16()
+    given = [[1 + index % 200 for index in range(100)]] * 4
+    with Session(model) as session:
+        expected = session.encode(given)
+        run, failures = session.network.run, iter(range(1))
+
+        def run_and_wait(*arguments: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing() and next(failures, None) is not None:
+                torch.cuda.synchronize()  # which a capture does not allow
+            return run(*arguments)
+
+        monkeypatch.setattr(session.network, "run", run_and_wait)
+        with pytest.warns(UserWarning, match="runs without a new CUDA graph for a while"):
+            found = [session.encode(given)]
+        found += [session.encode(given) for _ in range(80)]
+        assert session.graph_counts.captured == 1
+        assert session.graph_counts.replayed > 10
+        for each in found:
+            assert np.abs(each - expected).max() <= 0.05 * np.abs(expected).max()
+        torch.rand(3, device="cuda")  # torch's generator has left the capture

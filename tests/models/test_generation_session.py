@@ -279,3 +279,21 @@ def test_steps_validate_parameters_only_if_they_have_changed(change: str, monkey
     assert decoder._refuse_few_rows(ids[:2]) == "call 3 with 2 rows"
     used = [each for name, each in model.transformer.named_parameters() if not name.startswith("embeddings")]
     assert {id(each) for each in validated[-1]} == {id(each) for each in used}
+
+
+def test_a_model_that_is_cast_meanwhile_is_refused() -> None:
+    """Its cache has the dtype of the first parameters; with them again, the sequence continues."""
+    torch.manual_seed(0)
+    config = models.GPT2Config(vocab_size=100, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    module = models.GPT2LMHeadModel(config).eval()
+    expected = alone(module, PROMPTS[0], max_new_tokens=6, eos_token_id=[])
+    session = GenerationSession(module)
+    sequence = session.submit(PROMPTS[0], max_new_tokens=6, eos_token_id=[])
+    assert next(iter(sequence)) == expected[0]
+    module.double()
+    message = "model: expected parameters in float32 on cpu as at first, got float64 on cpu"
+    for call in (lambda: session.submit(PROMPTS[1]), sequence.result):
+        with pytest.raises(ValueError, match=message):
+            call()
+    module.float()
+    assert sequence.result() == expected

@@ -122,3 +122,62 @@ def test_generate_and_stream() -> None:
     expected = [session.submit(row, max_new_tokens=15, eos_token_id=[]).result() for row in ids]
     assert found[:, 12:].tolist() == expected
     assert list(stream(module, ids[1], max_new_tokens=15, eos_token_id=[])) == expected[1]
+
+
+def test_calls_on_two_streams_do_not_change_the_cache() -> None:
+    """An ended sequence still appends tokens to its slot while the next one, on another stream, takes the slot."""
+    torch.manual_seed(0)
+    config = models.GPT2Config(vocab_size=1000, n_embd=1024, n_layer=12, n_head=16, n_positions=512)
+    module = models.GPT2LMHeadModel(config).cuda().bfloat16().eval()
+    session = GenerationSession(module, max_batch=1, max_length=512)
+    first, second = (torch.randint(0, 1000, (length,)).tolist() for length in (40, 200))
+
+    def tokens(prompt: list[int], ends: list[int]) -> list[int]:
+        return list(session.submit(prompt, max_new_tokens=60, eos_token_id=ends).result())
+
+    def cached() -> list[torch.Tensor]:
+        torch.cuda.synchronize()
+        caches = (session.decoder.keys, session.decoder.values)
+        return [each[:, 0, :, : len(second)].clone() for each in caches]
+
+    ends = tokens(first, [])[:1]  # ends the first sequence at once, while the steps after it are in flight
+    expected_tokens = tokens(second, [])
+    expected = cached()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(20):
+        with torch.cuda.stream(streams[0]):
+            tokens(first, ends)
+        with torch.cuda.stream(streams[1]):
+            assert tokens(second, []) == expected_tokens
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(cached(), expected, strict=True))
+
+
+def test_changes_of_parameters_on_any_stream_are_ordered() -> None:
+    """Before a call they are read, and after it they do not change the steps in flight."""
+    module = model()
+    session = GenerationSession(module, max_batch=1)
+    weight = module.transformer.encoder.layers[0].up.weight
+    before = run(session, 1)
+    saved = weight.detach().clone()
+    with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+        torch.cuda._sleep(20_000_000)
+        weight.neg_()
+        changed = run(session, 1)
+        weight.copy_(saved)
+        assert run(session, 1) == before
+    torch.cuda.synchronize()
+    assert changed != before
+
+
+def test_a_moved_model_is_refused_and_its_memory_kept() -> None:
+    module = model()
+    expected = run(GenerationSession(module, max_batch=2), 2)
+    session = GenerationSession(module, max_batch=2)
+    assert run(session, 2) == expected
+    module.cpu()
+    filled = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(8)]  # in memory that the model has freed
+    with pytest.raises(ValueError, match="expected parameters in float32 on cuda:0 as at first, got float32 on cpu"):
+        session.submit([1, 2, 3])
+    module.cuda()
+    assert run(session, 2) == expected
+    del filled

@@ -171,7 +171,7 @@ def test_a_failed_computation_is_424(folders: dict[str, Path], start: Any, monke
 def test_health_is_503_after_a_device_fault(folders: dict[str, Path], start: Any) -> None:
     server = start([folders["embedder"]]).wait_until_ready()
     (model,) = server.at.server.loaded.models.values()
-    model.sessions[0].error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    model.sessions[0]._ended = "a kernel has failed: an illegal memory access was encountered"
     response = server.client.get("/health")
     assert response.status_code == 503
     assert "illegal memory access" in response.json()["error"]

@@ -67,7 +67,13 @@ Status graph_instantiate(const GraphInstantiate& p) {
 Status graph_destroy(const GraphDestroy& p) {
   const DeviceGuard guard(p.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
-  return status_of(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(p.exec)));
+  // Also while this thread captures another graph.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
+  if (error != cudaSuccess) return status_of(error);
+  error = cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(p.exec));
+  const cudaError_t restored = cudaThreadExchangeStreamCaptureMode(&mode);
+  return status_of(error != cudaSuccess ? error : restored);
 }
 
 Status graph_launch(const GraphLaunch& p) {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.bench.timing import clock_for
+from fasttfm.ops.graph_capture import GraphPool
 
 Output = TypeVar("Output")
 
@@ -41,15 +42,12 @@ def training_step(
 
 def captured(step: Callable[[], Output], warmup: int = 3) -> Callable[[], Output]:
     """The step as a CUDA graph. A replay returns the output of the captured call, which the next replay overwrites."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # kernels are compiled and selected before the capture
+    pool = GraphPool(empty_cache=True)
+    pool.stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(pool.stream):  # kernels are compiled and selected before the capture
         for _ in range(warmup):
             step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = step()
+    graph, output = pool.capture(step)
 
     def replay(held: object = step) -> Output:  # the graph only has addresses: the step keeps model and batch alive
         graph.replay()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import math
@@ -17,6 +16,9 @@ from typing import Any, Protocol
 
 import numpy
 import torch
+
+from fasttfm.ops.checks import first_line
+from fasttfm.ops.graph_capture import GraphPool
 
 # Calls in one round. 256 sets of inputs already exceed twice the cache unless a set is smaller than 0.8% of it.
 MAX_CALLS = 256
@@ -137,7 +139,7 @@ def measure(works: Mapping[str, Work], clock: Clock, effort: Effort) -> Samples:
             work.run()
             return start, clock.mark()
         except Exception as error:  # a contender may fail in any way; the report says how
-            failures[name] = reason(error)
+            failures[name] = first_line(error)
             return None
 
     for name in works:  # fills the allocator's cache, and measures the length of a round
@@ -165,12 +167,6 @@ def measure(works: Mapping[str, Work], clock: Clock, effort: Effort) -> Samples:
     return Samples(seconds, failures)
 
 
-def reason(error: Exception) -> str:
-    """An exception in one line."""
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
-
-
 def captured(work: Work, stream: torch.cuda.Stream) -> Work:
     """The same work as CUDA graphs, which measure only device time. It must already have run on ``stream``.
 
@@ -178,23 +174,10 @@ def captured(work: Work, stream: torch.cuda.Stream) -> Work:
     tensors that its forward saved. Without a setup, the run itself is replayed first, so that the timed replay is
     enqueued while the device is busy.
     """
-    setup = None if work.setup is None else _capture(work.setup, stream)
-    run = _capture(work.run, stream, None if setup is None else setup.pool())
-    return Work(run.replay, work.calls, setup=(setup or run).replay, drain=False)
-
-
-def _capture(function: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        function()
-    return graph
-
-
-def after_failed_capture(stream: torch.cuda.Stream) -> None:
-    """After a failed capture torch's generator still expects the capture's end, and every later draw raises; a
-    successful capture resets it."""
-    with contextlib.suppress(RuntimeError):
-        _capture(lambda: torch.zeros(1, device=stream.device), stream)
+    pool = GraphPool(stream, empty_cache=True)
+    setup = None if work.setup is None else pool.capture(work.setup)
+    run, _ = pool.capture(work.run)
+    return Work(run.replay, work.calls, setup=run.replay if setup is None else setup[0].replay, drain=False)
 
 
 def percentiles(samples: list[float]) -> tuple[float, float, float]:

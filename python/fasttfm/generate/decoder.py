@@ -30,7 +30,8 @@ class CachedDecoder:
 
     Each sequence has a slot in the cache for a fixed number of tokens: [layers, sequences, H, capacity, D]. Sequences
     may differ in length. Their lengths are stored on the device, so that the launches of a step do not depend on them
-    and can be captured in a CUDA graph.
+    and can be captured in a CUDA graph. The stream on which its owner calls it orders the cache, and only that one: a
+    session's stream, or the caller's in a beam search, whose cache no later call uses.
     """
 
     def __init__(self, model: TextModel, capacity: int, sequences: int | None = None, *, fused: bool = False) -> None:

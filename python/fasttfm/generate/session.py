@@ -4,15 +4,21 @@ Every sequence has a slot in one KV cache (decoder.py) and a row in tensors on t
 the tokens that end it, how its tokens are drawn. A step reads and writes only these tensors. On a GPU one CUDA graph
 for each number of rows therefore runs all steps, sampling included, and no step synchronizes with the host. Every few
 steps the state is copied to the host asynchronously; finished sequences then leave, and waiting ones take their slots.
+
+The session's stream orders cache, state and graphs, whichever threads and streams call it. A round waits for what its
+caller has launched before, such as changes of parameters, and what the caller launches later waits for the round.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 import threading
+import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -25,7 +31,11 @@ from fasttfm.generate.sampling import Sampling, check_logits, check_new_tokens, 
 from fasttfm.models.text_model import TextModel
 from fasttfm.nn import CausalLMHead, PackedBatch
 from fasttfm.nn.plain import Tree, is_plain
+from fasttfm.ops.checks import first_line
+from fasttfm.ops.graph_cache import GraphCache
+from fasttfm.ops.graph_capture import CaptureError, GraphPool
 from fasttfm.ops.sample_tokens import Sequences
+from fasttfm.ops.streams import OrderedStream
 
 _NAME = "GenerationSession"
 _MAX_STOP_TOKENS = 8  # of one sequence
@@ -221,13 +231,15 @@ class GenerationSession:
         self.decoder = CachedDecoder(transformer, capacity, max_batch, fused=fused)
         parameter = next(transformer.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self._stream = OrderedStream(self.device)
         self._sampler = None if fused or self.device.type == "cpu" else "reference"
-        self._state = _State.empty(max_batch, capacity, self.device)
+        with self._stream.ordered():
+            self._state = _State.empty(max_batch, capacity, self.device)
         self._waiting: deque[Generation] = deque()
         self._running: dict[int, Generation] = {}
         self._snapshots: deque[_Snapshot] = deque()
         self._lock = threading.RLock()
-        self._graphs = _Graphs(model) if _uses_graphs(model, self.device, graphs) else None
+        self._graphs = _Graphs(model, self._stream) if _uses_graphs(model, self.device, graphs) else None
 
     def submit(
         self,
@@ -254,7 +266,7 @@ class GenerationSession:
             got = f"{max_new_tokens} after {len(ids)}"
             expected = f"no more than {self.capacity} tokens with the prompt"
             raise ValueError(f"generate: max_new_tokens: expected {expected}, got {got}")
-        _check_mode(self.model)
+        self._check_model()
         ends = end_tokens(self.model.config, eos_token_id)
         if len(ends) > _MAX_STOP_TOKENS:
             raise ValueError(f"generate: eos_token_id: expected at most {_MAX_STOP_TOKENS} tokens, got {len(ends)}")
@@ -284,9 +296,21 @@ class GenerationSession:
     def fits(self, sequences: int, tokens: int) -> bool:
         """Whether the cache has room for this many sequences of this many tokens, and still has the device and dtype of
         the model's parameters."""
+        return self._fits_model() and sequences <= self.max_batch and tokens <= self.capacity
+
+    def _fits_model(self) -> bool:
         parameter = next(self.model.transformer.parameters())
-        is_same = parameter.device == self.device and parameter.dtype == self.dtype
-        return is_same and sequences <= self.max_batch and tokens <= self.capacity
+        return parameter.device == self.device and parameter.dtype == self.dtype
+
+    def _check_model(self) -> None:
+        _check_mode(self.model)
+        if not self._fits_model():
+            parameter = next(self.model.transformer.parameters())
+            expected, got = (
+                f"{str(dtype).removeprefix('torch.')} on {device}"
+                for dtype, device in ((self.dtype, self.device), (parameter.dtype, parameter.device))
+            )
+            raise ValueError(f"{_NAME}: model: expected parameters in {expected} as at first, got {got}")
 
     # ---- rounds ----
 
@@ -294,7 +318,8 @@ class GenerationSession:
     def _advance(self, steps: int) -> None:
         """Runs a round: admits waiting sequences, launches up to ``steps`` steps and reads earlier results. On a GPU
         the results are those of the previous round, so that the GPU does not wait for the host."""
-        with self._lock:
+        self._check_model()
+        with self._lock, self._stream.ordered():
             try:
                 self._run_round(steps)
             except BaseException as error:
@@ -324,7 +349,8 @@ class GenerationSession:
             generation._error, generation.done = error, True
         self._running = {}
         self._snapshots.clear()
-        self._state.active.zero_()
+        with contextlib.suppress(RuntimeError):  # of a device that has failed; the first error says more
+            self._state.active.zero_()
 
     def _admit_waiting(self) -> bool:
         """Reads the prompts of waiting sequences for which there are free slots, and draws their first tokens. Returns
@@ -339,7 +365,6 @@ class GenerationSession:
             taken.append(self._waiting.popleft())
         if not taken:
             return False
-        _check_mode(self.model)
         for slot, generation in zip(free, taken, strict=False):
             self._running[slot] = generation
             generation._steps = 1
@@ -365,8 +390,9 @@ class GenerationSession:
                 self._waiting.remove(generation)
             for slot, running in list(self._running.items()):
                 if running is generation:
-                    self._state.active[slot] = False
                     del self._running[slot]
+                    with self._stream.ordered():
+                        self._state.active[slot] = False
 
     def _step(self, rows: int) -> None:
         if self._graphs is None:
@@ -431,50 +457,58 @@ def _has_plain_modules(model: Any) -> bool:
     return all(is_plain(each) for each in model.modules() if not list(each.children()))
 
 
-@dataclass
 class _Graphs:
-    """The CUDA graphs of steps, by number of rows. They are captured again if the model has changed. Steps of a model
-    with hooks or wrappers run without graphs."""
+    """The CUDA graphs of steps, by number of rows. They are captured again if the model has changed, which is noticed
+    when a sequence starts; until then they keep the memory of the parameters that they read. Steps of a model with
+    hooks or wrappers run without graphs, and so do steps for some time after a capture has failed."""
 
-    model: Any
-    captured: dict[int, Any] = field(default_factory=dict)
-    pool: Any = None
+    def __init__(self, model: Any, stream: OrderedStream) -> None:
+        self._model = model
+        self._pool = GraphPool(stream.stream)
+        self._forget()
 
-    def __post_init__(self) -> None:
-        self._usable = _has_plain_modules(self.model)
-        self._tree = Tree(self.model)
-        self._parameters = self._addresses()
-
-    def _addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.model.parameters()]
+    def _forget(self) -> None:
+        self._cache: GraphCache[torch.cuda.CUDAGraph] = GraphCache(sys.maxsize, lookups=1)
+        self._usable = _has_plain_modules(self._model)
+        self._tree = Tree(self._model)
+        self._addresses = _addresses(self._model)
+        self._parameters = [parameter.detach() for parameter in self._model.parameters()]  # with the same memory
 
     def drop_if_model_changed(self) -> None:
-        if not self._usable or not self._tree.is_unchanged() or self._addresses() != self._parameters:
-            self.captured.clear()
-            self.__post_init__()
+        if not self._usable or not self._tree.is_unchanged() or _addresses(self._model) != self._addresses:
+            self._forget()
 
-    def run(self, rows: int, step: Any, active: Tensor) -> None:
-        if not self._usable:
+    def captured(self, rows: int) -> torch.cuda.CUDAGraph | None:
+        """The graph of this many rows; None if there is none."""
+        entry = self._cache.kept(rows)
+        return None if entry is None else entry.value
+
+    def run(self, rows: int, step: Callable[[int], None], active: Tensor) -> None:
+        graph = None
+        if self._usable:
+            try:
+                graph = self._cache.get(rows, lambda rows: self._capture(rows, step, active))
+            except CaptureError as error:
+                warnings.warn(
+                    f"{_NAME}: runs without a new CUDA graph for some time: {first_line(error)}", stacklevel=2
+                )
+        if graph is None:
             step(rows)
-            return
-        if rows not in self.captured:
-            self.captured[rows] = self._capture(rows, step, active)
-        self.captured[rows].replay()
+        else:
+            graph.replay()
 
-    def _capture(self, rows: int, step: Any, active: Tensor) -> Any:
+    def _capture(self, rows: int, step: Callable[[int], None], active: Tensor) -> torch.cuda.CUDAGraph:
         """Captures a step, after a first run that compiles its kernels. Without active sequences that run changes
         nothing that is read later."""
         saved = active.clone()
         active.zero_()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        try:
             step(rows)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self.pool):
-            step(rows)
-        active.copy_(saved)
+            graph, _ = self._pool.capture(lambda: step(rows))
+        finally:
+            active.copy_(saved)
         return graph
+
+
+def _addresses(model: Any) -> list[int]:
+    return [parameter.data_ptr() for parameter in model.parameters()]

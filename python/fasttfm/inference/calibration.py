@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,9 +59,13 @@ class Calibration:
         content = read_json(path)
         try:
             layers = tuple(tuple(float(layer[name]) for name in LINEARS) for layer in content["amax"])
-            return cls(layers, int(content["tokens"]))
-        except (KeyError, TypeError, ValueError) as error:
+            found = cls(layers, int(content["tokens"]))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{path}: expected magnitudes of layers, got {error!r}") from error
+        if not layers or found.tokens < 1 or not all(0 <= each < math.inf for layer in layers for each in layer):
+            got = f"{found!r:.200}"
+            raise CheckpointError(f"{path}: expected finite magnitudes of layers over at least one token, got {got}")
+        return found
 
 
 def calibrate(network: Network, sequences: Sequence[Tokens], max_tokens: int, max_batch: int) -> Calibration:

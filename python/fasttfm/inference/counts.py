@@ -1,4 +1,4 @@
-"""``SessionCounts``: statistics of what a session has computed."""
+"""``SessionCounts``: what a session has computed."""
 
 from __future__ import annotations
 

@@ -36,14 +36,17 @@ class Dispatcher(Generic[Item]):
     empty queue and starts its own thread.
 
     Args:
-        launch: Starts the computation of items and returns a function that waits for it and returns their results. The
-            next group is launched before this function is called.
+        launch: A method that starts the computation of items and returns a function that waits for it and returns
+            their results; a result that is an exception is raised by its future. The next group is launched before
+            this function is called. Only requests hold the method's object, which may hold the dispatcher: it is freed
+            as soon as nothing else refers to it.
         max_tokens: The maximum number of tokens in a group. A request with more is a group by itself.
         max_waiting: The maximum number of requests in the queue; ``submit`` waits while it is full.
     """
 
     def __init__(self, launch: Launch[Item], *, max_tokens: int, max_waiting: int) -> None:
-        self._launch, self._max_tokens, self._max_waiting = launch, max_tokens, max_waiting
+        self._launch = weakref.WeakMethod(launch)
+        self._max_tokens, self._max_waiting = max_tokens, max_waiting
         self._closed = False
         self.reset_after_fork()
         register_fork_reset(self)
@@ -57,7 +60,9 @@ class Dispatcher(Generic[Item]):
     def submit(self, item: Item, tokens: int, timeout: float | None = None) -> Future[Any]:
         """Returns the future of an item's result. Raises ``queue.Full`` if the queue stays full for ``timeout``
         seconds, and RuntimeError if the dispatcher is closed, also while this call waits."""
-        request = Request(item, tokens, self._launch)
+        launch = self._launch()
+        assert launch is not None  # its object calls this
+        request = Request(item, tokens, launch)
         if not self._room.acquire(timeout=timeout):
             raise queue.Full
         with self._lock:
@@ -171,9 +176,13 @@ def _finish(group: list[Request[Any]], finish: Finish) -> None:
         _fail(group, error)
         return
     for request, result in zip(group, results, strict=True):
-        request.future.set_result(result)
+        if isinstance(result, BaseException):
+            request.future.set_exception(result)
+        else:
+            request.future.set_result(result)
 
 
 def _fail(group: list[Request[Any]], error: BaseException) -> None:
     for request in group:
         request.future.set_exception(error)
+    group.clear()  # the error's traceback refers to this list, and a request to its future, which holds the error

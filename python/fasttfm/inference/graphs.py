@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,120 +25,19 @@ from fasttfm.inference.batches import (
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.results import Wait
 from fasttfm.ops import few_tokens
-from fasttfm.ops.graph_launch import HostMemory, LaunchableGraph, make_slot, write_results
+from fasttfm.ops.checks import first_line
+from fasttfm.ops.graph_cache import Entry, GraphCache, GraphCounts
+from fasttfm.ops.graph_capture import CaptureError, GraphPool
+from fasttfm.ops.graph_launch import HostMemory, LaunchableGraph, make_slot, release_after, write_results
 
-Value = TypeVar("Value")
-_MIN_LOOKUPS = 2  # a key that is looked up this often gets a value
-_DECAY_INTERVAL = 4096  # after this many lookups all counts are halved
 _SMALL_RESULT = 2**18  # a result of up to this many bytes has memory of its own, which saves a kernel
 _MAX_KNOWN = 4096  # sizes of batches
 _MAX_TOKEN_ROWS = 4096  # of a result with a row for each token: a language model has many logits in each
 
 
-@dataclass
-class GraphCounts:
-    """What a cache has done so far."""
-
-    replayed: int = 0
-    captured: int = 0
-    evicted: int = 0
-
-
-class Entry(Generic[Value]):
-    """A key that was looked up in a cache, and its value, if it has one."""
-
-    __slots__ = ("last", "lookups", "value")
-
-    def __init__(self) -> None:
-        self.value: Value | None = None
-        self.lookups = 0  # in the recent past
-        self.last = 0  # the number of the cache's last lookup of it
-
-
-class GraphCache(Generic[Value]):
-    """A bounded cache whose values are made when their key is looked up for the second time.
-
-    A full cache evicts the least recently used value, but only for a key that was looked up more often in the recent
-    past. Otherwise keys that take turns, more than fit, would evict each other on every lookup.
-    """
-
-    def __init__(self, make: Callable[[Any], Value], limit: int) -> None:
-        self._make, self._limit = make, limit
-        self._seen: dict[Hashable, Entry[Value]] = {}
-        self._kept: dict[Hashable, Entry[Value]] = {}  # those with a value
-        self._lookups = 0
-        self.counts = GraphCounts()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def get(self, key: Hashable) -> Value | None:
-        """The value of a key; None if the key is not in the cache and not admitted yet."""
-        entry = self._seen.get(key)
-        if entry is None:
-            entry = self._seen[key] = Entry()
-        if self.use(entry) is None and self._admits(entry):
-            entry.value = self._make(key)
-            self._kept[key] = entry
-            self.counts.captured += 1
-            self.counts.replayed += 1
-        return entry.value
-
-    def kept(self, key: Hashable) -> Entry[Value] | None:
-        """The entry of a key that has a value, for ``use``. This does not count as a lookup."""
-        return self._kept.get(key)
-
-    def use(self, entry: Entry[Value]) -> Value | None:
-        """Looks up the value of an entry, which may have been evicted since."""
-        self._lookups += 1
-        if self._lookups % _DECAY_INTERVAL == 0:
-            self._decay()
-        entry.lookups += 1
-        entry.last = self._lookups
-        if entry.value is not None:
-            self.counts.replayed += 1
-        return entry.value
-
-    def clear(self) -> None:
-        for key in list(self._kept):
-            self._drop(key)
-
-    def _drop(self, key: Hashable) -> None:
-        self._kept.pop(key).value = None
-
-    def _decay(self) -> None:
-        for entry in self._seen.values():
-            entry.lookups //= 2
-        self._seen = {key: entry for key, entry in self._seen.items() if entry.lookups > 0} | self._kept
-
-    def _admits(self, candidate: Entry[Value]) -> bool:
-        """Whether the cache has, or makes, room for the value of an entry."""
-        if self._limit < 1 or candidate.lookups < _MIN_LOOKUPS:
-            return False
-        if len(self._kept) >= self._limit:
-            oldest = min(self._kept, key=lambda key: self._kept[key].last)
-            if candidate.lookups <= self._kept[oldest].lookups:
-                return False
-            self._drop(oldest)
-            self.counts.evicted += 1
-        return True
-
-
 def _input_size(bucket: Bucket, segments: bool) -> int:
     """The number of int32 of a bucket's inputs, in whole vectors of 16 bytes."""
     return -(-buffer_size(bucket, segments) // 4) * 4
-
-
-@contextlib.contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Captures what runs on the current stream; other threads may allocate memory and copy meanwhile. Unlike
-    ``torch.cuda.graph`` it neither waits for the device nor frees the memory that torch caches: the calls after a
-    capture would have to allocate it again."""
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        yield
-    finally:
-        graph.capture_end()
 
 
 Sizes = tuple[int, int, int]  # of a batch: the numbers of tokens and sequences, and the length of the longest one
@@ -162,7 +59,10 @@ class _Graph(NamedTuple):
 
 
 class _Staging(HostMemory):
-    """Host memory for the inputs and small results of one launch at a time."""
+    """Host memory for the inputs and small results of one launch at a time. The session's stream orders it; ``done``
+    says when the device is done with it, and only the launch that has it holds it."""
+
+    large: Tensor | None = None  # of a launch with a large result: memory for it
 
     def __init__(self, size: int, stream: torch.cuda.Stream) -> None:
         inputs = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=True)
@@ -171,8 +71,7 @@ class _Staging(HostMemory):
         self.input_array, self.result_array = inputs.numpy(), results.numpy()
 
     def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # CUDA may have ended before
-            self.done.synchronize()  # torch must not give the memory to others while a launch uses it
+        release_after(self.done, self.inputs, self.results, self.flag, self.large)
 
 
 class _Launched:
@@ -183,7 +82,8 @@ class _Launched:
         self._large = None
         if 4 * rows * graph.size > _SMALL_RESULT:
             self._large = torch.empty(rows * graph.size, dtype=torch.float32, device="cpu", pin_memory=True)
-        self._staging: _Staging | None = staging  # deleted before `_large`, for which it waits
+            staging.large = self._large
+        self._staging: _Staging | None = staging
         graph.graph.launch(staging, rows, self._large)
 
     def __call__(self, read: Callable[[np.ndarray], Any] | None = None) -> Any:
@@ -205,15 +105,19 @@ class _Launched:
         return found
 
     def _wait(self) -> _Staging:
-        staging, self._staging = self._staging, None
+        staging = self._staging
         assert staging is not None
         self._graph.graph.wait(staging)
+        self._staging = None
+        if self._large is not None:
+            staging.large = None
         return staging
 
 
 class Graphs:
     """Runs batches of up to ``max_tokens`` tokens by CUDA graphs. All graphs read the same input buffer and share one
-    memory pool, whose size is that of the activations of the largest batch: they are launched on one stream.
+    memory pool, whose size is that of the activations of the largest batch. The session's stream orders all of it: the
+    input buffer, the pool, the slot and the shared results. Only the session holds them, and launches with its lock.
 
     Args:
         limit: The maximum number of graphs that are kept.
@@ -239,12 +143,13 @@ class Graphs:
     ) -> None:
         self._network, self._max_tokens, self._max_length, self._padding = network, max_tokens, max_length, padding
         self._stream, self._kept = stream, kept
-        self._cache: GraphCache[_Graph] = GraphCache(self._capture, limit)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._cache: GraphCache[_Graph] = GraphCache(limit)
+        self._pool = GraphPool(stream)
+        self._warned = False
         room = bucket_for(max_tokens, max_tokens, 1, max_length)
-        self._static = torch.zeros(_input_size(room, True), dtype=torch.int32, device=network.device)
-        self._slot = make_slot(network.device)
-        stream.wait_stream(torch.cuda.current_stream(network.device))  # until it is zero
+        with torch.cuda.stream(stream):
+            self._static = torch.zeros(_input_size(room, True), dtype=torch.int32, device=network.device)
+            self._slot = make_slot(network.device)
         self._stage, self._vocabulary, self._max_batch = _native.stage_sequences, vocabulary, max_batch
         # The buckets and graphs of batches that ``replay`` has launched, by their sizes: `Sequences.stage` reads them.
         self._known: dict[Output, dict[Sizes, tuple[int, int, int, Entry[_Graph]]]]
@@ -264,11 +169,13 @@ class Graphs:
             return None
         key = _Key(output, self.bucket(batch), batch.segments is not None)
         try:
-            found = self._cache.get(key)
-        except RuntimeError as error:
-            self._cache = GraphCache(self._capture, 0)  # a later capture would fail too
-            self._known = {each: {} for each in Output}
-            warnings.warn(f"Session: runs without CUDA graphs: {error}", stacklevel=2)
+            found = self._cache.get(key, self._capture)
+        except (CaptureError, torch.OutOfMemoryError) as error:
+            if not self._warned:
+                warnings.warn(
+                    f"Session: runs without a new CUDA graph for some time: {first_line(error)}", stacklevel=2
+                )
+                self._warned = True
             return None
         if found is None:
             return None
@@ -316,14 +223,12 @@ class Graphs:
         return bucket_for(batch.tokens, batch.sequences, batch.max_seqlen, self._max_length)
 
     def clear(self) -> None:
-        self._stream.synchronize()
         self._cache.clear()
 
     @torch.inference_mode()
     def _capture(self, key: _Key) -> _Graph:
         """Captures a graph of the bucket, which reads the shared inputs."""
         bucket = key.bucket
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(self._stream), few_tokens.using(self._kept):
             ids, segments, boundaries = split_buffer(self._static, bucket, key.segments)
             ids.zero_()
@@ -335,13 +240,16 @@ class Graphs:
             warm = self._network.run(key.output, inputs)  # compiles, tunes and loads the kernels
             result = None if warm.nbytes <= _SMALL_RESULT else self._result(key.output, warm)
             del warm
-            self._stream.synchronize()
-            with _capturing(graph, self._pool):
+
+            def work() -> Tensor:
                 rows = self._network.run(key.output, inputs).float().contiguous()
                 if result is not None:
                     result.copy_(rows)
                 elif self._slot is not None:
                     write_results(rows, self._slot)
+                return rows
+
+            graph, rows = self._pool.capture(work, keep_graph=True)
         results, shape = rows if result is None else result, tuple(rows.shape[1:])
         copied = self._static[: _input_size(bucket, key.segments)]
         slot = self._slot if result is None else None

@@ -51,16 +51,19 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, batch: Packed, device: torch.device) -> Inputs:
-        """Copies the batch to the device without synchronizing with it."""
+        """Copies the batch to the device on the current stream, and waits for the copy."""
         shape, segments = Bucket(batch.tokens, batch.sequences, batch.max_seqlen), batch.segments is not None
         pinned = device.type == "cuda"
         host = torch.empty(buffer_size(shape, segments), dtype=torch.int32, device="cpu", pin_memory=pinned)
         write_bucket(host.numpy(), batch, shape, padding=0)
-        return cls(*split_buffer(host.to(device, non_blocking=True), shape, segments), batch.max_seqlen)
+        return cls(*split_buffer(host.to(device), shape, segments), batch.max_seqlen)
 
 
 class Network:
     """A model in evaluation mode, on one device and in one dtype. The given model is not modified.
+
+    Parameters of its own refer to the model's memory, or to copies: changes in place are changes of both, and the
+    memory stays if the model gets other memory, for example on another device. The session's stream orders reads of it.
 
     Args:
         dtype: The dtype of weights and hidden states. On a CPU, bf16 applies only to the GEMMs.
@@ -86,7 +89,7 @@ class Network:
             self.model = _own_copy(model, device, dtype if packed is None else torch.float32, always=packed is not None)
         if packed is not None:
             pack_linears(self.model, packed)
-        self._is_packed = packed is not None
+        self.is_packed = packed is not None
         self.base = base_of(self.model)
         self.has_segments = self.base.embeddings.segment is not None
         self.layers.check(len(self.base.encoder.order))
@@ -102,9 +105,9 @@ class Network:
         stores them in another layout, or if the model has other modules now: then a new network is needed."""
         own, given = ({**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (self.model, model))
         shapes = [{name: each.shape for name, each in tensors.items()} for tensors in (own, given)]
-        if self._is_packed or shapes[0] != shapes[1]:
+        if self.is_packed or shapes[0] != shapes[1]:
             return False
-        names = [name for name, each in given.items() if own[name] is not each]
+        names = [name for name, each in given.items() if not _is_same_memory(own[name], each)]
         if names:
             torch._foreach_copy_([own[name] for name in names], [given[name] for name in names])
         return True
@@ -177,18 +180,33 @@ class Network:
 def _own_copy(
     model: PretrainedModel, device: torch.device, dtype: torch.dtype, *, always: bool = False
 ) -> PretrainedModel:
-    """A copy; where the model is as the session needs it, and not ``always``, one that shares the model's tensors: its
-    modules stay in evaluation when the model is trained."""
+    """A copy; where the model is as the session needs it, and not ``always``, one whose tensors share the memory of the
+    model's: its modules stay in evaluation when the model is trained, and its tensors stay where they are when the
+    model is moved or cast, which assigns other memory to the model's tensors."""
     tensors = [each for each in model.parameters() if each.is_floating_point()]
     if not always and all(each.dtype == dtype and each.device == device for each in tensors):
         namespaces = [
             namespace for each in model.modules() for namespace in (vars(each), each._parameters, each._buffers)
         ]
+        # By the identity of the model's: tied tensors stay tied.
         shared = {
-            id(value): value for namespace in namespaces for value in namespace.values() if isinstance(value, Tensor)
+            id(value): _alias(value)
+            for namespace in namespaces
+            for value in namespace.values()
+            if isinstance(value, Tensor)
         }
         return copy.deepcopy(model, shared).eval()
     return copy.deepcopy(model).eval().requires_grad_(False).to(device=device, dtype=dtype)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Another tensor with the same memory, without gradients."""
+    alias = tensor.detach()
+    return nn.Parameter(alias, requires_grad=False) if isinstance(tensor, nn.Parameter) else alias
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.device == other.device and one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
 
 
 def _head_of(model: PretrainedModel) -> Head:

@@ -6,12 +6,11 @@ import itertools
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,18 +32,21 @@ from fasttfm.inference.counts import SessionCounts
 from fasttfm.inference.dispatch import Dispatcher, register_fork_reset
 from fasttfm.inference.formats import Tokens, segments_of, text_format
 from fasttfm.inference.graphs import GraphCounts, Graphs
+from fasttfm.inference.launches import DirectLaunch, Launches
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.opening import checkpoint_of, longest_input, open_with_stated_head, stack_of, tokenizer_of
+from fasttfm.inference.requests import Item, launch_items
 from fasttfm.inference.results import SequenceRows, TokenRows, Wait
 from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import TextModel
 from fasttfm.ops import few_tokens
+from fasttfm.ops.checks import first_line
+from fasttfm.ops.streams import OrderedStream, has_failed
 
 _WINDOWS = (256, 4096)  # how many texts are sorted by length together: the first window, and the largest
 _OUTPUTS = {each.value: each for each in Output}
-_IN_FLIGHT = 2  # batches that are launched before the first one is synchronized
 # The default number of tokens in a batch. A GPU's GEMMs over more tokens have a smaller fraction of idle SMs in their
 # last wave of blocks; on a CPU the activations of a batch should fit into its caches.
 _MAX_TOKENS = {"cuda": 40960, "cpu": 2048}
@@ -55,15 +57,6 @@ _GRAPH_TOKENS, _PADDED_GRAPH_TOKENS = 40960, 16384
 _RESET_INTERVAL = 2**22  # launches, each with up to 2^10 tags of the workspace of layers over few tokens
 
 
-class _Item(NamedTuple):
-    """What was submitted, and the output to compute."""
-
-    sequences: Sequence[Tokens]
-    output: Output
-    single: bool = True  # whether the result is that of the only sequence
-    tag: Any = None  # for ``Session.on_launch``
-
-
 class Session:
     """Computes vectors, hidden states and logits of any number of texts of any length.
 
@@ -71,7 +64,8 @@ class Session:
     are shared with it, others are copied: after a change of the model's weights call ``take_weights``. Texts are
     sorted by length and packed without padding into batches of up to ``max_tokens`` tokens; results come in the order
     of the texts. On a GPU small batches run as CUDA graphs, one for each bucket of shapes. ``encode`` and ``submit``
-    may be called from several threads.
+    may be called from several threads. The session's stream orders everything that it keeps on a GPU, and only the
+    session uses it; inputs and results are on the host.
 
     Args:
         model: A model of ``fasttfm.models``, or a checkpoint directory or hub id of transformers, sentence-transformers
@@ -155,17 +149,20 @@ class Session:
         self.counts = SessionCounts()
         self._lock = threading.Lock()  # guards the device's buffers and the counts
         self._launches = 0
+        self._has_split = False  # whether a batch did not fit into the device's memory
         self._graphs: Graphs | None = None
+        self._ordered = OrderedStream(self.device)
         if self.device.type == "cuda":
             self._kept = few_tokens.FewTokens()
-            self._stream = torch.cuda.Stream(self.device)
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # until the weights are copied
-            if max_graphs > 0:
-                self._graphs = self._make_graphs(max_graphs, padding=model.config.pad_token_id or 0)
-        self._dispatcher: Dispatcher[_Item] = Dispatcher(
+            self._stream: Any = self._ordered.stream
+            self._copies = torch.cuda.Stream(self.device)  # of inputs and results of launches without a graph
+            with self._ordered.ordered():  # after the weights are copied
+                if max_graphs > 0:
+                    self._graphs = self._make_graphs(max_graphs, padding=model.config.pad_token_id or 0)
+        self._dispatcher: Dispatcher[Item] = Dispatcher(
             self._launch_items, max_tokens=self.max_tokens, max_waiting=max_waiting
         )
-        self._closed = False
+        self._ended: str | None = None  # why it computes no more
         self.on_launch: Callable[[list[Any], int, int], None] | None = None  # called by the dispatcher's thread
         register_fork_reset(self)
 
@@ -189,15 +186,10 @@ class Session:
         needed."""
         if self.calibration is not None:
             return False
-        with self._lock:
-            if self.device.type != "cuda":
-                return self.network.take_weights(model)
-            current = torch.cuda.current_stream(self.device)
-            current.wait_stream(self._stream)
+        with self._lock, self._ordered.ordered():
             taken = self.network.take_weights(model)
-            if taken:
+            if taken and self.device.type == "cuda":
                 self._kept.folded.refresh()
-            self._stream.wait_stream(current)
             return taken
 
     def _in_fp8(self, given: Calibration | Sequence[Any] | None) -> Calibration:
@@ -265,16 +257,18 @@ class Session:
         Args:
             timeout: Seconds to wait for room in the queue before ``queue.Full`` is raised; without limit by default.
         """
+        self._check_open()
         kind = self._output(output)
         (tokens,) = self._tokenize([input])
-        return self._dispatcher.submit(_Item([tokens], kind), len(tokens.ids), timeout)
+        return self._dispatcher.submit(Item([tokens], kind), len(tokens.ids), timeout)
 
     def submit_sequences(
         self, sequences: Sequence[Tokens], *, output: str = "vectors", timeout: float | None = None, tag: Any = None
     ) -> Future[Any]:
         """Returns the future of the results of several sequences (``inference.formats``), in the form of ``encode``.
         When a batch is launched, ``on_launch`` is called with the tags of its requests, its sequences and tokens."""
-        item = _Item(sequences, self._output(output), False, tag)
+        self._check_open()
+        item = Item(sequences, self._output(output), False, tag)
         return self._dispatcher.submit(item, sum(len(each.ids) for each in sequences), timeout)
 
     def close(self) -> None:
@@ -284,9 +278,23 @@ class Session:
 
     def _free(self) -> None:
         with self._lock:
-            self._closed = True
+            if self._ended is None:
+                self._ended = "Session: expected an open session, got a closed one"
+                if self.device.type == "cuda":
+                    self._stream.synchronize()
             if self._graphs is not None:
                 self._graphs.clear()
+
+    def _check_open(self) -> None:
+        if self._ended is not None:
+            raise RuntimeError(self._ended)
+
+    def _check_device(self, error: RuntimeError) -> None:
+        """Called after an error of a launch. If the device has failed, it computes nothing more in this process."""
+        with self._lock:  # no thread may wait for the stream while another one captures on it
+            if self._ended is None and has_failed(self._ordered.stream):
+                got = f"one on which a kernel has failed: {first_line(error)}"
+                self._ended = f"Session: expected a device that computes (a new process has one), got {got}"
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -298,6 +306,11 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def ended(self) -> str | None:
+        """Why the session computes no more: it is closed, or its device has failed."""
+        return self._ended
 
     @property
     def width(self) -> int:
@@ -334,15 +347,19 @@ class Session:
         """The results of lists or arrays of ids that are one batch, if its graph is captured; otherwise, also for wrong
         ids, None. On the host such a call takes less time than one that may have several batches."""
         begun = time.perf_counter()
-        with self._lock:
-            self._prepare_launch()
-            launched = graphs.replay(output, inputs)
-            if launched is None:
-                return None
-            wait, given, (tokens, sequences, _) = launched
-            self.counts.batches += 1
-            self._count(len(inputs), tokens, len(inputs) - sequences)  # while the device computes
-        found = wait.in_given_order(given)
+        try:
+            with self._lock:
+                self._prepare_launch()
+                launched = graphs.replay(output, inputs)
+                if launched is None:
+                    return None
+                wait, given, (tokens, sequences, _) = launched
+                self.counts.batches += 1
+                self._count(len(inputs), tokens, len(inputs) - sequences)  # while the device computes
+            found = wait.in_given_order(given)
+        except RuntimeError as error:
+            self._check_device(error)
+            raise
         with self._lock:
             self.counts.seconds += time.perf_counter() - begun
         return found
@@ -408,58 +425,33 @@ class Session:
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
-    def _launch_items(self, items: list[_Item]) -> Callable[[], Sequence[np.ndarray]]:
-        """Starts the computation of requests, which may ask for different outputs."""
-        if self.on_launch is not None:
-            every = [len(each.ids) for item in items for each in item.sequences]
-            self.on_launch([item.tag for item in items], len(every), sum(every))
-        groups: dict[Output, list[int]] = {}
-        for index, item in enumerate(items):
-            groups.setdefault(item.output, []).append(index)
-        waiting = [
-            (indices, self._launch([each for index in indices for each in items[index].sequences], output))
-            for output, indices in groups.items()
-        ]
+    def _launch_items(self, items: list[Item]) -> Callable[[], Sequence[Any]]:
+        return launch_items(items, self._launch, self.on_launch)
 
-        def finish() -> list[np.ndarray]:
-            found: list[Any] = [None] * len(items)
-            for indices, wait in waiting:
-                rows, begin = wait(), 0
-                for index in indices:
-                    end = begin + len(items[index].sequences)
-                    found[index] = rows[begin] if items[index].single else rows[begin:end]
-                    begin = end
-            return found
-
-        return finish
-
-    def _launch(self, sequences: Sequence[Tokens], output: Output) -> Callable[[], Any]:
+    def _launch(self, sequences: Sequence[Tokens], output: Output) -> Callable[..., Any]:
         """Starts the computation of sequences. Returns a function that waits for it and returns each one's result: an
-        array with one row per sequence, or a list of arrays with one row per token."""
+        array with one row per sequence, or a list of arrays with one row per token. It puts errors of single sequences
+        into the dictionary that it is called with, by their index, or raises the first one if there is none."""
         return self._launch_ids(sort_ids([each.ids for each in sequences]), len(sequences), output, sequences)
 
     def _launch_ids(
         self, ids: SortedIds, count: int, output: Output, sequences: Sequence[Tokens] = ()
-    ) -> Callable[[], Any]:
+    ) -> Callable[..., Any]:
         """The same for the sorted ids of ``count`` sequences; ``sequences`` has their segments and cuts, if any."""
         begun = time.perf_counter()
         per_sequence = self.network.is_per_sequence(output)
         max_tokens = self.max_tokens if per_sequence else self._max_rows
-        groups = deque(cut(ids.cu_seqlens, max_tokens, self.max_batch))
-        launched: deque[tuple[int, int, Wait]] = deque()
 
-        def launch_next() -> None:
-            first, last = groups.popleft()
+        def launch(first: int, last: int) -> Wait:
             kinds = None
             if sequences and self.network.has_segments:
                 kinds = segments_of([sequences[index] for index in ids.order[first:last].tolist()])
-            batch = ids.part(first, last, None if kinds is None else concatenate(kinds))
-            launched.append((first, last, self.run(batch, output)))
+            return self.run(ids.part(first, last, None if kinds is None else concatenate(kinds)), output)
 
-        for _ in range(min(_IN_FLIGHT, len(groups))):
-            launch_next()
+        groups = cut(ids.cu_seqlens, max_tokens, self.max_batch)
+        launches = Launches(groups, ids.cu_seqlens, launch, self._warn_of_split)
 
-        def finish() -> Any:
+        def finish(errors: dict[int, BaseException] | None = None) -> Any:
             cuts = [each.cut for each in sequences]
             with self._lock:  # while the device computes
                 self._count(count, len(ids.ids), count - len(ids.order))
@@ -467,11 +459,16 @@ class Session:
                 self.counts.left_out += sum(cuts)
             kind = SequenceRows if per_sequence else TokenRows
             results = kind(ids, count, lambda: self._empty_shape(output))
-            while launched:
-                batch = launched.popleft()
-                if groups:
-                    launch_next()
-                results.add(*batch)
+            try:
+                for batch in launches:
+                    results.add(*batch)
+            except RuntimeError as error:
+                self._check_device(error)
+                raise
+            for number, each in launches.errors.items():
+                if errors is None:
+                    raise each
+                errors[ids.order.item(number)] = each
             found = results.found()
             with self._lock:
                 self.counts.seconds += time.perf_counter() - begun
@@ -482,18 +479,24 @@ class Session:
     def run(self, batch: Packed, output: Output) -> Wait:
         """Starts the computation of a packed batch. Returns a function that waits for it and returns the host's
         rows."""
-        with self._lock:
-            self._prepare_launch()
-            self.counts.batches += 1
-            if self.device.type == "cuda":
-                return self._run_cuda(batch, output)
-            rows = self.network.run(output, Inputs.of(batch, self.device)).cpu().numpy()
+        try:
+            with self._lock:
+                self._prepare_launch()
+                launched = self._run_cuda(batch, output) if self.device.type == "cuda" else self._run_cpu(batch, output)
+                self.counts.batches += 1
+        except RuntimeError as error:
+            self._check_device(error)
+            raise
+        return launched
+
+    def _run_cpu(self, batch: Packed, output: Output) -> Wait:
+        rows = self.network.run(output, Inputs.of(batch, self.device)).cpu().numpy()
         return lambda read=None: rows if read is None else read(rows)
 
     def _prepare_launch(self) -> None:
         """Called with the lock, before each launch."""
-        if self._closed:
-            raise RuntimeError("Session: expected an open session, got a closed one")
+        if self._ended is not None:
+            raise RuntimeError(self._ended)
         self._launches += 1
         if self._launches % _RESET_INTERVAL == 0 and self.device.type == "cuda":
             with torch.cuda.stream(self._stream), torch.inference_mode():
@@ -503,18 +506,19 @@ class Session:
         launched = None if self._graphs is None else self._graphs.launch(output, batch)
         if launched is not None:
             return launched
+        with torch.cuda.stream(self._copies), torch.inference_mode():
+            inputs = Inputs.of(batch, self.device)
         with torch.cuda.stream(self._stream), torch.inference_mode(), few_tokens.using(self._kept):
-            rows = self.network.run(output, Inputs.of(batch, self.device))
-            host = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
-            host.copy_(rows, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stream)
+            return DirectLaunch(inputs, self.network.run(output, inputs), self._stream, self._copies)
 
-        def wait(read: Callable[[np.ndarray], Any] | None = None) -> Any:
-            done.synchronize()
-            return host.numpy() if read is None else read(host.numpy())
-
-        return wait
+    def _warn_of_split(self, tokens: int) -> None:
+        if not self._has_split:
+            advice = "a session with a smaller max_tokens does not try"
+            warnings.warn(
+                f"Session: a batch of {tokens:,} tokens does not fit into the device's memory and is split ({advice})",
+                stacklevel=2,
+            )
+            self._has_split = True
 
     def _count(self, texts: int, tokens: int, empty: int) -> None:
         """Called with the lock."""

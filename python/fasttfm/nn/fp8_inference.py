@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,7 @@ class _Stack(Uncopied):
     """The value of ``PackedTransformer.fp8``: runs its layers without gradients. Copies do not get it."""
 
     def __init__(self, encoder: PackedTransformer) -> None:
-        self._encoder = encoder
+        self._encoder: Any = weakref.proxy(encoder)  # which holds this
         self.layers = _checked_layers(encoder)
         following = [layer.norm1 for layer in self.layers[1:]] + [encoder.final_norm]
         self._next_norms = following if encoder.final_norm is not None else [None] * len(self.layers)

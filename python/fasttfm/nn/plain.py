@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -139,14 +140,19 @@ class Tree(Uncopied):
     """
 
     def __init__(self, root: nn.Module, is_idle: Callable[[dict[int, Any]], bool] = lambda hooks: False) -> None:
-        self.root, self._is_idle = root, is_idle
+        self._root, self._is_idle = weakref.ref(root), is_idle  # weakly, because a module holds its snapshot
         self._children = dict(root._modules)
         modules = [each for each in root.modules() if each is not root]
         self._nodes = [(each, each.__dict__, type(each), dict(each._modules)) for each in modules]
 
+    @property
+    def root(self) -> Any:
+        return self._root()
+
     def is_unchanged(self) -> bool:
         """Whether the tree has the same modules, of the same classes, and no module is watched."""
-        if _has_any_global_hook() or self.root._modules != self._children:
+        root = self._root()
+        if _has_any_global_hook() or root is None or root._modules != self._children:
             return False
         for module, own, kind, children in self._nodes:  # a loop without calls: it runs before every forward
             if (

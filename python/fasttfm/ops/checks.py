@@ -22,6 +22,12 @@ def bad_type(op: str, argument: str, expected: str, got: Any) -> TypeError:
     return TypeError(f"{op}: {argument}: expected {expected}, got {got}")
 
 
+def first_line(error: BaseException) -> str:
+    """An exception in one line."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def check_floating(op: str, argument: str, tensor: Any, *, optional: bool = False) -> None:
     """``tensor`` is a floating-point tensor (or None, where that is allowed)."""
     if tensor is None and optional:

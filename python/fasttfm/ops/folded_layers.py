@@ -93,7 +93,8 @@ class Folded(NamedTuple):
 
 
 class FoldedWeights:
-    """The folded weights of layers, in memory that stays the same: CUDA graphs contain its addresses."""
+    """The folded weights of layers, in memory that stays the same: CUDA graphs contain its addresses. The stream of the
+    session that has them orders them; its network's launches read them."""
 
     def __init__(self) -> None:
         self._found: dict[bytes, Folded] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from fasttfm import _native
 
 
 class HostMemory:
-    """Pinned memory for the inputs and results of one launch at a time, and the event that ends the launch."""
+    """Pinned memory for the inputs and results of one launch at a time, and the event that ends the launch. The stream
+    of the launch orders it until the event."""
 
     def __init__(self, inputs: Tensor, results: Tensor, stream: torch.cuda.Stream) -> None:
         self.inputs, self.results = inputs, results
@@ -25,6 +27,21 @@ class HostMemory:
         # torch's calls for them take as long as a part of the launch
         self.input_address, self.result_address = inputs.data_ptr(), results.data_ptr()
         self.flag_address, self.event_address = self.flag.data_ptr(), int(self.done.cuda_event)
+
+
+# Memory that was released during a capture, with the event that ends the device's use of it.
+_deferred: list[tuple[Any, ...]] = []
+
+
+def release_after(done: torch.cuda.Event, *memory: Any) -> None:
+    """For ``__del__`` of an object that holds memory which the device may still use until ``done``: torch must not give
+    it to others before."""
+    with suppress(RuntimeError):  # CUDA may have ended before
+        if torch.cuda.is_current_stream_capturing():  # which is an error if this thread waits for the device
+            _deferred.append((done, *memory))
+            return
+        done.synchronize()
+        _deferred[:] = [each for each in _deferred if not each[0].query()]
 
 
 def make_slot(device: torch.device) -> Tensor | None:

@@ -99,7 +99,7 @@ class Server:
         for model in self.loaded.models.values():
             fault = model.fault()
             if fault is not None:
-                return f"{model.name}: a device fault ended the session: {fault}"
+                return f"{model.name}: {fault}"
         return None
 
 

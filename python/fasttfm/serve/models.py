@@ -132,11 +132,7 @@ class ServedModel:
 
     def fault(self) -> str | None:
         """Why the model cannot compute any more; None while it can."""
-        for session in (*self.sessions, *self.generations):
-            error = getattr(session, "error", None)
-            if error is not None:
-                return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return None
+        return next((each.ended for each in self.sessions if each.ended is not None), None)
 
     def close(self) -> None:
         """Computes what is submitted, and frees the sessions."""

@@ -13,13 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.ops.graph_capture import GraphPool
+
 _WARM_UP = 3  # steps without a graph, which compile and tune kernels and create the optimizer's state
 
 
 class Graphs:
     """Runs ``accumulate(batch)`` and ``update()``, directly in the first steps and by graphs in later ones.
 
-    Of a batch, ``accumulate`` may read only its tensors and attributes that are the same in all batches.
+    Of a batch, ``accumulate`` may read only its tensors and attributes that are the same in all batches. Parameters,
+    gradients and the optimizer's state are ordered by the current stream of the thread that trains, where graphs are
+    replayed; while they exist, the parameters keep their memory.
     """
 
     def __init__(self, accumulate: Callable[[Any], None], update: Callable[[], None]) -> None:
@@ -68,7 +72,4 @@ def shapes(batch: Any) -> tuple[Any, ...]:
 def _captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Captures ``work`` without running it; it runs when the graph is replayed."""
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
+    return GraphPool(empty_cache=True).capture(work)[0]
