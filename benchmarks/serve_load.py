@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serve_contenders import Contender, contenders, random_model, sentences
+from serve_contenders import Contender, contenders, random_model, run_async, sentences
 
 _TEXTS = 32  # of a request with several
 
@@ -186,7 +186,7 @@ def run_singles(options: argparse.Namespace, servers: list[Contender], texts: li
             for each in servers:
                 bodies = single_bodies(texts, each.model)
                 loop = closed_loop(each.port, "/v1/embeddings", bodies, clients, options.seconds / options.rounds)
-                parts[each.name].append(asyncio.run(loop))
+                parts[each.name].append(run_async(loop))
         for name, found in parts.items():
             total = Measured(sum(each.seconds for each in found))
             for each in found:
@@ -203,7 +203,7 @@ def run_open(options: argparse.Namespace, server: Contender, texts: list[str], b
     for fraction in (0.25, 0.5, 0.75, 0.9):
         rate = best * fraction
         bodies = single_bodies(texts, server.model)
-        found = asyncio.run(open_loop(server.port, "/v1/embeddings", bodies, rate, options.seconds))
+        found = run_async(open_loop(server.port, "/v1/embeddings", bodies, rate, options.seconds))
         rows.append(found.row("open loop, single texts", server.name, f"{rate:.1f}/s", note=f"{fraction:g} of closed"))
         print(rows[-1], flush=True)
     return rows
@@ -224,7 +224,7 @@ def run_texts(options: argparse.Namespace, server: Contender, texts: list[str], 
             session.encode(groups[(len(encode.latencies) + turn) % len(groups)])
             encode.latencies.append(time.perf_counter() - now)
         encode.seconds += time.perf_counter() - begun
-        found = asyncio.run(closed_loop(server.port, "/v1/embeddings", bodies, options.text_clients, share))
+        found = run_async(closed_loop(server.port, "/v1/embeddings", bodies, options.text_clients, share))
         served.latencies += found.latencies
         served.errors += found.errors
         served.seconds += found.seconds
@@ -249,7 +249,7 @@ def run_added(options: argparse.Namespace, server: Contender, texts: list[str], 
             session.submit(texts[(len(own.latencies) + turn) % len(texts)]).result()
             own.latencies.append(time.perf_counter() - now)
         own.seconds += time.perf_counter() - begun
-        found = asyncio.run(closed_loop(server.port, "/v1/embeddings", bodies, 1, share))
+        found = run_async(closed_loop(server.port, "/v1/embeddings", bodies, 1, share))
         served.latencies += found.latencies
         served.errors += found.errors
         served.seconds += share
@@ -352,7 +352,7 @@ def main() -> int:
         bodies = [json.dumps({"input": text}).encode() for text in texts]
         for clients in (1, options.clients):
             loop = closed_loop(server.port, "/v1/embeddings", bodies, clients, options.seconds)
-            print(asyncio.run(loop).row("closed loop, single texts", options.url, f"{clients} clients"))
+            print(run_async(loop).row("closed loop, single texts", options.url, f"{clients} clients"))
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or random_model(options.random or "minilm", Path(scratch))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serve_contenders import session_of, start_ours
+from serve_contenders import run_async, session_of, start_ours
 
 _CLIENTS = 24
 _LIMITS = ("--max-concurrent-requests", "20", "--max-client-batch-size", "32")
@@ -73,8 +73,12 @@ class Soak:
 
         self.latencies.append(time.perf_counter() - begun)
         rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in json.loads(content)["data"]]
-        error = np.abs(np.stack(rows) - self.expected[indices]).max()
-        self.counts["answered" if error <= self.tolerance else "wrong"] += 1
+        self.counts["answered" if self._is_right(np.stack(rows), indices) else "wrong"] += 1
+
+    def _is_right(self, rows: np.ndarray, indices: list[int]) -> bool:
+        """Whether every vector is near the one that the session computed for its text, and nearer than to any other."""
+        near = np.abs(rows - self.expected[indices]).max() <= self.tolerance
+        return bool(near) and (rows @ self.expected.T).argmax(1).tolist() == indices
 
     async def _malformed(self, generator: random.Random) -> None:
         status, _ = await self._answer(generator.choice(_BAD))
@@ -117,7 +121,7 @@ def soak(options: Any, folder: Path, texts: list[str]) -> list[dict[str, Any]]:
             end = time.perf_counter() + options.soak
             await asyncio.gather(watch(end), *(state.client(seed, end) for seed in range(_CLIENTS)))
 
-        asyncio.run(run())
+        run_async(run())
         status = server.process.stop()
         server.process = None
     third = max(1, len(memory) // 3)
@@ -160,7 +164,7 @@ def first_tokens(options: Any, scratch: Path) -> list[dict[str, Any]]:
         generation.cancel()
     with tempfile.TemporaryDirectory() as logs:
         server = start_ours(options, folder, Path(logs) / "log")
-        served = asyncio.run(_streams(server.port, server.model, ids, count))
+        served = run_async(_streams(server.port, server.model, ids, count))
         server.stop()
     rows = []
     for name, found in (("GenerationSession", own), ("fasttfm serve", served)):
