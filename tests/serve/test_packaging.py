@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -18,7 +19,6 @@ from fasttfm.cli.main import parser_of
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy" / "serve"
 DOCKERFILES = sorted(DEPLOY.glob("Dockerfile.*"))
-ADDRESS = re.compile(r"--index-url \S+")
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
@@ -59,13 +59,12 @@ def test_the_steps_of_the_cpu_image_work(tmp_path: Path, folders: dict[str, Path
     """Runs the steps that install into /opt/fasttfm in an empty environment, and the health check of what they made.
     Steps that change the system (apt-get, useradd) are left out."""
     place = tmp_path / "opt"
+    environment = {**os.environ, "PIP_RETRIES": "0", "PIP_DEFAULT_TIMEOUT": "20"}
     for name, rest in instructions(DEPLOY / "Dockerfile.cpu"):
         if name == "RUN" and not re.match(r"apt-get|useradd", rest):
-            command = (
-                ADDRESS.sub("", rest).replace("/opt/fasttfm", str(place)).replace("python -m", f"{sys.executable} -m")
-            )
-            result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
-            if "No matching distribution" in result.stderr or "Could not find a version" in result.stderr:
+            command = rest.replace("/opt/fasttfm", str(place)).replace("python -m", f"{sys.executable} -m")
+            result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, env=environment)
+            if "No matching distribution" in result.stderr:
                 pytest.skip("the package index cannot be reached")
             assert result.returncode == 0, result.stderr[-3000:]
     command = [str(place / "bin" / "fasttfm"), "serve", "--model", str(folders["embedder"]), "--port", "0"]

@@ -32,10 +32,9 @@ class Loaded:
         self, models: Sequence[ServedModel], admission: Admission, metrics: Metrics, arrivals: Arrivals
     ) -> None:
         self.models = {model.name: model for model in models}
-        self.engines = {model.name: Engine(model, admission, metrics, arrivals) for model in models if model.sessions}
-        self.generators = {
-            model.name: [Generator(session, admission, arrivals) for session in model.generations] for model in models
-        }
+        for model in models:
+            model.engine = Engine(model, admission, metrics, arrivals)
+            model.generators = [Generator(session, admission, arrivals) for session in model.generations]
 
     def select(self, ability: str, name: str | None = None) -> ServedModel:
         """The model of that name, or the first one that has the ability."""
@@ -54,10 +53,9 @@ class Loaded:
 
     def close(self) -> None:
         """Computes what is submitted."""
-        for generators in self.generators.values():
-            for generator in generators:
-                generator.close()
         for model in self.models.values():
+            for generator in model.generators:
+                generator.close()
             model.close()
 
 
@@ -189,7 +187,7 @@ class Call:
 
     async def compute(self, model: ServedModel, sequences: Sequence[Tokens], output: str = "vectors") -> Any:
         """The results of sequences, in the form of ``Session.encode``."""
-        engine = self._engine(model)
+        engine: Engine = model.engine
         job = engine.submit(sequences, output)
         self._jobs.append((engine, job))
         loop = asyncio.get_running_loop()
@@ -207,10 +205,6 @@ class Call:
         self.queue += job.queue_seconds
         self.inference += job.inference_seconds
         return found
-
-    def _engine(self, model: ServedModel) -> Engine:
-        loaded = self.server.ready()
-        return loaded.engines[model.name]
 
     def _expire(self, job: Job) -> None:
         self._refuse(job, errors.late(self.server.limits.request_timeout))

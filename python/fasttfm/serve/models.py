@@ -88,6 +88,9 @@ class ServedModel:
         self.source, self.head, self.config, self.reader = source, head, config, reader
         self.sessions, self.generations = list(sessions), list(generations)
         self.name, self.pooling = source.name, pooling
+        # What computes it in a server. A request keeps them with the model, so that a reload does not change them.
+        self.engine: Any = None
+        self.generators: list[Any] = []
         stated = config.extra.get("id2label") or {}
         count = int(getattr(config, "num_labels", 0))
         self.labels = [str(stated.get(str(index), f"LABEL_{index}")) for index in range(count)]

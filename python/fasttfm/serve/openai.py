@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from fasttfm.generate.sampling import Sampling, end_tokens
 from fasttfm.serve import errors, fields
 from fasttfm.serve.calls import Call, json_response, shortened
-from fasttfm.serve.generation import Decoding, Stream
+from fasttfm.serve.generation import Decoding, Generator, Stream
 from fasttfm.serve.models import ServedModel
 
 _STARTED = int(time.time())
@@ -123,8 +123,7 @@ class _Choice:
 
 async def completions(call: Call) -> Response:
     given = COMPLETIONS.parse(call.body)
-    loaded = call.server.ready()
-    model = loaded.select("complete", given["model"])
+    model = call.server.ready().select("complete", given["model"])
     values, single = given["prompt"]
     call.count_inputs(len(values) * given["n"], single=single and given["n"] == 1, name="prompt")
     sequences = await call.sequences(model, values, truncate=False)
@@ -149,7 +148,7 @@ def _start(
     call: Call, model: ServedModel, given: dict[str, Any], values: list[Any], prompts: list[list[int]]
 ) -> list[_Choice]:
     """Submits the sequences of all choices to the generator with the fewest."""
-    generators = call.server.ready().generators[model.name]
+    generators: list[Generator] = model.generators
     ends = end_tokens(model.config, None)
     is_greedy = given["temperature"] == 0
     sampling = Sampling(

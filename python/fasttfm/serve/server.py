@@ -27,6 +27,7 @@ from fasttfm.serve.models import ServedModel, Source, load
 _LOG = logging.getLogger("fasttfm.serve")
 # A session's thread waits at most this long for the GIL before it launches the next batch, while the loop is busy.
 _SWITCH_SECONDS = 0.001
+_RELOAD_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class Running:
         before = self.server.loaded
         self.server.loaded = Loaded(models, self.server.admission, self.server.metrics, self._arrivals)
         if before is not None:
-            await loop.run_in_executor(None, before.close)  # after what was submitted is computed
+            await asyncio.sleep(_RELOAD_SECONDS)  # requests that have begun submit to the former sessions
+            await loop.run_in_executor(None, before.close)
 
     def _open(self) -> list[ServedModel]:
         models = []

@@ -30,7 +30,8 @@ async function reason(response) {
 }
 
 const lines = text => text.split("\n").map(line => line.trim()).filter(Boolean);
-const able = name => models.list.find(model => model.abilities.includes(name));
+const able = tool => models.list.filter(({ abilities }) =>
+  abilities.includes(tool.ability) && !(tool.unless ?? []).some(name => abilities.includes(name)));
 
 // ---- what is shown --------------------------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ const TOOLS = {
     },
   },
   labels: {
-    title: "Labels", ability: "predict", unless: "label_tokens",
+    title: "Labels", ability: "predict", unless: ["label_tokens", "rerank"],
     fields: [["text", "Text", "What a wonderful day.", true]],
     run: async ({ text }, model) => {
       const found = await (await post("/predict", { inputs: text, model: model.name })).json();
@@ -159,21 +160,24 @@ const TOOLS = {
 // ---- the playground -------------------------------------------------------------------------------------------------
 
 function offered() {
-  return Object.entries(TOOLS).filter(([, tool]) => {
-    const model = able(tool.ability);
-    return model && !(tool.unless && model.abilities.includes(tool.unless));
-  });
+  return Object.entries(TOOLS).filter(([, tool]) => able(tool).length);
 }
 
 function select(name) {
   const tool = TOOLS[name];
   for (const tab of byId("tabs").children) tab.setAttribute("aria-selected", String(tab.dataset.tool === name));
   byId("answer").replaceChildren();
-  const model = able(tool.ability);
+  const found = able(tool);
+  let model = found[0];
   const parts = tool.fields.map(([id, label, value, tall]) => {
     const text = model.mask ? value.replace("[MASK]", model.mask) : value;
     return make("label", {}, label, tall ? make("textarea", { name: id, value: text }) : make("input", { name: id, value: text }));
   });
+  if (found.length > 1) {
+    const choice = make("select", {}, ...found.map(({ name }) => make("option", {}, name)));
+    choice.onchange = () => { model = found[choice.selectedIndex]; };
+    parts.unshift(make("label", {}, "Model", choice));
+  }
   const send = make("button", { className: "send", type: "submit" }, "Send");
   byId("form").replaceChildren(...parts, send);
   byId("form").onsubmit = async event => {
