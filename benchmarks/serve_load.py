@@ -322,6 +322,25 @@ def _draw(rows: list[Row], path: Path, name: str) -> None:
     print(path)
 
 
+def summary(rows: list[Row], clients: int) -> list[str]:
+    """What the rows show, a line for each comparison."""
+    lines = []
+    singles = {row.contender: row for row in rows if row.part.startswith("closed") and row.load == f"{clients} clients"}
+    ours = next((row for name, row in singles.items() if name.startswith("fasttfm")), None)
+    peers = [row for row in singles.values() if row is not ours]
+    if ours is not None:
+        lines.append(f"{clients} clients, single texts: {ours.per_second:,.0f} requests/s, p99 {ours.ms_p99:.1f} ms")
+        best = max(peers, key=lambda row: row.per_second, default=None)
+        if best is not None:
+            ratio = ours.per_second / best.per_second
+            lines.append(f"  {ratio:.2f} times {best.contender} ({best.per_second:,.0f}/s, p99 {best.ms_p99:.1f} ms)")
+    half = [row for row in rows if row.part.startswith("open") and row.note.startswith("0.5")]
+    lines += [f"half of that, {row.contender}: {row.load}, p99 {row.ms_p99:.1f} ms" for row in half]
+    noted = ("32 texts a request", "one text", "time to the first token", "soak")
+    lines += [f"{row.part}: {row.note}" for row in rows if row.part in noted and row.contender.startswith("fasttfm")]
+    return lines
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint directory")
@@ -374,6 +393,7 @@ def main() -> int:
                 ours.stop()
                 rows += [Row(**each) for each in soak(options, folder, texts)]
         write(rows, options, folder.name)
+    print(*summary(rows, options.clients), sep="\n")
     return int(any(row.errors for row in rows if row.part != "open loop, single texts"))
 
 

@@ -55,6 +55,7 @@ def test_dockerfiles(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("FASTTFM_TEST_IMAGE" not in os.environ, reason="builds the package; FASTTFM_TEST_IMAGE=1 runs it")
 def test_the_steps_of_the_cpu_image_work(tmp_path: Path, folders: dict[str, Path]) -> None:
     """Runs the steps that install into /opt/fasttfm in an empty environment, and the health check of what they made.
     Steps that change the system (apt-get, useradd) are left out."""
