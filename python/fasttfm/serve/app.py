@@ -227,9 +227,9 @@ class Application:
             if not endpoint.public:
                 self._check_key(call)
             if endpoint.body is not None:
+                await call.read_body()  # before it counts as a request: slow clients take no place from others
                 self.server.admission.enter_request()
                 admitted = True
-                await call.read_body()
                 if endpoint.path == "/rerank" and isinstance(call.body, dict) and "documents" in call.body:
                     dialect = COHERE
             found = endpoint.handler(call)

@@ -18,7 +18,7 @@ class Limits:
         max_client_batch_size: Texts of a request.
         max_request_tokens: Tokens of a request.
         payload_limit: Bytes of a body.
-        max_concurrent_requests: Requests that are read, computed or answered at a time.
+        max_concurrent_requests: Requests that have arrived and are not answered.
         max_queue: Sequences that wait for a batch.
         request_timeout: Seconds from the first byte of a request to the end of its computation.
         read_timeout: Seconds for the body of a request to arrive.
