@@ -105,12 +105,24 @@ def start_ours(options: Any, folder: Path, log: Path, *more: str) -> Contender:
 def start_infinity(options: Any, folder: Path, engine: str, log: Path) -> Contender:
     """infinity, with the same model. Its largest batch is 32 texts, its default."""
     port = free_port()
-    command = [options.infinity, "v2", "--model-id", str(folder), "--engine", engine, "--port", str(port)]
+    own = onnx_folder(options, folder, log.parent / "onnx") if engine == "optimum" else folder
+    command = [options.infinity, "v2", "--model-id", str(own), "--engine", engine, "--port", str(port)]
     command += ["--host", "127.0.0.1", "--device", options.device, "--served-model-name", "model"]
+    command += ["--url-prefix", "/v1"]
     variables = {"DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
     process = Process(command, log, **variables)
-    process.wait_until_ready(f"http://127.0.0.1:{port}/health")
+    process.wait_until_ready(f"http://127.0.0.1:{port}/v1/health")
     return Contender(f"infinity, {engine}", port, "model", process)
+
+
+def onnx_folder(options: Any, folder: Path, target: Path) -> Path:
+    """The model for infinity's ONNX engine, exported by the optimum that is installed with it."""
+    program = Path(options.infinity).with_name("optimum-cli")
+    command = [str(program), "export", "onnx", "--model", str(folder), "--task", "feature-extraction", str(target)]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    if result.returncode:
+        raise RuntimeError(f"optimum-cli: {result.stderr[-2000:]}")
+    return target
 
 
 @contextlib.contextmanager

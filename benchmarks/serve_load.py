@@ -380,7 +380,7 @@ def main() -> int:
             ours = servers[0]
             rows += run_singles(options, servers, texts)
             rates = {row.contender: row.per_second for row in rows if row.load == f"{options.clients} clients"}
-            for each in servers:
+            for each in (each for each in servers if rates[each.name]):
                 rows += run_open(options, each, texts, rates[each.name])
             for each in servers[1:]:
                 each.stop()
