@@ -555,3 +555,24 @@ def test_a_session_is_freed_without_the_collector(sentences: Ids, options: dict[
         assert [each() for each in gone] == [None] * 4
     finally:
         gc.enable()
+
+
+def test_sequences_of_a_request_have_one_future(bert: Any, sentences: Ids) -> None:
+    from fasttfm.inference.formats import Tokens
+
+    with Session(bert, max_tokens=300) as session:
+        launched: list[tuple[list[Any], int, int]] = []
+        session.on_launch = lambda *batch: launched.append(batch)
+        parts = [sentences[:5], sentences[5:6], sentences[6:20]]
+        outputs = ("vectors", "logits", "states")
+        futures = [
+            session.submit_sequences([Tokens(ids, []) for ids in part], output=output, tag=output)
+            for part, output in zip(parts, outputs, strict=True)
+        ]
+        for part, output, future in zip(parts, outputs, futures, strict=True):
+            expected = session.encode(part, output=output)
+            for found, row in zip(future.result(60), expected, strict=True):
+                np.testing.assert_allclose(found, row, atol=1e-5)
+        assert [tag for tags, _, _ in launched for tag in tags] == list(outputs)
+        assert sum(count for _, count, _ in launched) == 20
+        assert sum(tokens for _, _, tokens in launched) == sum(map(len, sentences[:20]))

@@ -29,6 +29,7 @@ COMMANDS = {
     "embed": "fasttfm.cli.embed",
     "search": "fasttfm.cli.search",
     "generate": "fasttfm.cli.generate",
+    "serve": "fasttfm.cli.serve",
     "prompt-eval": "fasttfm.cli.prompt_eval",
     "fill-mask": "fasttfm.cli.fill_mask",
     "score": "fasttfm.cli.score",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from fasttfm.inference.opening import (
     stated_length,
     tokenizer_of,
 )
+from fasttfm.inference.requests import Item, launch_items
 from fasttfm.inference.results import SequenceRows, TokenRows, Wait
 from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings
@@ -64,13 +65,6 @@ _MAX_ROWS = 16384  # the default for results with a row for each token: a langua
 # batches, and so more padding where pooling pads them.
 _GRAPH_TOKENS, _PADDED_GRAPH_TOKENS = 40960, 16384
 _RESET_INTERVAL = 2**22  # launches, each with up to 2^10 tags of the workspace of layers over few tokens
-
-
-class _Item(NamedTuple):
-    """A sequence that was submitted, and the output to compute."""
-
-    tokens: Tokens
-    output: Output
 
 
 class Session:
@@ -177,10 +171,11 @@ class Session:
             with self._ordered.ordered():  # after the weights are copied
                 if max_graphs > 0:
                     self._graphs = self._make_graphs(max_graphs, padding=model.config.pad_token_id or 0)
-        self._dispatcher: Dispatcher[_Item] = Dispatcher(
+        self._dispatcher: Dispatcher[Item] = Dispatcher(
             self._launch_items, max_tokens=self.max_tokens, max_waiting=max_waiting
         )
         self._ended: str | None = None  # why it computes no more
+        self.on_launch: Callable[[list[Any], int, int], None] | None = None  # called by the dispatcher's thread
         register_fork_reset(self)
 
     def _make_graphs(self, limit: int, padding: int) -> Graphs:
@@ -286,7 +281,16 @@ class Session:
             raise TypeError(f"Session.submit: input: expected {expected}, got {len(input)} inputs")
         (tokens,) = self._tokenize([input])
         self._warn_truncated([tokens])
-        return self._dispatcher.submit(_Item(tokens, kind), len(tokens.ids), timeout)
+        return self._dispatcher.submit(Item([tokens], kind), len(tokens.ids), timeout)
+
+    def submit_sequences(
+        self, sequences: Sequence[Tokens], *, output: str = "vectors", timeout: float | None = None, tag: Any = None
+    ) -> Future[Any]:
+        """Returns the future of the results of several sequences (``inference.formats``), in the form of ``encode``.
+        When a batch is launched, ``on_launch`` is called with the tags of its requests, its sequences and tokens."""
+        self._check_open()
+        item = Item(sequences, self._output(output), False, tag)
+        return self._dispatcher.submit(item, sum(len(each.ids) for each in sequences), timeout)
 
     def close(self) -> None:
         """Computes the submitted requests and frees the CUDA graphs. Later calls raise RuntimeError. A future's
@@ -323,6 +327,11 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def ended(self) -> str | None:
+        """Why the session computes no more: it is closed, or its device has failed."""
+        return self._ended
 
     @property
     def width(self) -> int:
@@ -457,25 +466,8 @@ class Session:
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
-    def _launch_items(self, items: list[_Item]) -> Callable[[], Sequence[Any]]:
-        """Starts the computation of requests, which may ask for different outputs. Returns a function that waits for it
-        and returns each one's result or error."""
-        outputs = list(dict.fromkeys(item.output for item in items))
-        groups = [[index for index, item in enumerate(items) if item.output is output] for output in outputs]
-        waiting = [
-            self._launch([items[index].tokens for index in own], output)
-            for output, own in zip(outputs, groups, strict=True)
-        ]
-
-        def finish() -> list[Any]:
-            found: list[Any] = [None] * len(items)
-            for own, wait in zip(groups, waiting, strict=True):
-                errors: dict[int, BaseException] = {}
-                for number, (index, result) in enumerate(zip(own, wait(errors), strict=True)):
-                    found[index] = errors.get(number, result)
-            return found
-
-        return finish
+    def _launch_items(self, items: list[Item]) -> Callable[[], Sequence[Any]]:
+        return launch_items(items, self._launch, self.on_launch)
 
     def _launch(self, sequences: Sequence[Tokens], output: Output) -> Callable[..., Any]:
         """Starts the computation of sequences. Returns a function that waits for it and returns each one's result: an

@@ -1,0 +1,335 @@
+"""``Application``: finds a request's handler, checks its key, and writes errors in its dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fasttfm.serve import cohere, errors, fields, heads, openai, openapi, tei, tracing
+from fasttfm.serve.calls import Call, Server, json_response
+
+_LOG = logging.getLogger("fasttfm.serve")
+_PAGE_TYPES = {"index.html": "text/html", "app.js": "text/javascript", "style.css": "text/css"}
+_MAX_LOGGED = 200  # characters of a path
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Whose bodies a route has."""
+
+    name: str
+    body: Callable[[errors.RequestError], tuple[int, dict[str, Any]]]
+
+
+TEI = Dialect("TEI", errors.tei_body)
+OPENAI = Dialect("OpenAI", errors.openai_body)
+COHERE = Dialect("Cohere, Jina", errors.cohere_body)
+HUGGING_FACE = Dialect("Hugging Face", errors.tei_body)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A route.
+
+    Args:
+        public: Whether it needs no key.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[Call], Any]
+    dialect: Dialect
+    about: str
+    body: fields.Body | None = None
+    public: bool = False
+
+
+def default_route(call: Call) -> Any:
+    """``POST /``: the route of the first model's head, as TEI and Hugging Face's clients use it."""
+    model = next(iter(call.server.ready().models.values()))
+    inputs = call.body.get("inputs") if isinstance(call.body, dict) else None
+    if isinstance(inputs, dict) and "source_sentence" in inputs:
+        return tei.similarity(call)
+    order = {
+        "rerank": tei.rerank,
+        "label_tokens": heads.label_tokens,
+        "predict": tei.predict,
+        "answer": heads.answer,
+        "fill_mask": heads.fill_mask,
+        "embed": tei.embed,
+        "complete": openai.completions,
+    }
+    return next(handler for ability, handler in order.items() if ability in model.abilities)(call)
+
+
+def health(call: Call) -> Response:
+    reason = call.server.unhealthy()
+    if reason is None:
+        return Response(b"", 200)
+    raise errors.unavailable(f"unhealthy: {reason}")
+
+
+def metrics(call: Call) -> Response:
+    content = call.server.metrics.exposition()
+    return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def stats(call: Call) -> Response:
+    """What the page shows."""
+    server = call.server
+    loaded = [] if server.loaded is None else list(server.loaded.models.values())
+    return json_response(
+        {
+            "healthy": server.unhealthy() is None,
+            "reason": server.unhealthy(),
+            "models": [
+                {
+                    "name": model.name,
+                    "kind": next(iter(model.kind())),
+                    "head": model.head.value,
+                    "abilities": sorted(model.abilities),
+                    "dtype": model.dtype,
+                    "devices": [str(device) for device in model.devices],
+                    "max_length": model.max_length,
+                    "mask": _mask(model),
+                }
+                for model in loaded
+            ],
+            "requests": server.admission.requests,
+            "waiting": server.admission.waiting,
+            **server.metrics.recent(),
+        }
+    )
+
+
+def _mask(model: Any) -> str | None:
+    tokenizer = model.reader.tokenizer
+    return None if tokenizer.special.mask is None else tokenizer.token(tokenizer.special.mask)
+
+
+def _page_file(name: str) -> Callable[[Call], Response]:
+    content = (resources.files("fasttfm.serve") / "page" / name).read_bytes()
+    return lambda call: Response(content, media_type=_PAGE_TYPES[name], headers={"cache-control": "no-cache"})
+
+
+def endpoints() -> list[Endpoint]:
+    """All routes."""
+    found = [
+        Endpoint("POST", "/embed", tei.embed, TEI, "Vectors of texts.", tei.EMBED),
+        Endpoint("POST", "/embed_all", tei.embed_all, TEI, "Hidden states of all tokens.", tei.EMBED_ALL),
+        Endpoint("POST", "/embed_sparse", tei.embed_sparse, TEI, "SPLADE's sparse vectors.", tei.EMBED_ALL),
+        Endpoint("POST", "/predict", tei.predict, TEI, "Labels of texts, pairs or tokens.", tei.PREDICT),
+        Endpoint("POST", "/rerank", tei.rerank, TEI, "Texts by their relevance to a query.", tei.RERANK),
+        Endpoint("POST", "/similarity", tei.similarity, TEI, "Cosines of a sentence and others.", tei.SIMILARITY),
+        Endpoint("POST", "/tokenize", tei.tokenize, TEI, "Tokens with their offsets.", tei.TOKENIZE),
+        Endpoint("POST", "/decode", tei.decode, TEI, "Texts of ids.", tei.DECODE),
+        Endpoint("GET", "/info", tei.info, TEI, "The models and the limits."),
+        Endpoint("POST", "/v1/embeddings", openai.embeddings, OPENAI, "Vectors of texts.", openai.EMBEDDINGS),
+        Endpoint("POST", "/embeddings", openai.embeddings, OPENAI, "Vectors of texts.", openai.EMBEDDINGS),
+        Endpoint("POST", "/v1/completions", openai.completions, OPENAI, "Continued prompts.", openai.COMPLETIONS),
+        Endpoint("GET", "/v1/models", openai.models, OPENAI, "The models."),
+        Endpoint("GET", "/v1/models/{name}", openai.model, OPENAI, "One model."),
+        Endpoint("POST", "/v1/rerank", cohere.rerank, COHERE, "Documents by relevance.", cohere.RERANK),
+        Endpoint("POST", "/v2/rerank", cohere.rerank, COHERE, "Documents by relevance.", cohere.RERANK),
+        Endpoint("POST", "/v2/embed", cohere.embed, COHERE, "Vectors of texts.", cohere.EMBED),
+        Endpoint(
+            "POST", "/question-answering", heads.answer, HUGGING_FACE, "Spans that answer questions.", heads.ANSWER
+        ),
+        Endpoint("POST", "/fill-mask", heads.fill_mask, HUGGING_FACE, "Guesses for masks.", heads.FILL_MASK),
+        Endpoint("POST", "/token-classification", heads.label_tokens, HUGGING_FACE, "Entities.", heads.LABEL_TOKENS),
+        Endpoint("POST", "/", default_route, TEI, "The route of the first model's head.", tei.EMBED),
+        Endpoint("POST", "/invocations", default_route, TEI, "The route of the first model's head.", tei.EMBED),
+        Endpoint("GET", "/health", health, TEI, "200 once the models compute, otherwise 503.", public=True),
+        Endpoint("GET", "/ping", health, TEI, "The same.", public=True),
+        Endpoint("GET", "/metrics", metrics, TEI, "Metrics for Prometheus.", public=True),
+        Endpoint("GET", "/stats", stats, TEI, "The numbers of the page.", public=True),
+        Endpoint("GET", "/", _page_file("index.html"), TEI, "The page.", public=True),
+    ]
+    described = openapi.document(found)
+    shown = openapi.page(described)
+    found += [
+        Endpoint("GET", "/docs", lambda call: Response(shown, media_type="text/html"), TEI, "This list.", public=True),
+        *(Endpoint("GET", f"/page/{name}", _page_file(name), TEI, "", public=True) for name in _PAGE_TYPES),
+        *(
+            Endpoint("GET", path, lambda call: json_response(described), TEI, "OpenAPI.", public=True)
+            for path in ("/api-doc/openapi.json", "/openapi.json")
+        ),
+    ]
+    return found
+
+
+class Application:
+    """Handles requests.
+
+    Args:
+        keys: The API keys, any of which a request must have; none for a server that answers everybody.
+    """
+
+    def __init__(self, server: Server, keys: Sequence[str] = (), *, access_log: bool = False) -> None:
+        self.server, self.keys, self._access_log = server, [key.encode() for key in keys], access_log
+        self._endpoints = {(each.method, each.path): each for each in endpoints()}
+        self._paths = {each.path for each in self._endpoints.values()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1003})
+            return
+        request = Request(scope, receive, send)
+        call = Call(self.server, request)
+        endpoint = self._endpoints.get((scope["method"], scope["path"])) or self._other(scope)
+        with tracing.span(endpoint, scope) as span:
+            response = await self._respond(call, endpoint)
+            status = 499 if response is None else response.status_code
+            span.set_status(status)
+        if self._access_log:
+            _LOG.info("%s %s %d", scope["method"], ascii(scope["path"])[:_MAX_LOGGED], status)
+        if response is not None:
+            await response(scope, receive, send)
+
+    def _other(self, scope: Scope) -> Endpoint | errors.RequestError:
+        """A route with a parameter, or the error of an unknown one."""
+        method, path = scope["method"], scope["path"]
+        if method == "HEAD" and ("GET", path) in self._endpoints:
+            return self._endpoints["GET", path]
+        if path.startswith("/v1/models/"):
+            scope["path_params"] = {"name": path.removeprefix("/v1/models/")}
+            path = "/v1/models/{name}"
+        if (method, path) in self._endpoints:
+            return self._endpoints[method, path]
+        if path in self._paths:
+            allowed = ", ".join(sorted(each for each, known in self._endpoints if known == path))
+            return errors.RequestError(405, "Validation", f"Method not allowed: expected {allowed}, got {method[:20]}")
+        return errors.RequestError(404, "Validation", "There is no such route; /docs lists the routes")
+
+    async def _respond(self, call: Call, endpoint: Endpoint | errors.RequestError) -> Response | None:
+        """The response, None for a client that has gone."""
+        dialect = _dialect_of(call.request.url.path) if isinstance(endpoint, errors.RequestError) else endpoint.dialect
+        admitted = False
+        try:
+            if isinstance(endpoint, errors.RequestError):
+                raise endpoint
+            if not endpoint.public:
+                self._check_key(call)
+            if endpoint.body is not None:
+                await call.read_body()  # before it counts as a request: slow clients take no place from others
+                self.server.admission.enter_request()
+                admitted = True
+                if endpoint.path == "/rerank" and isinstance(call.body, dict) and "documents" in call.body:
+                    dialect = COHERE
+            found = endpoint.handler(call)
+            response: Response = await found if inspect.isawaitable(found) else found
+            return response
+        except errors.Disconnected:
+            call.cancel()
+            self.server.metrics.count("te_request_failure", "err", "disconnected")
+            return None
+        except errors.RequestError as error:
+            if isinstance(endpoint, errors.RequestError) or not endpoint.public:
+                self.server.metrics.count("te_request_failure", "err", error.cause)
+            return _error_response(error, dialect)
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        except Exception as error:
+            # An error's message may repeat a text: only its type and place are logged.
+            place = "".join(traceback.format_tb(error.__traceback__))
+            _LOG.error("%s in a request\n%s", type(error).__name__, place)
+            self.server.metrics.count("te_request_failure", "err", "internal")
+            message = f"Backend error: {type(error).__name__}"
+            return _error_response(errors.RequestError(424, "Backend", message, cause="internal"), dialect)
+        finally:
+            if admitted:
+                self.server.admission.leave_request()
+
+    def _check_key(self, call: Call) -> None:
+        """Compares with every key, in a time that does not depend on where they differ."""
+        if not self.keys:
+            return
+        header = call.request.headers.get("authorization", "").encode("utf-8", "replace")
+        scheme, _, key = header.partition(b" ")
+        known = False
+        for each in self.keys:
+            known |= hmac.compare_digest(key.strip(), each)
+        if not known or scheme.lower() != b"bearer":
+            message = "Incorrect API key: expected the header `Authorization: Bearer` with one of the server's keys"
+            raise errors.RequestError(401, "Validation", message, code="invalid_api_key", cause="unauthorized")
+
+
+def _dialect_of(path: str) -> Dialect:
+    if path.startswith(("/v1/rerank", "/v2/")):
+        return COHERE
+    return OPENAI if path.startswith("/v1/") else TEI
+
+
+def _error_response(error: errors.RequestError, dialect: Dialect) -> Response:
+    status, body = dialect.body(error)
+    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
+    return json_response(body, status, headers.get(status))
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return
+
+
+def application(
+    server: Server, keys: Sequence[str] = (), *, origins: Sequence[str] = ("*",), access_log: bool = False
+) -> tuple[Application, ASGIApp]:
+    """The application, and the same within the middleware for requests of other origins' pages."""
+    inner = Application(server, keys, access_log=access_log)
+    if not origins:
+        return inner, inner
+    outer = CORSMiddleware(inner, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])
+    return inner, outer
+
+
+def add_gauges(server: Server) -> None:
+    """The queue, the requests in flight, captured graphs and the memory of GPUs."""
+    gauges = server.metrics.gauges
+    gauges["te_queue_size"] = ("Sequences in the queue.", lambda: iter([({}, float(server.admission.waiting))]))
+    gauges["fasttfm_requests_in_flight"] = (
+        "Requests in flight.",
+        lambda: iter([({}, float(server.admission.requests))]),
+    )
+
+    def sessions() -> list[tuple[str, Any]]:
+        if server.loaded is None:
+            return []
+        return [(model.name, session) for model in server.loaded.models.values() for session in model.sessions]
+
+    for kind, about in (("captured", "CUDA graphs captured."), ("replayed", "CUDA graphs replayed.")):
+        gauges[f"fasttfm_graphs_{kind}"] = (
+            about,
+            lambda kind=kind: iter(  # type: ignore[misc]
+                ({"model": name, "device": str(each.device)}, float(getattr(each.graph_counts, kind)))
+                for name, each in sessions()
+            ),
+        )
+    for kind, about in (("allocated", "Bytes of tensors."), ("reserved", "Bytes that torch has reserved.")):
+        gauges[f"fasttfm_gpu_memory_{kind}_bytes"] = (
+            about,
+            lambda kind=kind: iter(  # type: ignore[misc]
+                ({"device": f"cuda:{index}"}, float(getattr(torch.cuda, f"memory_{kind}")(index)))
+                for index in range(torch.cuda.device_count())
+                if torch.cuda.is_available() and torch.cuda.is_initialized()
+            ),
+        )

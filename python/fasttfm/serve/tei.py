@@ -1,0 +1,258 @@
+"""The routes of text-embeddings-inference (TEI)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from starlette.responses import Response
+
+from fasttfm._version import __version__
+from fasttfm.inference.formats import Tokens
+from fasttfm.serve import errors, fields
+from fasttfm.serve.calls import Call, characters_of, json_response, shortened, unit_vectors
+from fasttfm.serve.cohere import rerank as cohere_rerank
+from fasttfm.serve.models import ServedModel
+
+_MODEL = fields.text(None, "The model, where several are served; by default the first one that can.")
+_TRUNCATION = {
+    "truncate": fields.boolean(None, "Whether longer texts are truncated; by default as --auto-truncate says."),
+    "truncation_direction": fields.choice("left", "right", default="right"),
+}
+_PROMPT = fields.text(None, "The name of one of the model's prompts.")
+_INPUTS = fields.texts_or_ids("A text, or an array of texts; ids of the model's vocabulary instead of texts.")
+
+EMBED = fields.Body(
+    inputs=_INPUTS,
+    **_TRUNCATION,
+    prompt_name=_PROMPT,
+    normalize=fields.boolean(True, "Whether vectors are divided by their L2 norm."),
+    dimensions=fields.integer(1, 2**20, None, "How many of the first elements vectors keep."),
+    model=_MODEL,
+)
+EMBED_ALL = fields.Body(inputs=_INPUTS, **_TRUNCATION, prompt_name=_PROMPT, model=_MODEL)
+PREDICT = fields.Body(inputs=fields.texts_or_pairs(), **_TRUNCATION, raw_scores=fields.boolean(False), model=_MODEL)
+RERANK = fields.Body(
+    query=fields.text(),
+    texts=fields.texts(),
+    **_TRUNCATION,
+    raw_scores=fields.boolean(False, "Logits instead of probabilities."),
+    return_text=fields.boolean(False),
+    model=_MODEL,
+)
+SIMILARITY = fields.Body(
+    inputs=fields.nested(fields.Body(source_sentence=fields.text(), sentences=fields.texts())),
+    parameters=fields.nested(fields.Body(**_TRUNCATION, prompt_name=_PROMPT), default={}),
+    model=_MODEL,
+)
+TOKENIZE = fields.Body(
+    inputs=fields.text_or_texts(), add_special_tokens=fields.boolean(True), prompt_name=_PROMPT, model=_MODEL
+)
+DECODE = fields.Body(
+    ids=fields.texts_or_ids("An array of ids, or an array of these."),
+    skip_special_tokens=fields.boolean(True),
+    model=_MODEL,
+)
+
+
+def _options(call: Call, given: dict[str, Any]) -> dict[str, Any]:
+    """The options of ``TextReader.read`` that all bodies have."""
+    truncate = given.get("truncate")
+    return {
+        "truncate": call.server.limits.auto_truncate if truncate is None else truncate,
+        "left": given.get("truncation_direction") == "left",
+    }
+
+
+async def _inputs(call: Call, model: ServedModel, given: dict[str, Any]) -> list[Tokens]:
+    values, single = given["inputs"]
+    call.count_inputs(len(values), single=single)
+    return await call.sequences(
+        model, values, prompt=model.reader.prompt(given["prompt_name"]), **_options(call, given)
+    )
+
+
+async def embed(call: Call) -> Response:
+    given = EMBED.parse(call.body)
+    model = call.server.ready().select("embed", given["model"])
+    vectors = await call.compute(model, await _inputs(call, model, given))
+    return call.answer(shortened(model, vectors, given["dimensions"], normalize=given["normalize"]))
+
+
+async def embed_all(call: Call) -> Response:
+    """The hidden states of all tokens."""
+    given = EMBED_ALL.parse(call.body)
+    model = call.server.ready().select("embed", given["model"])
+    return call.answer(await call.compute(model, await _inputs(call, model, given), "states"))
+
+
+async def embed_sparse(call: Call) -> Response:
+    """SPLADE's vectors: the maximum over a text's tokens of log(1 + relu(logit)), without zeros."""
+    given = EMBED_ALL.parse(call.body)
+    model = call.server.ready().select("embed_sparse", given["model"])
+    logits = await call.compute(model, await _inputs(call, model, given), "logits")
+
+    def sparse() -> list[list[dict[str, Any]]]:
+        found = []
+        for rows in logits:
+            weights = np.log1p(np.maximum(rows.max(0), 0.0))
+            indices = np.flatnonzero(weights)
+            pairs = zip(indices.tolist(), weights[indices].tolist(), strict=True)
+            found.append([{"index": index, "value": value} for index, value in pairs])
+        return found
+
+    return call.answer(await call.in_pool(sparse))
+
+
+async def predict(call: Call) -> Response:
+    """The labels of sequences, the most likely first; of a model for tokens, the most likely label of each token."""
+    given = PREDICT.parse(call.body)
+    model = call.server.ready().select("predict", given["model"])
+    values, single = given["inputs"]
+    call.count_inputs(len(values), single=single)
+    sequences = await call.sequences(model, values, **_options(call, given))
+    logits = await call.compute(model, sequences, "logits")
+    if "label_tokens" in model.abilities:
+        pairs = zip(sequences, logits, strict=True)
+        found = [_token_labels(model, tokens, rows, given["raw_scores"]) for tokens, rows in pairs]
+    else:
+        found = [_labels(model, row, given["raw_scores"]) for row in logits]
+    return call.answer(found[0] if single else found)
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    """Softmax over the last dimension; of a single label, the sigmoid."""
+    if logits.shape[-1] == 1:
+        return sigmoid(logits)
+    shifted = np.exp(logits - logits.max(-1, keepdims=True))
+    return shifted / shifted.sum(-1, keepdims=True)
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    return 0.5 * (1.0 + np.tanh(0.5 * logits))
+
+
+def _labels(model: ServedModel, logits: np.ndarray, raw: bool) -> list[dict[str, Any]]:
+    scores = logits if raw else probabilities(logits)
+    return [
+        {"score": float(scores[index]), "label": model.labels[index]} for index in np.argsort(-scores, kind="stable")
+    ]
+
+
+def _token_labels(model: ServedModel, tokens: Tokens, logits: np.ndarray, raw: bool) -> list[dict[str, Any]]:
+    scores = logits if raw else probabilities(logits)
+    best = scores.argmax(-1)
+    return [
+        {"token": model.reader.tokenizer.token(id), "label": model.labels[index], "score": float(row[index])}
+        for id, index, row in zip(tokens.ids, best.tolist(), scores, strict=True)
+    ]
+
+
+async def rerank(call: Call) -> Response:
+    """TEI's body has ``texts``; one with ``documents`` is Cohere's and Jina's."""
+    if isinstance(call.body, dict) and "documents" in call.body and "texts" not in call.body:
+        return await cohere_rerank(call)
+    given = RERANK.parse(call.body)
+    model = call.server.ready().select("rerank", given["model"])
+    texts = given["texts"]
+    call.count_inputs(len(texts), name="texts")
+    pairs = [(given["query"], text) for text in texts]
+    sequences = await call.sequences(model, pairs, **_options(call, given))
+    logits = (await call.compute(model, sequences, "logits"))[:, 0]
+    scores = logits if given["raw_scores"] else sigmoid(logits)
+    ranks = []
+    for index in np.argsort(-scores, kind="stable").tolist():
+        text = {"text": texts[index]} if given["return_text"] else {}
+        ranks.append({"index": index, **text, "score": float(scores[index])})
+    return call.answer(ranks)
+
+
+async def similarity(call: Call) -> Response:
+    """The cosines of one sentence and others."""
+    given = SIMILARITY.parse(call.body)
+    model = call.server.ready().select("embed", given["model"])
+    inputs, parameters = given["inputs"], given["parameters"]
+    if not inputs["sentences"]:
+        raise errors.empty("inputs.sentences")
+    values = [inputs["source_sentence"], *inputs["sentences"]]
+    call.count_inputs(len(values))
+    prompt = model.reader.prompt(parameters.get("prompt_name"))
+    sequences = await call.sequences(model, values, prompt=prompt, **_options(call, parameters))
+    vectors = unit_vectors(await call.compute(model, sequences))
+    return call.answer(vectors[1:] @ vectors[0])
+
+
+async def tokenize(call: Call) -> Response:
+    given = TOKENIZE.parse(call.body)
+    model = _first(call, given["model"])
+    values, single = given["inputs"]
+    call.count_inputs(len(values), single=single)
+    prompt = model.reader.prompt(given["prompt_name"]) if given["prompt_name"] is not None else ""
+    if not all(values):
+        raise errors.empty("inputs")
+    special = given["add_special_tokens"]
+
+    def read() -> list[list[dict[str, Any]]]:
+        return [model.reader.describe(prompt + text, special=special) for text in values]
+
+    call.characters = characters_of(values)
+    found = await call.in_pool(read)
+    call.tokens = sum(map(len, found))
+    return call.answer(found)
+
+
+async def decode(call: Call) -> Response:
+    given = DECODE.parse(call.body)
+    model = _first(call, given["model"])
+    values, single = given["ids"]
+    if any(isinstance(each, str) for each in values):
+        raise errors.invalid("ids", "an array of ids, or an array of these", "")
+    call.count_inputs(len(values), single=single, name="ids")
+    tokenizer = model.reader.tokenizer
+    if any(id >= tokenizer.vocab_size for each in values for id in each):
+        raise errors.invalid("ids", f"ids from 0 to {tokenizer.vocab_size - 1}", max(map(max, values)))
+    call.tokens = sum(map(len, values))
+
+    def read() -> list[str]:
+        return [tokenizer.decode(each, skip_special_tokens=given["skip_special_tokens"]) for each in values]
+
+    return call.answer(await call.in_pool(read))
+
+
+def _first(call: Call, name: str | None) -> ServedModel:
+    """The model of that name, or the first one."""
+    models = call.server.ready().models
+    if name is None:
+        return next(iter(models.values()))
+    if name not in models:
+        raise errors.RequestError(404, "Validation", f"The model `{name[:100]}` does not exist", param="model")
+    return models[name]
+
+
+def info(call: Call) -> Response:
+    """TEI's fields of the first model, and those of the others under ``models``."""
+    models = call.server.ready().models.values()
+    described = [_info(call, model) for model in models]
+    return json_response({**described[0], "models": described} if len(described) > 1 else described[0])
+
+
+def _info(call: Call, model: ServedModel) -> dict[str, Any]:
+    limits = call.server.limits
+    batch = model.sessions[0].max_tokens if model.sessions else model.generations[0].capacity
+    return {
+        "model_id": model.source.directory,
+        "model_sha": None,
+        "model_dtype": model.dtype,
+        "served_model_name": model.name,
+        "model_type": model.kind(),
+        "max_concurrent_requests": limits.max_concurrent_requests,
+        "max_input_length": model.max_length,
+        "max_batch_tokens": batch,
+        "max_batch_requests": None,
+        "max_client_batch_size": limits.max_client_batch_size,
+        "auto_truncate": limits.auto_truncate,
+        "tokenization_workers": call.server.tokenization_workers,
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+    }

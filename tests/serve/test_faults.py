@@ -1,0 +1,264 @@
+"""Limits, deadlines, disconnections, keys, signals and models that cannot be loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TEXT = "The people of the United States."
+
+
+def waited(condition: Any, seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.fixture
+def slow(folders: dict[str, Path], start: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Starts a server whose batches wait for an event."""
+    from fasttfm.inference import Session
+
+    launch, gate = Session.run, threading.Event()
+
+    def gated(self: Session, *arguments: Any) -> Any:
+        gate.wait(30)
+        return launch(self, *arguments)
+
+    def run(**limits: Any) -> tuple[Any, threading.Event]:
+        server = start([folders["embedder"]], **limits).wait_until_ready()
+        monkeypatch.setattr(Session, "run", gated)
+        return server, gate
+
+    yield run
+    gate.set()
+
+
+def test_each_limit_is_named_with_its_value(folders: dict[str, Path], start: Any) -> None:
+    limits = {"max_client_batch_size": 3, "max_request_tokens": 20, "payload_limit": 2000, "auto_truncate": False}
+    server = start([folders["embedder"]], **limits).wait_until_ready()
+    for body, words in (
+        ({"inputs": ["a"] * 4}, ("batch size 4", "maximum allowed batch size 3", "--max-client-batch-size")),
+        ({"inputs": [TEXT] * 3}, ("maximum allowed 20", "--max-request-tokens")),
+        ({"inputs": "a" * 2000}, ("2000 bytes", "--payload-limit")),
+        ({"inputs": "a " * 200}, ("less than 128 tokens",)),
+    ):
+        error = server.refused("/embed", body, 413)
+        assert error["error_type"] == "Validation"
+        assert all(word in error["error"] for word in words), error
+    chunks = (b"x" * 1000 for _ in range(5))
+    headers = {"content-type": "application/json"}
+    assert server.client.post("/embed", content=chunks, headers=headers).status_code == 413
+
+
+def test_overload_is_429_with_the_limit(slow: Any) -> None:
+    server, gate = slow(max_concurrent_requests=2)
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(server.new_client().post, "/embed", json={"inputs": TEXT}) for _ in range(2)]
+        assert waited(lambda: server.at.server.admission.requests == 2)
+        refused = server.client.post("/v1/embeddings", json={"input": TEXT})
+        assert refused.status_code == 429
+        assert "--max-concurrent-requests" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"] == "1"
+        assert server.client.get("/health").status_code == 200
+        gate.set()
+        assert [each.result().status_code for each in running] == [200, 200]
+    assert waited(lambda: server.at.server.admission.requests == 0)
+
+
+def test_a_full_queue_is_429(slow: Any) -> None:
+    server, gate = slow(max_queue=4)
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(server.new_client().post, "/embed", json={"inputs": [TEXT] * 2}) for _ in range(8)]
+        assert waited(lambda: server.at.server.admission.requests <= 5 and server.at.server.admission.waiting >= 3)
+        assert waited(lambda: sum(each.done() for each in running) >= 1)
+        gate.set()
+        statuses = [each.result().status_code for each in running]
+    assert set(statuses) == {200, 429}
+    assert waited(lambda: server.at.server.admission.waiting == 0)
+
+
+def test_a_deadline_is_503(slow: Any) -> None:
+    server, gate = slow(request_timeout=0.2)
+    error = server.refused("/embed", {"inputs": TEXT}, 503)
+    assert "0.2 seconds" in error["error"]
+    gate.set()
+    assert waited(lambda: server.client.post("/embed", json={"inputs": TEXT}).status_code == 200)
+
+
+def test_a_client_that_disconnects_cancels_its_work(slow: Any) -> None:
+    server, gate = slow()
+    state = server.at.server
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.new_client().post, "/embed", json={"inputs": TEXT})  # blocks the session
+        assert waited(lambda: state.admission.requests == 1 and state.admission.waiting == 0)
+        body = json.dumps({"inputs": [TEXT] * 8}).encode()
+        head = (
+            f"POST /embed HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", server.at.port)) as connection:
+            connection.sendall(head.encode() + body)
+            assert waited(lambda: state.admission.waiting == 8)
+        assert waited(lambda: state.admission.waiting == 0)  # while the first one is computed
+        assert not first.done()
+        gate.set()
+        assert first.result().status_code == 200
+
+
+def test_a_slow_client_blocks_no_other(folders: dict[str, Path], start: Any) -> None:
+    server = start([folders["embedder"]], read_timeout=1.0).wait_until_ready()
+    head = b"POST /embed HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    with socket.create_connection(("127.0.0.1", server.at.port), timeout=20) as connection:
+        connection.sendall(head)
+        assert len(server.post("/embed", {"inputs": TEXT})) == 1
+        answer = connection.recv(4096)
+    assert b"408" in answer.partition(b"\r\n")[0]
+    assert b"--read-timeout" in answer
+
+
+def test_keys(folders: dict[str, Path], start: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\nsecond-key\n")
+    server = start([folders["embedder"]], keys=keys).wait_until_ready()
+    for header in (
+        "",
+        "Bearer",
+        "Bearer wrong",
+        "Bearer first-key-and-more",
+        "Basic first-key",
+        "first-key",
+        "Bearer é",
+    ):
+        response = server.client.post("/embed", json={"inputs": TEXT}, headers={"authorization": header.encode()})
+        assert response.status_code == 401
+        assert "key" in response.json()["error"]
+    for key in ("first-key", "second-key"):
+        server.post("/embed", {"inputs": TEXT}, headers={"authorization": f"Bearer {key}"})
+    assert server.client.get("/v1/models").json()["error"]["code"] == "invalid_api_key"
+    for path in ("/health", "/metrics", "/", "/docs"):
+        assert server.client.get(path).status_code == 200
+
+
+def test_a_failed_computation_is_424(folders: dict[str, Path], start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fasttfm.inference import Session
+
+    server = start([folders["embedder"]]).wait_until_ready()
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("the device has failed\nwith details")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "run", fail)
+        error = server.refused("/embed", {"inputs": TEXT}, 424)
+    assert error == {"error": "Backend error: RuntimeError: the device has failed", "error_type": "Backend"}
+    server.post("/embed", {"inputs": TEXT})
+
+
+def test_health_is_503_after_a_device_fault(folders: dict[str, Path], start: Any) -> None:
+    server = start([folders["embedder"]]).wait_until_ready()
+    (model,) = server.at.server.loaded.models.values()
+    model.sessions[0]._ended = "a kernel has failed: an illegal memory access was encountered"
+    response = server.client.get("/health")
+    assert response.status_code == 503
+    assert "illegal memory access" in response.json()["error"]
+    assert server.refused("/embed", {"inputs": TEXT}, 503)["error_type"] == "Unhealthy"
+
+
+def test_health_is_503_while_models_are_loaded(
+    folders: dict[str, Path], start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fasttfm.serve import server as module
+
+    load, gate = module.load, threading.Event()
+    monkeypatch.setattr(module, "load", lambda source: gate.wait(30) and load(source))
+    server = start([folders["embedder"]])
+    assert server.client.get("/health").status_code == 503
+    assert "loaded" in server.refused("/embed", {"inputs": TEXT}, 503)["error"]
+    assert server.client.get("/").status_code == 200
+    gate.set()
+    server.wait_until_ready()
+    server.post("/embed", {"inputs": TEXT})
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
+    server = start([tmp_path])
+    server.thread.join(60)
+    assert server.status == 1
+
+
+def test_a_head_without_weights_cannot_be_served(folders: dict[str, Path], start: Any, tmp_path: Path) -> None:
+    for path in folders["embedder"].iterdir():
+        if path.is_file() and path.name not in ("modules.json", "config.json"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folders["embedder"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["BertForSequenceClassification"]}))
+    server = start([tmp_path])
+    server.thread.join(60)
+    assert server.status == 1
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_signals(folders: dict[str, Path], tmp_path: Path) -> None:
+    """SIGHUP reloads without losing a request, SIGTERM drains and exits with 0; a log has no text and no raw path."""
+    import httpx
+
+    command = [sys.executable, "-m", "fasttfm", "serve", "--model", str(folders["embedder"]), "--port", "0"]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--hostname", "127.0.0.1", "--access-log", "--device", "cpu"],
+            stdout=subprocess.PIPE,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+        assert process.stdout is not None
+        port = int(process.stdout.readline().split()[-1])
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
+            assert waited(lambda: client.get("/health").status_code == 200, 120)
+            client.get("/a%0ainjected-line")
+            expected = client.post("/embed", json={"inputs": TEXT}).json()
+            process.send_signal(signal.SIGHUP)
+            while "reloaded" not in log.read_text():
+                assert client.post("/embed", json={"inputs": TEXT}).json() == expected
+            assert client.post("/embed", json={"inputs": TEXT}).json() == expected
+            with ThreadPoolExecutor(8) as pool:
+                running = [pool.submit(client.post, "/embed", json={"inputs": [TEXT] * 32}) for _ in range(8)]
+                time.sleep(0.05)
+                process.send_signal(signal.SIGTERM)
+                statuses = {each.result().status_code for each in running if each.exception() is None}
+        assert process.wait(60) == 0
+    assert statuses == {200}
+    text = log.read_text()
+    assert TEXT not in text
+    assert "\ninjected-line" not in text
+    assert "injected-line" in text
+
+
+def test_curl(served: Any) -> None:
+    """A request as TEI's documentation writes it."""
+    import shutil
+
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    command = ["curl", "-s", "--noproxy", "*", f"{served.url}/embed", "-X", "POST", "-d", '{"inputs":"What is Peace?"}']
+    answer = subprocess.run([*command, "-H", "Content-Type: application/json"], capture_output=True, check=True).stdout
+    assert len(json.loads(answer)[0]) == 64
