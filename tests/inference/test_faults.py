@@ -136,6 +136,32 @@ def test_an_error_of_one_batch_does_not_end_the_session(
         assert session.submit(sentences[0]).result(30).shape == (session.width,)
 
 
+@pytest.mark.parametrize("output", ["vectors", "states"])
+@pytest.mark.parametrize(
+    ("device", "max_graphs"),
+    [("cpu", 0), *(pytest.param("cuda", graphs, marks=pytest.mark.gpu) for graphs in (0, 8))],
+)
+def test_a_kernel_that_gave_up_is_an_error(device: str, max_graphs: int, output: str) -> None:
+    """Its results are NaN. A model whose results are NaN is none."""
+    model = small_bert("BertModel").to(device)
+    model.embeddings.norm.bias.data.fill_(torch.nan)
+    inputs: list[list[int]] = [[], [1, 2, 3], [4, 5]]  # the first one has no row in the batch
+    with Session(model, max_graphs=max_graphs) as session:
+        word = session._kept.workspace.memory(256, torch.device(device))
+        assert word is not None
+        for _ in range(4):  # the later ones by a graph
+            assert np.isnan(session.encode(inputs, output=output)[1]).all()
+            word.view(torch.int32)[1] = 1
+            if device == "cuda":
+                torch.cuda.synchronize()
+            with pytest.raises(RuntimeError, match=r"expected all blocks .* results of that launch"):
+                session.encode(inputs, output=output)
+        word.view(torch.int32)[1] = 1
+        with pytest.raises(RuntimeError, match="few_rows_layers: expected all blocks"):
+            session.submit([1, 2], output=output).result(30)
+        assert np.isnan(session.submit([1, 2], output=output).result(30)).all()
+
+
 FAULT = """
 import sys
 

@@ -84,6 +84,7 @@ class _Launched:
             self._large = torch.empty(rows * graph.size, dtype=torch.float32, device="cpu", pin_memory=True)
             staging.large = self._large
         self._staging: _Staging | None = staging
+        self.starts_with_nan = False
         graph.graph.launch(staging, rows, self._large)
 
     def __call__(self, read: Callable[[np.ndarray], Any] | None = None) -> Any:
@@ -101,6 +102,7 @@ class _Launched:
         staging = self._wait()
         memory = staging.result_array if self._large is None else self._large.numpy()
         found: np.ndarray = given.in_given_order(memory, self._graph.size)
+        self.starts_with_nan = math.isnan(memory.item(0))
         self._free.append(staging)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,6 +18,10 @@ class Wait(Protocol):
     def __call__(self, read: Callable[[np.ndarray], Any] | None = None) -> Any: ...
 
 
+class MaybeNan(Protocol):
+    starts_with_nan: bool  # whether the first value of a batch is NaN
+
+
 class SequenceRows:
     """Results with one row for each sequence: an array fp32 [sequences, ...].
 
@@ -28,6 +33,7 @@ class SequenceRows:
     def __init__(self, ids: SortedIds, count: int, empty_shape: Callable[[], tuple[int, ...]]) -> None:
         self._order, self._count, self._empty_shape = ids.order, count, empty_shape
         self._found: np.ndarray | None = None
+        self.starts_with_nan = False
 
     def add(self, first: int, last: int, wait: Wait) -> None:
         """Waits for the batch of the sequences from ``first`` up to ``last``."""
@@ -38,6 +44,7 @@ class SequenceRows:
             make = np.empty if len(self._order) == self._count else np.zeros
             self._found = make((self._count, *rows.shape[1:]), np.float32)
         self._found[indices] = rows
+        self.starts_with_nan |= _starts_with_nan(rows)
 
     def found(self) -> np.ndarray:
         if self._found is None:
@@ -51,9 +58,11 @@ class TokenRows:
     def __init__(self, ids: SortedIds, count: int, empty_shape: Callable[[], tuple[int, ...]]) -> None:
         self._ids, self._empty_shape = ids, empty_shape
         self._found: list[np.ndarray | None] = [None] * count
+        self.starts_with_nan = False
 
     def add(self, first: int, last: int, wait: Wait) -> None:
         rows = wait()
+        self.starts_with_nan |= _starts_with_nan(rows)
         ends = (self._ids.cu_seqlens[first : last + 1] - self._ids.cu_seqlens[first]).tolist()
         for number, index in enumerate(self._ids.order[first:last].tolist()):
             self._found[index] = rows[ends[number] : ends[number + 1]]
@@ -63,3 +72,7 @@ class TokenRows:
             nothing = np.zeros(self._empty_shape(), np.float32)
             return [nothing if each is None else each for each in self._found]
         return self._found  # type: ignore[return-value]
+
+
+def _starts_with_nan(rows: np.ndarray) -> bool:
+    return rows.size > 0 and math.isnan(rows.item(0))

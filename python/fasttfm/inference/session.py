@@ -46,7 +46,7 @@ from fasttfm.inference.opening import (
     tokenizer_of,
 )
 from fasttfm.inference.requests import Item, launch_items
-from fasttfm.inference.results import SequenceRows, TokenRows, Wait
+from fasttfm.inference.results import MaybeNan, SequenceRows, TokenRows, Wait
 from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings
 from fasttfm.models.pretrained import PretrainedModel
@@ -164,8 +164,8 @@ class Session:
         self._has_split = False  # whether a batch did not fit into the device's memory
         self._graphs: Graphs | None = None
         self._ordered = OrderedStream(self.device)
+        self._kept = few_tokens.FewTokens()
         if self.device.type == "cuda":
-            self._kept = few_tokens.FewTokens()
             self._stream: Any = self._ordered.stream
             self._copies = torch.cuda.Stream(self.device)  # of inputs and results of launches without a graph
             with self._ordered.ordered():  # after the weights are copied
@@ -200,7 +200,7 @@ class Session:
             return False
         with self._lock, self._ordered.ordered():
             taken = self.network.take_weights(model)
-            if taken and self.device.type == "cuda":
+            if taken:
                 self._kept.folded.refresh()
             return taken
 
@@ -317,6 +317,12 @@ class Session:
                 got = f"one on which a kernel has failed: {first_line(error)}"
                 self._ended = f"Session: expected a device that computes (a new process has one), got {got}"
 
+    def _check_kernels(self, result: MaybeNan) -> None:
+        """Raises if a kernel gave up, after which results are NaN. Reads the device only after such a result."""
+        if result.starts_with_nan:
+            with self._lock:  # as in _check_device
+                self._kept.workspace.raise_if_any()
+
     def __reduce__(self) -> Any:
         raise TypeError(
             "Session: expected to stay in its process (make one of the model in each), got a copy or pickle"
@@ -398,6 +404,7 @@ class Session:
                 self.counts.batches += 1
                 self._count(len(inputs), tokens, len(inputs) - sequences)  # while the device computes
             found = wait.in_given_order(given)
+            self._check_kernels(wait)
         except RuntimeError as error:
             self._check_device(error)
             raise
@@ -503,6 +510,7 @@ class Session:
             try:
                 for batch in launches:
                     results.add(*batch)
+                self._check_kernels(results)
             except RuntimeError as error:
                 self._check_device(error)
                 raise
