@@ -111,7 +111,7 @@ def start_infinity(options: Any, folder: Path, engine: str, log: Path) -> Conten
     command += ["--url-prefix", "/v1"]
     variables = {"DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
     process = Process(command, log, **variables)
-    process.wait_until_ready(f"http://127.0.0.1:{port}/v1/health")
+    process.wait_until_ready(f"http://127.0.0.1:{port}/health")
     return Contender(f"infinity, {engine}", port, "model", process)
 
 
