@@ -46,10 +46,10 @@ class Contender:
 class Process:
     """A server's process, with its log in a file."""
 
-    def __init__(self, command: list[str], log: Path, **variables: str) -> None:
+    def __init__(self, command: list[str], log: Path, cwd: Path | None = None, **variables: str) -> None:
         self._file = log.open("wb")
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
-        self.popen = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT, env=environment)
+        self.popen = subprocess.Popen(command, stdout=self._file, stderr=subprocess.STDOUT, env=environment, cwd=cwd)
         self._log = log
 
     def wait_until_ready(self, url: str) -> None:
@@ -106,19 +106,21 @@ def start_infinity(options: Any, folder: Path, engine: str, log: Path) -> Conten
     """infinity, with the same model. Its largest batch is 32 texts, its default."""
     port = free_port()
     own = onnx_folder(options, folder, log.parent / "onnx") if engine == "optimum" else folder
-    command = [options.infinity, "v2", "--model-id", str(own), "--engine", engine, "--port", str(port)]
+    # Its ONNX engine looks for files by their path from the working directory.
+    command = [str(Path(options.infinity).resolve()), "v2", "--model-id", ".", "--engine", engine, "--port", str(port)]
     command += ["--host", "127.0.0.1", "--device", options.device, "--served-model-name", "model"]
     command += ["--url-prefix", "/v1"]
     variables = {"DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
-    process = Process(command, log, **variables)
-    process.wait_until_ready(f"http://127.0.0.1:{port}/v1/health")
+    process = Process(command, log, own, **variables)
+    process.wait_until_ready(f"http://127.0.0.1:{port}/health")
     return Contender(f"infinity, {engine}", port, "model", process)
 
 
 def onnx_folder(options: Any, folder: Path, target: Path) -> Path:
     """The model for infinity's ONNX engine, exported by the optimum that is installed with it."""
     program = Path(options.infinity).with_name("optimum-cli")
-    command = [str(program), "export", "onnx", "--model", str(folder), "--task", "feature-extraction", str(target)]
+    command = [str(program), "export", "onnx", "--model", str(folder), "--task", "feature-extraction"]
+    command += ["--library", "transformers", str(target)]
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     if result.returncode:
         raise RuntimeError(f"optimum-cli: {result.stderr[-2000:]}")
