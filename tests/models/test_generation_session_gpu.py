@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,3 +184,62 @@ def test_a_moved_model_is_refused_and_its_memory_kept() -> None:
     module.cuda()
     assert run(session, 2) == expected
     del filled
+
+
+FAULT = """
+import sys
+
+import torch
+import triton
+import triton.language as tl
+
+from fasttfm.generate import GenerationSession
+from fasttfm.models import GPT2Config, GPT2LMHeadModel
+
+
+@triton.jit
+def store(target, offset):
+    tl.store(target + tl.load(offset), 1)
+
+
+sizes = {"vocab_size": 300, "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 100}
+model = GPT2LMHeadModel(GPT2Config(**sizes)).cuda().eval()
+session = GenerationSession(model, max_batch=4, graphs=sys.argv[1] == "1")
+target, offset = (torch.zeros(1, dtype=torch.int64, device="cuda") for _ in range(2))
+next_logits = session.decoder.next_logits
+
+
+def faulty(*arguments):
+    store[(1,)](target, offset)
+    return next_logits(*arguments)
+
+
+session.decoder.next_logits = faulty
+options = {"max_new_tokens": 60, "eos_token_id": []}
+assert len(session.submit([1, 2, 3], **options).result()) == 60
+running = [session.submit([number, 7], **options) for number in range(3)]
+next(iter(running[0]))
+offset.fill_(1 << 40)  # from now on the kernel writes to an address far outside of any memory
+torch.cuda.synchronize()
+for generation in running:
+    try:
+        generation.result()
+    except RuntimeError as error:
+        assert "illegal" in str(error), error
+    else:
+        sys.exit("no error")
+del session, running, generation
+print("freed")
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("graphs", [0, 1])
+def test_a_failed_kernel(graphs: int, tmp_path: Path) -> None:
+    """In a process of its own, which ends with its exit code: it neither hangs nor aborts."""
+    path = tmp_path / "fault.py"  # Triton reads the source of kernels
+    path.write_text(FAULT)
+    found = subprocess.run([sys.executable, str(path), str(graphs)], capture_output=True, text=True, timeout=180)
+    assert found.returncode == 7, f"exit code {found.returncode}\n{found.stdout}\n{found.stderr}"
+    assert "freed" in found.stdout
+    assert "terminate" not in found.stderr

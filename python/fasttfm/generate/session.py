@@ -3,7 +3,8 @@
 Every sequence has a slot in one KV cache (decoder.py) and a row in tensors on the device: its last token, its length,
 the tokens that end it, how its tokens are drawn. A step reads and writes only these tensors. On a GPU one CUDA graph
 for each number of rows therefore runs all steps, sampling included, and no step synchronizes with the host. Every few
-steps the state is copied to the host asynchronously; finished sequences then leave, and waiting ones take their slots.
+steps the state is copied; the host reads the copy while later steps run. Finished sequences then leave, and waiting
+ones take their slots.
 
 The session's stream orders cache, state and graphs, whichever threads and streams call it. A round waits for what its
 caller has launched before, such as changes of parameters, and what the caller launches later waits for the round.
@@ -35,7 +36,7 @@ from fasttfm.ops.checks import first_line
 from fasttfm.ops.graph_cache import GraphCache
 from fasttfm.ops.graph_capture import CaptureError, GraphPool
 from fasttfm.ops.sample_tokens import Sequences
-from fasttfm.ops.streams import OrderedStream
+from fasttfm.ops.streams import OrderedStream, to_host
 
 _NAME = "GenerationSession"
 _MAX_STOP_TOKENS = 8  # of one sequence
@@ -172,25 +173,33 @@ class _State:
 
 @dataclass
 class _Snapshot:
-    """A copy of the state of sequences at some step, on the host once ``ready`` is reached."""
+    """A copy of the state of sequences at some step. On a GPU it is complete once ``ready`` is reached on the session's
+    stream. Only ``apply`` reads it then, on the stream ``copies``, so that it does not wait for later steps."""
 
     generations: dict[int, Generation]
     active: Tensor
     lengths: Tensor
     history: Tensor
-    ready: Any  # a CUDA event, or None
+    ready: torch.cuda.Event | None
+    copies: torch.cuda.Stream | None
 
     def apply(self) -> None:
         """Appends the new tokens to their sequences, and marks finished sequences."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        lengths, active = self.lengths.tolist(), self.active.tolist()
+        active, lengths, history = self._on_host()
+        continues, ends = active.tolist(), lengths.tolist()
         for slot, generation in self.generations.items():
             if generation.done:
                 continue
             known = len(generation.prompt) + len(generation.tokens)
-            generation.tokens += self.history[slot, known : lengths[slot] + 1].tolist()
-            generation.done = not active[slot]
+            generation.tokens += history[slot, known : ends[slot] + 1].tolist()
+            generation.done = not continues[slot]
+
+    def _on_host(self) -> list[Tensor]:
+        tensors = [self.active, self.lengths, self.history]
+        if self.ready is None or self.copies is None:
+            return tensors
+        self.ready.synchronize()
+        return [to_host(tensor, self.copies) for tensor in tensors]
 
 
 class GenerationSession:
@@ -232,6 +241,7 @@ class GenerationSession:
         parameter = next(transformer.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self._stream = OrderedStream(self.device)
+        self._copies = OrderedStream(self.device).stream  # of results to the host
         self._sampler = None if fused or self.device.type == "cpu" else "reference"
         with torch.inference_mode(False), self._stream.ordered():  # later calls may be outside of inference mode
             self._state = _State.empty(max_batch, capacity, self.device)
@@ -417,19 +427,14 @@ class GenerationSession:
         state.take(logits, self.decoder.lengths[:rows], self._sampler)
 
     def _snapshot(self, rows: int) -> _Snapshot:
-        """Copies the state that the host reads, asynchronously on a GPU."""
+        """Copies the state that the host reads, on the device."""
         sources = (self._state.active[:rows], self.decoder.lengths[:rows], self._state.history[:rows])
-        generations = dict(self._running)
-        if self.device.type != "cuda":
-            active, lengths, history = (source.clone() for source in sources)
-            return _Snapshot(generations, active, lengths, history, None)
-        copies = [torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True) for source in sources]
-        for copy, source in zip(copies, sources, strict=True):
-            copy.copy_(source, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        active, lengths, history = copies
-        return _Snapshot(generations, active, lengths, history, ready)
+        active, lengths, history = (source.clone() for source in sources)
+        ready = None
+        if self._copies is not None:
+            ready = torch.cuda.Event()
+            ready.record()
+        return _Snapshot(dict(self._running), active, lengths, history, ready, self._copies)
 
     def _compact_slots(self) -> None:
         """Moves the last sequences to free slots in front of them if a smaller graph then is enough."""

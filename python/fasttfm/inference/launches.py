@@ -13,16 +13,15 @@ from torch import Tensor
 from fasttfm.inference.network import Inputs
 from fasttfm.inference.results import Wait
 from fasttfm.ops.graph_launch import release_after
+from fasttfm.ops.streams import to_host
 
 _IN_FLIGHT = 2  # batches that are launched before the first one is synchronized
 
 
 class DirectLaunch:
     """A batch that kernels compute on the session's stream. Called once, it waits for the result and copies it on the
-    stream ``copies``. The inputs are in memory of that stream, and held until the device has read them.
-
-    Both copies wait: of memory in copies that do not, torch records events when it is freed, and aborts the process if
-    that fails, as it does once a kernel has failed.
+    stream ``copies``. The inputs are in memory of that stream, and held until the device has read them. Both copies
+    wait (see ``to_host``).
     """
 
     def __init__(self, inputs: Inputs, rows: Tensor, stream: torch.cuda.Stream, copies: torch.cuda.Stream) -> None:
@@ -32,10 +31,8 @@ class DirectLaunch:
 
     def __call__(self, read: Callable[[np.ndarray], Any] | None = None) -> Any:
         self._done.synchronize()
-        with torch.inference_mode(), torch.cuda.stream(self._copies):
-            host = torch.empty(self._rows.shape, dtype=self._rows.dtype, device="cpu", pin_memory=True)
-            host.copy_(self._rows)
-        return host.numpy() if read is None else read(host.numpy())
+        rows = to_host(self._rows, self._copies).numpy()
+        return rows if read is None else read(rows)
 
     def __del__(self) -> None:
         release_after(self._done, self._inputs)

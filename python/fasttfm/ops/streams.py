@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 
 class OrderedStream:
@@ -29,6 +30,17 @@ class OrderedStream:
                 yield
         finally:
             caller.wait_stream(self.stream)
+
+
+def to_host(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """A copy of a GPU's tensor in pinned memory, made on ``stream``, for which it waits.
+
+    Of memory in copies that do not wait, torch records events when it is freed, and aborts the process if that fails,
+    as it does once a kernel has failed.
+    """
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return host.copy_(tensor)
 
 
 def has_failed(stream: torch.cuda.Stream | None) -> bool:
