@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -107,7 +108,16 @@ def start_infinity(options: Any, folder: Path, engine: str, log: Path) -> Conten
     port = free_port()
     own = onnx_folder(options, folder, log.parent / "onnx") if engine == "optimum" else folder
     # Its ONNX engine looks for files by their path from the working directory.
-    command = [str(Path(options.infinity).resolve()), "v2", "--model-id", ".", "--engine", engine, "--port", str(port)]
+    command = [
+        os.path.abspath(shutil.which(options.infinity) or options.infinity),
+        "v2",
+        "--model-id",
+        ".",
+        "--engine",
+        engine,
+        "--port",
+        str(port),
+    ]
     command += ["--host", "127.0.0.1", "--device", options.device, "--served-model-name", "model"]
     command += ["--url-prefix", "/v1"]
     variables = {"DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
@@ -118,7 +128,7 @@ def start_infinity(options: Any, folder: Path, engine: str, log: Path) -> Conten
 
 def onnx_folder(options: Any, folder: Path, target: Path) -> Path:
     """The model for infinity's ONNX engine, exported by the optimum that is installed with it."""
-    program = Path(options.infinity).with_name("optimum-cli")
+    program = Path(shutil.which(options.infinity) or options.infinity).with_name("optimum-cli")
     command = [str(program), "export", "onnx", "--model", str(folder), "--task", "feature-extraction"]
     command += ["--library", "transformers", str(target)]
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
