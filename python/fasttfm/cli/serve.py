@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fasttfm import extras
+from fasttfm import _extras as extras
 from fasttfm.cli.options import Formatter, device_of, exit_on_user_error
 
 _PACKAGES = ("starlette", "uvicorn", "orjson", "prometheus_client")
