@@ -322,6 +322,7 @@ def write(rows: list[dict[str, Any]], device: torch.device, model: str, folder: 
     if path.is_file():
         with path.open(newline="") as file:
             rows = [row for row in csv.DictReader(file) if row["model"] != model] + rows
+    folder.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[-1], lineterminator="\n")
         writer.writeheader()

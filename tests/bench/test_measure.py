@@ -21,6 +21,7 @@ from fasttfm.bench.timing import Ceilings, Effort, Work
 from fasttfm.cli.main import main
 from fasttfm.ops import backends
 from fasttfm.ops.backends import Backend, BackendTable, tables
+from fasttfm.ops.graph_capture import CaptureError
 from fasttfm.testing import specs
 from fasttfm.testing.spec import Cost, OpCase, OpSpec, Peer, PeerCall
 from fasttfm.testing.specs.layer_norm import SPEC
@@ -264,10 +265,7 @@ def test_a_failed_capture_loses_only_the_device_time(monkeypatch: pytest.MonkeyP
 
     def captured(work: Work, stream: object) -> Work:
         if work.calls == 2:
-            try:
-                raise ValueError("no item() under capture")
-            finally:
-                raise RuntimeError("capture failed")
+            raise CaptureError("capture failed") from ValueError("no item() under capture")
         return replace(work, drain=False)
 
     class Calls:

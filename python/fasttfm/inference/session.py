@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -49,13 +48,13 @@ from fasttfm.inference.requests import Item, launch_items
 from fasttfm.inference.results import MaybeNan, SequenceRows, TokenRows, Wait
 from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings
+from fasttfm.inference.windows import check_iterable, is_one_window, is_single, windows
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import TextModel
 from fasttfm.ops import few_tokens
 from fasttfm.ops.checks import first_line
 from fasttfm.ops.streams import OrderedStream, has_failed
 
-_WINDOWS = (256, 4096)  # how many texts are sorted by length together: the first window, and the largest
 _OUTPUTS = {each.value: each for each in Output}
 # The default number of tokens in a batch. A GPU's GEMMs over more tokens have a smaller fraction of idle SMs in their
 # last wave of blocks; on a CPU the activations of a batch should fit into its caches.
@@ -158,10 +157,9 @@ class Session:
         )
         self.calibration = self._in_fp8(calibration) if precision == "fp8" else None
         self.counts = SessionCounts()
-        self._warned = False  # of truncated texts
         self._lock = threading.Lock()  # guards the device's buffers and the counts
         self._launches = 0
-        self._has_split = False  # whether a batch did not fit into the device's memory
+        self._warned = self._has_split = False  # of truncated texts, of a batch that did not fit into memory
         self._graphs: Graphs | None = None
         self._ordered = OrderedStream(self.device)
         self._kept = few_tokens.FewTokens()
@@ -210,7 +208,7 @@ class Session:
             raise ValueError(f"Session: calibration: expected texts, or {CALIBRATION} next to the checkpoint, got none")
         found = given
         if not isinstance(found, Calibration):
-            texts = [found] if _is_single(found) else found
+            texts = [found] if is_single(found) else found
             found = calibrate(self.network, self._tokenize(texts), self.max_tokens, self.max_batch)
         run_in_fp8(self.network, found)
         return found
@@ -238,9 +236,9 @@ class Session:
         if found is not None:
             return found
         inputs = texts_of_array(inputs)
-        if _is_single(inputs):
+        if is_single(inputs):
             return self.encode([inputs], output=output)[0]
-        if _is_one_window(inputs):
+        if is_one_window(inputs):
             return self._encode_window(inputs, kind)
         count = len(inputs) if hasattr(inputs, "__len__") else None
         results = []
@@ -359,14 +357,14 @@ class Session:
     def _results(self, inputs: Any, output: Output) -> Iterator[tuple[Tokens, np.ndarray]]:
         """The tokens and result of each input, by windows: while one is computed, the next one is tokenized."""
         inputs = texts_of_array(inputs)
-        if _is_single(inputs):
+        if is_single(inputs):
             inputs = [inputs]
-        _check_iterable(inputs)
-        if _is_one_window(inputs):
+        check_iterable(inputs)
+        if is_one_window(inputs):
             sequences = self._tokenize(inputs)
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
             return
-        for sequences in prefetch(_windows(inputs), self._tokenize):
+        for sequences in prefetch(windows(inputs), self._tokenize):
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
 
     def _encode_window(self, inputs: Sequence[Any], output: Output) -> Any:
@@ -593,31 +591,3 @@ class Session:
         if output is Output.STATES:
             return (0, self.network.state_width)
         return (0, *self.run(pack([[0]]), output)().shape[1:])
-
-
-def _is_single(inputs: Any) -> bool:
-    """Whether the input is one text, one pair of texts or one list of ids."""
-    if isinstance(inputs, list):
-        return bool(inputs) and isinstance(inputs[0], (int, np.integer))
-    if isinstance(inputs, tuple):
-        return len(inputs) == 2 and all(isinstance(text, str) for text in inputs)
-    return isinstance(inputs, str) or (isinstance(inputs, (Tensor, np.ndarray)) and inputs.ndim == 1)
-
-
-def _check_iterable(inputs: Any) -> None:
-    if not isinstance(inputs, Iterable) or isinstance(inputs, Mapping):
-        got = type(inputs).__name__
-        raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {got}")
-
-
-def _is_one_window(inputs: Any) -> bool:
-    """Whether inputs are tokenized at once."""
-    return (type(inputs) is list or isinstance(inputs, Sequence)) and len(inputs) <= _WINDOWS[0]
-
-
-def _windows(inputs: Iterable[Any]) -> Iterator[list[Any]]:
-    """Splits the inputs into lists whose size grows from ``_WINDOWS[0]`` to ``_WINDOWS[1]``."""
-    source, size = iter(inputs), _WINDOWS[0]
-    while window := list(itertools.islice(source, size)):
-        yield window
-        size = min(2 * size, _WINDOWS[1])

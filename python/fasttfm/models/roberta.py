@@ -83,6 +83,7 @@ class RobertaModel(BertModel):
         counted = words.cumsum(0)
         index = ops.position_ids_from_cu_seqlens(batch.cu_seqlens, total=batch.tokens)
         first = torch.arange(batch.tokens, device=ids.device) - index
+        first = first.clamp(0, batch.tokens - 1)  # boundaries are not validated on a GPU
         before = (counted - words.long())[first]
         return (counted - before) * words + padding
 
