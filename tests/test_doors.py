@@ -49,7 +49,15 @@ def test_completion_lists_the_public_names() -> None:
 
 def test_modules_without_an_underscore_are_meant_for_users() -> None:
     """IPython completes ``import fasttfm.`` from the files."""
-    others = {"__main__", "bench", "cli", "kernels", "patching", "selftest"}  # run as commands, or named in the docs
+    others = {
+        "__main__",
+        "bench",
+        "cli",
+        "kernels",
+        "patching",
+        "selftest",
+        "serve",
+    }  # run as commands, or named in the docs
     found = {module.name for module in pkgutil.iter_modules(fasttfm.__path__) if not module.name.startswith("_")}
     assert found - others == set(SUBMODULES)
 

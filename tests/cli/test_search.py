@@ -134,7 +134,6 @@ def test_the_page_has_the_weights_of_the_model(
     assert (len(data["tokens"]), data["layers"], data["heads"]) == (len(ids), [1], [1, 2])
 
 
-@pytest.mark.filterwarnings("ignore:.*truncated")
 def test_an_image_of_selected_heads(bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="it draws the picture")
     call = ("show", "attention", "--model", bert_directory, "--text", "War and peace", "--device", "cpu")

@@ -264,7 +264,7 @@ def explain(op: str, *args: Any, backend: str | None = None, **options: Any) -> 
 def _call_text(op: str) -> str:
     """The op's public function with its arguments."""
     function = getattr(importlib.import_module(__package__), op, None)
-    return f"fasttfm.ops.{op}{'' if function is None else inspect.signature(function)}"
+    return f"{__package__}.{op}{'' if function is None else inspect.signature(function)}"
 
 
 def tables() -> Mapping[str, BackendTable]:

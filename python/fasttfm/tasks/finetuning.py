@@ -354,7 +354,7 @@ def save(model: PretrainedModel, task: Task, directory: str | Path) -> None:
     with written_together():
         model.save_pretrained(directory)
         task.language.save(Path(directory), model.config)
-        task.save(Path(directory))
+        task.save(Path(directory), model.config)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss, normalize
 
 from fasttfm import ops
+from fasttfm._atomic_files import write_text
 from fasttfm.data.lines import DataError
 from fasttfm.data.pair_files import read_similarity
 from fasttfm.inference.pooling import POOLING, Tokens
@@ -162,7 +163,7 @@ class SimilarityTask(Task):
         rows = ((index, f"{pair.cosine:.6f}") for index, pair in enumerate(predictions))
         return {"predictions.tsv": table(("index", "cosine"), rows, "\t")}
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, config: Any) -> None:
         """Writes the settings of the vectors, as sentence-transformers and ``fasttfm embed`` read them."""
         length = self.language.format.max_length
         names = ("models.Transformer", "models.Pooling", "models.Normalize")
@@ -170,8 +171,7 @@ class SimilarityTask(Task):
             {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.{name}"}
             for number, (name, path) in enumerate(zip(names, ("", "1_Pooling", "2_Normalize"), strict=True))
         ]
-        config = json.loads((directory / "config.json").read_text())
-        width = config.get("hidden_size") or config.get("dim") or config.get("n_embd")
+        width = next(getattr(config, name) for name in ("hidden_size", "dim", "n_embd") if hasattr(config, name))
         pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
         for name, content in (
             ("modules.json", modules),
@@ -180,7 +180,7 @@ class SimilarityTask(Task):
         ):
             path = directory / name
             path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(content, indent=2) + "\n")
+            write_text(path, json.dumps(content, indent=2) + "\n")
         (directory / "2_Normalize").mkdir(exist_ok=True)
 
 

@@ -227,8 +227,8 @@ class Task(ABC):
             model.config.extra["id2label"] = {str(number): label for number, label in enumerate(self.labels)}
             model.config.extra["label2id"] = {label: number for number, label in enumerate(self.labels)}
 
-    def save(self, directory: Path) -> None:
-        """Writes further files that a saved model needs into its directory."""
+    def save(self, directory: Path, config: Any) -> None:
+        """Writes further files that a saved model with this configuration needs into its directory."""
         return
 
     def description(self) -> dict[str, Any]:
