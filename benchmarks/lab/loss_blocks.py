@@ -21,7 +21,7 @@ from fasttfm.kernels.linear_cross_entropy import triton as kernels
 from fasttfm.kernels.vocabulary import triton_scale, triton_tail
 from fasttfm.kernels.vocabulary.cross_entropy import Loss
 from fasttfm.ops import column_sum, linear_cross_entropy, masked_lm_loss, vocabulary
-from fasttfm.ops.checks import first_line
+from fasttfm.ops.checks import in_one_line
 
 CALLS = 3
 Calls = dict[str, Callable[[], object]]
@@ -39,7 +39,7 @@ def measure(calls: Calls) -> dict[str, float]:
                 work = timing.Work(lambda call=call: [call() for _ in range(CALLS)], CALLS)
                 graphs[name] = timing.captured(work, stream)
             except Exception as error:  # a variant that this machine does not support
-                print(f"  {name}: {first_line(error)}")
+                print(f"  {name}: {in_one_line(error)}")
         samples = timing.measure(graphs, timing.CudaClock(), timing.Effort(1e-3, 0.03))
     for name, why in samples.failures.items():
         print(f"  {name}: {why}")

@@ -12,8 +12,7 @@ import pytest
 import torch
 from model_fixtures import bert_directory, wordpiece
 
-from fasttfm import _atomic_files as atomic_files
-from fasttfm import models
+from fasttfm import _atomic_files, models
 from fasttfm.data import Tokenizer
 from fasttfm.data.task_files import TextExample
 from fasttfm.tasks.distillation_runs import save_student
@@ -81,9 +80,9 @@ def test_a_full_disk_leaves_what_was_there(
 ) -> None:
     saved, new = savers[name], tmp_path / "new"
     new.mkdir()
-    synced = atomic_files.sync_file
+    synced = _atomic_files.sync_file
     counted: list[Path] = []
-    monkeypatch.setattr(atomic_files, "sync_file", counted.append)
+    monkeypatch.setattr(_atomic_files, "sync_file", counted.append)
     saved(new, 2)
     old = tmp_path / "old"
     old.mkdir()
@@ -91,10 +90,10 @@ def test_a_full_disk_leaves_what_was_there(
     before, writes = contents(old), len(counted) // 2
     assert before != contents(new)
     for full in range(writes):
-        monkeypatch.setattr(atomic_files, "sync_file", full_after(full, synced))
+        monkeypatch.setattr(_atomic_files, "sync_file", full_after(full, synced))
         with pytest.raises(OSError, match="No space left on device"):
             saved(old, 2)
         assert contents(old) == before
-    monkeypatch.setattr(atomic_files, "sync_file", synced)
+    monkeypatch.setattr(_atomic_files, "sync_file", synced)
     saved(old, 2)
     assert contents(old) == contents(new)

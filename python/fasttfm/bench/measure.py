@@ -24,7 +24,7 @@ from fasttfm._version import __version__
 from fasttfm.bench import timing
 from fasttfm.bench.peers import Build, Inputs, PeerUnavailable, version_of
 from fasttfm.ops.backends import Backend, BackendTable, dtype_name, tables
-from fasttfm.ops.checks import first_line
+from fasttfm.ops.checks import in_one_line
 from fasttfm.ops.declare import KnownCalls
 from fasttfm.testing.harness import draw_inputs
 from fasttfm.testing.spec import Cost, OpCase, OpSpec, PeerCall, outputs_of
@@ -164,7 +164,7 @@ def bench_case(
             except PeerUnavailable as error:
                 notes[name] = str(error)
             except Exception as error:
-                notes[name] = first_line(error)
+                notes[name] = in_one_line(error)
         rows = []
         for direction in directions_of(spec) if any(calls.wanted[0] for calls in ready.values()) else DIRECTIONS[:1]:
             blank = functools.partial(_blank_row, spec, case, dtype, device, direction, ceilings)
@@ -480,7 +480,7 @@ def _measure_direction(
         try:
             works[name] = _planned(direction, calls, clock, effort, whole_rotations=stream is not None)
         except Exception as error:
-            failures[name] = first_line(error)
+            failures[name] = in_one_line(error)
     measured = timing.measure(works, clock, effort)
     failures |= measured.failures
     if stream is None:
@@ -491,7 +491,7 @@ def _measure_direction(
         try:
             graphs[name] = timing.captured(works[name], stream)
         except Exception as error:
-            capture_failures[name] = f"no CUDA graph: {first_line(error.__cause__ or error)}"
+            capture_failures[name] = f"no CUDA graph: {in_one_line(error.__cause__ or error)}"
     replayed = timing.measure(graphs, clock, effort)
     return _Measured(measured.seconds, failures, replayed.seconds, capture_failures | replayed.failures)
 

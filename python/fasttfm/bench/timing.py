@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from fasttfm.ops.checks import first_line
+from fasttfm.ops.checks import in_one_line
 from fasttfm.ops.graph_capture import GraphPool
 
 # Calls in one round. 256 sets of inputs already exceed twice the cache unless a set is smaller than 0.8% of it.
@@ -139,7 +139,7 @@ def measure(works: Mapping[str, Work], clock: Clock, effort: Effort) -> Samples:
             work.run()
             return start, clock.mark()
         except Exception as error:  # a contender may fail in any way; the report says how
-            failures[name] = first_line(error)
+            failures[name] = in_one_line(error)
             return None
 
     for name in works:  # fills the allocator's cache, and measures the length of a round

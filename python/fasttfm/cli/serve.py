@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fasttfm import _extras as extras
+from fasttfm import _extras
 from fasttfm.cli.options import Formatter, device_of, exit_on_user_error
 
 _PACKAGES = ("starlette", "uvicorn", "orjson", "prometheus_client")
@@ -119,7 +119,7 @@ def settings_of(arguments: argparse.Namespace) -> Any:
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in _PACKAGES:
             raise
-        raise extras.missing("fasttfm serve", error.name, "serve") from None
+        raise _extras.missing("fasttfm serve", error.name, "serve") from None
     limits = ("max_client_batch_size", "max_request_tokens", "payload_limit", "max_concurrent_requests", "max_queue")
     for name in (*limits, "request_timeout", "read_timeout", "max_sequences", "tokenization_workers"):
         if getattr(arguments, name) <= 0:

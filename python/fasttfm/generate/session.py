@@ -32,7 +32,7 @@ from fasttfm.generate.sampling import Sampling, check_logits, check_new_tokens, 
 from fasttfm.models.text_model import TextModel
 from fasttfm.nn import CausalLMHead, PackedBatch
 from fasttfm.nn.plain import Tree, is_plain
-from fasttfm.ops.checks import first_line
+from fasttfm.ops.checks import in_one_line
 from fasttfm.ops.graph_cache import GraphCache
 from fasttfm.ops.graph_capture import CaptureError, GraphPool
 from fasttfm.ops.sample_tokens import Sequences
@@ -502,7 +502,7 @@ class _Graphs:
                 graph = self._cache.get(rows, lambda rows: self._capture(rows, step, active))
             except CaptureError as error:
                 warnings.warn(
-                    f"{_NAME}: runs without a new CUDA graph for some time: {first_line(error)}", stacklevel=2
+                    f"{_NAME}: runs without a new CUDA graph for some time: {in_one_line(error)}", stacklevel=2
                 )
         if graph is None:
             step(rows)

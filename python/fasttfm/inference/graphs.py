@@ -25,7 +25,7 @@ from fasttfm.inference.batches import (
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.results import Wait
 from fasttfm.ops import few_tokens
-from fasttfm.ops.checks import first_line
+from fasttfm.ops.checks import in_one_line
 from fasttfm.ops.graph_cache import Entry, GraphCache, GraphCounts
 from fasttfm.ops.graph_capture import CaptureError, GraphPool
 from fasttfm.ops.graph_launch import HostMemory, LaunchableGraph, make_slot, release_after, write_results
@@ -174,7 +174,7 @@ class Graphs:
             found = self._cache.get(key, self._capture)
         except (CaptureError, torch.OutOfMemoryError) as error:
             if not self._warned:
-                warnings.warn(f"Session: runs without a new CUDA graph for a while: {first_line(error)}", stacklevel=2)
+                warnings.warn(f"Session: runs without a new CUDA graph for a while: {in_one_line(error)}", stacklevel=2)
                 self._warned = True
             return None
         if found is None:

@@ -52,7 +52,7 @@ from fasttfm.inference.windows import check_iterable, is_one_window, is_single, 
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import TextModel
 from fasttfm.ops import few_tokens
-from fasttfm.ops.checks import first_line
+from fasttfm.ops.checks import in_one_line
 from fasttfm.ops.streams import OrderedStream, has_failed
 
 _OUTPUTS = {each.value: each for each in Output}
@@ -312,7 +312,7 @@ class Session:
         """Called after an error of a launch. If the device has failed, it computes nothing more in this process."""
         with self._lock:  # no thread may wait for the stream while another one captures on it
             if self._ended is None and has_failed(self._ordered.stream):
-                got = f"one on which a kernel has failed: {first_line(error)}"
+                got = f"one on which a kernel has failed: {in_one_line(error)}"
                 self._ended = f"Session: expected a device that computes (a new process has one), got {got}"
 
     def _check_kernels(self, result: MaybeNan) -> None:

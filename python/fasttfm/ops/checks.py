@@ -22,7 +22,7 @@ def bad_type(op: str, argument: str, expected: str, got: Any) -> TypeError:
     return TypeError(f"{op}: {argument}: expected {expected}, got {got}")
 
 
-def first_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
     """An exception in one line."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

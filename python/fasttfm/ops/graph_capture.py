@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fasttfm.ops.checks import first_line
+from fasttfm.ops.checks import in_one_line
 
 Result = TypeVar("Result")
 
@@ -62,7 +62,7 @@ class GraphPool:
                 self._replace_pool()
                 if not isinstance(error, RuntimeError):
                     raise
-                raise CaptureError(f"a CUDA graph could not be captured: {first_line(error)}") from error
+                raise CaptureError(f"a CUDA graph could not be captured: {in_one_line(error)}") from error
 
     def _capture(
         self, work: Callable[[], Result], pool: Any, keep_graph: bool = False
