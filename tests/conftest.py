@@ -37,6 +37,7 @@ ABSENT = frozenset(name for name in OPTIONAL if importlib.util.find_spec(name) i
 
 
 DURATIONS = Path(__file__).with_name("durations.json")
+WRITTEN_DURATIONS = os.environ.pop("FASTTFM_DURATIONS", None)  # tests that run pytest do not write it
 MOST_SECONDS = 3.0  # of one test function in `make test`
 LONG_SECONDS = 10.0  # a test that takes longer is slow
 
@@ -91,16 +92,17 @@ def mark_slow(items: list[pytest.Item], seconds: dict[str, float]) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """With the environment variable FASTTFM_DURATIONS, writes the mean seconds of test functions to that file, for
     those that take more than a second in all; tests/durations.json is such a file of `make test-all`."""
-    if not (path := os.environ.get("FASTTFM_DURATIONS")):
+    if WRITTEN_DURATIONS is None:
         return
     tests: dict[str, float] = {}
-    for report in (each for reports in terminalreporter.stats.values() for each in reports if hasattr(each, "when")):
+    reports = (each for reports in terminalreporter.stats.values() for each in reports)
+    for report in (each for each in reports if isinstance(each, pytest.TestReport)):
         tests[report.nodeid] = tests.get(report.nodeid, 0.0) + report.duration
     functions: dict[str, list[float]] = {}
     for name, duration in tests.items():
         functions.setdefault(name.partition("[")[0], []).append(duration)
     means = {name: round(sum(each) / len(each), 2) for name, each in sorted(functions.items()) if sum(each) > 1}
-    Path(path).write_text(json.dumps(means, indent=1) + "\n")
+    Path(WRITTEN_DURATIONS).write_text(json.dumps(means, indent=1) + "\n")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

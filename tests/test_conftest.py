@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -37,13 +38,15 @@ def test_tests_that_need_a_missing_package_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     for name, text in SUITE.items():
         (tmp_path / name).write_text(text)
-    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    durations = tmp_path / "durations.json"
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "FASTTFM_DURATIONS": str(durations)}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rsf"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "2 failed, 3 skipped" in done.stdout, done.stdout
     assert done.stdout.count("no_such_package is not installed") == 3
     for name in ("test_fails", "test_imports_another"):
         assert f"FAILED test_one.py::{name}" in done.stdout
+    assert json.loads(durations.read_text()) == {}  # no function takes a second; a file that was skipped has no duration
 
 
 class Item:

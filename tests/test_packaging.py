@@ -112,7 +112,10 @@ def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
     sets = {f"tasks/{task}-{part}.{suffix}" for task, suffix in tasks.items() for part in ("train", "dev")}
     graph = {"knowledge/triples.tsv", "knowledge/mentions.jsonlines.gz", "tasks/commonsense-graph.tsv"}
     assert shipped == {"README.md", "state-of-the-union.txt.gz", "moby-dick.txt.gz", *sets, *graph}
-    others = {name for name in names if not name.startswith(("fasttfm/data/corpus/", "fasttfm/data/languages/"))}
+    page = {name for name in names if name.startswith("fasttfm/serve/page/")}
+    assert {Path(name).name for name in page} == {"index.html", "app.js", "style.css"}
+    folders = ("fasttfm/data/corpus/", "fasttfm/data/languages/", "fasttfm/serve/page/")
+    others = {name for name in names if not name.startswith(folders)}
     assert {Path(name).suffix for name in others} == {".py", ".pyi", ".so", ".typed"}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fasttfm.bench import measure, report, timing
+from fasttfm.bench import measure, pytest_bench, report, timing
 from fasttfm.bench.peers import Inputs, PeerUnavailable
 from fasttfm.bench.pytest_bench import bench_test
 from fasttfm.bench.timing import Ceilings, Effort, Work
@@ -470,8 +470,11 @@ def test_pytest_benchmark_has_the_same_numbers(
 ) -> None:
     """Without options the first case of each op runs, in its first dtype. If the forward computes the gradients, there
     is no backward to measure."""
+    import torch._dynamo  # noqa: F401  pytester forgets modules that are imported inside of it, and this one loads once
+
     pytest.importorskip("pytest_benchmark")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # pytest-benchmark measures nothing in a worker
+    monkeypatch.setattr(pytest_bench, "_measured", {})  # rows of the other parameters, in this process
     monkeypatch.setattr(measure, "default_device", lambda: CPU)
     monkeypatch.setattr(timing, "ceilings", lambda device: CEILINGS)
     monkeypatch.setattr(timing, "effort_for", lambda device, quick, one_case: BRIEF)
