@@ -95,12 +95,16 @@ def start_ours(options: Any, folder: Path, log: Path, *more: str) -> Contender:
     port = free_port()
     command = [sys.executable, "-m", "fasttfm", "serve", "--model", str(folder), "--port", str(port)]
     command += ["--hostname", "127.0.0.1", "--device", options.device, *more]
+    name = "fasttfm serve"
     if options.precision:
         command += ["--precision", options.precision]
+        name += f", {options.precision}"
+    if options.processes > 1:
+        command += ["--processes", str(options.processes)]
+        name += f", {options.processes} processes"
     process = Process(command, log)
     process.wait_until_ready(f"http://127.0.0.1:{port}/health")
-    precision = f", {options.precision}" if options.precision else ""
-    return Contender(f"fasttfm serve{precision}", port, folder.name, process)
+    return Contender(name, port, folder.name, process)
 
 
 def start_infinity(options: Any, folder: Path, engine: str, log: Path) -> Contender:

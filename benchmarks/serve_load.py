@@ -350,6 +350,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), help="of fasttfm's server")
+    parser.add_argument("--processes", type=int, default=1, help="of fasttfm's server")
     parser.add_argument("--infinity", metavar="PROGRAM", help="infinity_emb, whose engines are measured too")
     parser.add_argument("--engines", default="torch,optimum", help="engines of infinity")
     parser.add_argument("--url", help="a server that runs; only its closed loops are measured")

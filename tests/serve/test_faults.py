@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+httpx = pytest.importorskip("httpx", reason="httpx is not installed: pip install httpx")
+
 TEXT = "The people of the United States."
 
 
-def waited(condition: Any, seconds: float = 20) -> bool:
+def waited(condition: Any, seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -217,42 +222,123 @@ def test_a_head_without_weights_cannot_be_served(folders: dict[str, Path], start
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_signals(folders: dict[str, Path], tmp_path: Path) -> None:
-    """SIGHUP reloads without losing a request, SIGTERM drains and exits with 0; a log has no text and no raw path."""
-    import httpx
-
-    command = [sys.executable, "-m", "fasttfm", "serve", "--model", str(folders["embedder"]), "--port", "0"]
-    log = tmp_path / "log"
-    with log.open("wb") as output:
+@contextlib.contextmanager
+def serving(folder: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """A process of ``fasttfm serve`` that is ready, and a client of it."""
+    command = [sys.executable, "-m", "fasttfm", "serve", "--model", str(folder), "--port", "0", "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as errors:
         process = subprocess.Popen(
-            [*command, "--hostname", "127.0.0.1", "--access-log", "--device", "cpu"],
+            [*command, "--hostname", "127.0.0.1", *options],
             stdout=subprocess.PIPE,
-            stderr=output,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=errors,
+            env=environment,
             text=True,
         )
+    try:
         assert process.stdout is not None
         port = int(process.stdout.readline().split()[-1])
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
-            assert waited(lambda: client.get("/health").status_code == 200, 120)
-            client.get("/a%0ainjected-line")
-            expected = client.post("/embed", json={"inputs": TEXT}).json()
-            process.send_signal(signal.SIGHUP)
-            while "reloaded" not in log.read_text():
-                assert client.post("/embed", json={"inputs": TEXT}).json() == expected
+            assert waited(lambda: is_healthy(client), 300), log.read_text()
+            yield process, client
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def is_healthy(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:  # several processes listen only once they run
+        return False
+
+
+@pytest.mark.slow
+def test_signals(folders: dict[str, Path], tmp_path: Path) -> None:
+    """SIGHUP reloads without losing a request, SIGTERM drains and exits with 0; a log has no text and no raw path."""
+    log = tmp_path / "log"
+    with serving(folders["embedder"], log, "--access-log") as (process, client):
+        client.get("/a%0ainjected-line")
+        expected = client.post("/embed", json={"inputs": TEXT}).json()
+        process.send_signal(signal.SIGHUP)
+        while "reloaded" not in log.read_text():
             assert client.post("/embed", json={"inputs": TEXT}).json() == expected
-            with ThreadPoolExecutor(8) as pool:
-                running = [pool.submit(client.post, "/embed", json={"inputs": [TEXT] * 32}) for _ in range(8)]
-                time.sleep(0.05)
-                process.send_signal(signal.SIGTERM)
-                statuses = {each.result().status_code for each in running if each.exception() is None}
-        assert process.wait(60) == 0
+        assert client.post("/embed", json={"inputs": TEXT}).json() == expected
+        with ThreadPoolExecutor(8) as pool:
+            running = [pool.submit(client.post, "/embed", json={"inputs": [TEXT] * 32}) for _ in range(8)]
+            time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            statuses = {each.result().status_code for each in running if each.exception() is None}
+        assert process.wait(300) == 0
     assert statuses == {200}
     text = log.read_text()
     assert TEXT not in text
     assert "\ninjected-line" not in text
     assert "injected-line" in text
+
+
+def children_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that serve: those that multiprocessing has spawned, without its resource tracker."""
+    listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(each) for each in listed if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+@pytest.mark.slow
+def test_several_processes_are_one_server(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Requests of new connections reach both processes; metrics and health are those of both."""
+    log = tmp_path / "log"
+    with serving(folders["embedder"], log, "--processes", "2") as (process, client):
+        assert len(children_of(process)) == 2
+        expected = client.post("/embed", json={"inputs": TEXT}).json()
+        for _ in range(30):
+            with httpx.Client(base_url=client.base_url, trust_env=False) as other:
+                assert other.post("/embed", json={"inputs": TEXT}).json() == expected
+        counts = [process_counts(client), process_counts(client)]
+        assert [int(count) for count in counts] == [31, 31]
+        assert client.get("/stats").json()["processes"] == 2
+        process.send_signal(signal.SIGHUP)
+        assert waited(lambda: log.read_text().count("reloaded") == 2, 300), log.read_text()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 0
+    for number in range(2):
+        assert f"process {number}: ready" in log.read_text()
+
+
+def process_counts(client: httpx.Client) -> float:
+    """The number of requests that a process says the server has answered."""
+    (line,) = re.findall(r'^te_request_success\{method="single"\} (\S+)$', client.get("/metrics").text, re.MULTILINE)
+    return float(line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["child", "parent"])
+def test_a_process_that_dies_ends_the_server(killed: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with serving(folders["embedder"], log, "--processes", "2") as (process, client):
+        children = children_of(process)
+        os.kill(children[0] if killed == "child" else process.pid, signal.SIGKILL)
+        assert process.wait(300) == (1 if killed == "child" else -signal.SIGKILL)
+        assert waited(lambda: not any(Path(f"/proc/{each}").exists() for each in children), 300), log.read_text()
+        with pytest.raises(httpx.TransportError):
+            client.get("/health")
+    assert killed == "parent" or "process 0 has ended with status -9" in log.read_text()
+
+
+def test_numbers_of_several_processes_are_added() -> None:
+    from fasttfm.serve.metrics import Metrics
+
+    first, second = Metrics(), Metrics()
+    for metrics, durations in ((first, (0.1, 0.2)), (second, (0.3,))):
+        for seconds in durations:
+            metrics.answered("single", (seconds, 0.0, 0.0, seconds), 2, 10)
+        metrics.gauges["te_queue_size"] = ("Sequences in the queue.", lambda: iter([({"model": "a"}, 2.0)]))
+    total = Metrics.total([json.loads(json.dumps(each.state())) for each in (first, second)])
+    text = total.exposition().decode()
+    assert 'te_request_success{method="single"} 3.0' in text
+    assert "te_request_duration_count 3.0" in text
+    assert "te_request_duration_sum 0.6" in text
+    assert 'te_queue_size{model="a"} 4.0' in text
+    assert total.recent()["texts_per_second"] == pytest.approx(0.6)
 
 
 def test_curl(served: Any) -> None:

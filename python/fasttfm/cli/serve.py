@@ -12,8 +12,6 @@ the requests in flight, SIGHUP loads models and keys again. Texts are never logg
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +70,13 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="origin whose pages may send requests; may be repeated (default: every origin)",
     )
+    group.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that serve the port, each with the models and an equal part of the CPU's threads",
+    )
     group.add_argument("--tokenization-workers", type=int, default=4, metavar="N", help="threads that read long texts")
     group.add_argument("--access-log", action="store_true", help="log a line for each request, without its text")
     group.add_argument("--drain-timeout", type=float, default=30.0, metavar="S", help="seconds for requests to end")
@@ -102,12 +107,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
         settings = settings_of(arguments)
-        from fasttfm.serve import server, tracing
+        from fasttfm.serve import processes, server
 
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-        if arguments.otlp_endpoint is not None:
-            tracing.start(arguments.otlp_endpoint, arguments.otlp_service_name)
-        return server.run(settings, started=lambda at: print(f"listening on port {at.port}", flush=True))
+        server.set_up_logging()
+        if arguments.processes > 1:
+            return processes.run(settings, arguments.processes, started=_say_port)
+        return server.run(settings, started=lambda at: _say_port(at.port))
+
+
+def _say_port(port: int) -> None:
+    print(f"listening on port {port}", flush=True)
 
 
 def settings_of(arguments: argparse.Namespace) -> Any:
@@ -120,8 +129,9 @@ def settings_of(arguments: argparse.Namespace) -> Any:
         if error.name is None or error.name.partition(".")[0] not in _PACKAGES:
             raise
         raise _extras.missing("fasttfm serve", error.name, "serve") from None
+    endpoint = arguments.otlp_endpoint
     limits = ("max_client_batch_size", "max_request_tokens", "payload_limit", "max_concurrent_requests", "max_queue")
-    for name in (*limits, "request_timeout", "read_timeout", "max_sequences", "tokenization_workers"):
+    for name in (*limits, "request_timeout", "read_timeout", "max_sequences", "tokenization_workers", "processes"):
         if getattr(arguments, name) <= 0:
             raise ValueError(f"--{name.replace('_', '-')}: expected a number above 0, got {getattr(arguments, name)}")
     if len(arguments.served_model_name) > len(arguments.model):
@@ -156,6 +166,7 @@ def settings_of(arguments: argparse.Namespace) -> Any:
         drain_timeout=arguments.drain_timeout,
         tokenization_workers=arguments.tokenization_workers,
         access_log=arguments.access_log,
+        traces=None if endpoint is None else (endpoint, arguments.otlp_service_name),
     )
 
 

@@ -7,7 +7,7 @@ import hmac
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fasttfm.serve import cohere, errors, fields, heads, openai, openapi, tei, tracing
 from fasttfm.serve.calls import Call, Server, json_response
+from fasttfm.serve.metrics import Metrics
 
 _LOG = logging.getLogger("fasttfm.serve")
 _PAGE_TYPES = {"index.html": "text/html", "app.js": "text/javascript", "style.css": "text/css"}
@@ -75,26 +76,35 @@ def default_route(call: Call) -> Any:
     return next(handler for ability, handler in order.items() if ability in model.abilities)(call)
 
 
-def health(call: Call) -> Response:
-    reason = call.server.unhealthy()
+async def health(call: Call) -> Response:
+    reason = _reason(await call.server.states())
     if reason is None:
         return Response(b"", 200)
     raise errors.unavailable(f"unhealthy: {reason}")
 
 
-def metrics(call: Call) -> Response:
-    content = call.server.metrics.exposition()
+def _reason(states: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why a process cannot compute; None if all can."""
+    return next((state["reason"] for state in states if state["reason"] is not None), None)
+
+
+async def metrics(call: Call) -> Response:
+    states = await call.server.states()
+    content = Metrics.total([state["metrics"] for state in states if "metrics" in state]).exposition()
     return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def stats(call: Call) -> Response:
+async def stats(call: Call) -> Response:
     """What the page shows."""
     server = call.server
     loaded = [] if server.loaded is None else list(server.loaded.models.values())
+    states = await server.states()
+    answered = [state for state in states if "metrics" in state]
+    reason = _reason(states)
     return json_response(
         {
-            "healthy": server.unhealthy() is None,
-            "reason": server.unhealthy(),
+            "healthy": reason is None,
+            "reason": reason,
             "models": [
                 {
                     "name": model.name,
@@ -108,9 +118,10 @@ def stats(call: Call) -> Response:
                 }
                 for model in loaded
             ],
-            "requests": server.admission.requests,
-            "waiting": server.admission.waiting,
-            **server.metrics.recent(),
+            "processes": len(states),
+            "requests": sum(state["requests"] for state in answered),
+            "waiting": sum(state["waiting"] for state in answered),
+            **Metrics.total([state["metrics"] for state in answered]).recent(),
         }
     )
 

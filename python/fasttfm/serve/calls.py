@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -20,6 +20,9 @@ from fasttfm.serve.generation import Generator
 from fasttfm.serve.limits import Admission, Deadline, Limits
 from fasttfm.serve.metrics import Metrics
 from fasttfm.serve.models import ServedModel
+
+if TYPE_CHECKING:
+    from fasttfm.serve.processes import Peers
 
 _INLINE_CHARACTERS = 2048  # fewer are tokenized in less time than another thread needs to start
 _WATCH_AFTER = 0.02  # seconds after which a request is watched for a disconnection
@@ -82,6 +85,7 @@ class Server:
         self.draining = False
         self.tokenization_workers = tokenization_workers
         self.pool = ThreadPoolExecutor(tokenization_workers, thread_name_prefix="fasttfm-tokenize")
+        self.peers: Peers | None = None  # the other processes that serve the port
 
     def ready(self) -> Loaded:
         """The models; raises RequestError while they are loaded and after a fault."""
@@ -99,6 +103,19 @@ class Server:
             if fault is not None:
                 return f"{model.name}: {fault}"
         return None
+
+    def state(self) -> dict[str, Any]:
+        """What the process knows of itself, for ``/health``, ``/metrics`` and the page."""
+        return {
+            "reason": self.unhealthy(),
+            "requests": self.admission.requests,
+            "waiting": self.admission.waiting,
+            "metrics": self.metrics.state(),
+        }
+
+    async def states(self) -> list[dict[str, Any]]:
+        """The states of all processes."""
+        return [self.state(), *([] if self.peers is None else await self.peers.states())]
 
 
 class Call:

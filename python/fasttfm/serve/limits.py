@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fasttfm.serve import errors
@@ -33,6 +33,11 @@ class Limits:
     request_timeout: float = 60.0
     read_timeout: float = 30.0
     auto_truncate: bool = True
+
+    def divided(self, processes: int) -> Limits:
+        """The limits of each of several processes: an equal part of those that a whole server has."""
+        shares = {name: -(-getattr(self, name) // processes) for name in ("max_concurrent_requests", "max_queue")}
+        return replace(self, **shares)
 
     def check_texts(self, count: int) -> None:
         if count > self.max_client_batch_size:

@@ -7,7 +7,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 _DURATIONS = tuple(1e-5 * 1.5**power for power in range(1, 36))
@@ -27,6 +27,15 @@ class Distribution:
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
+
+    def state(self) -> list[Any]:
+        return [list(self._counts), self._sum]
+
+    def add(self, state: Sequence[Any]) -> None:
+        """Adds the counts and the sum of another histogram with the same bounds."""
+        counts, total = state
+        self._counts = [ours + theirs for ours, theirs in zip(self._counts, counts, strict=True)]
+        self._sum += total
 
     def buckets(self) -> tuple[list[tuple[str, float]], float]:
         """Cumulative counts by upper bound, and the sum of all values."""
@@ -99,6 +108,38 @@ class Metrics:
             "tokens_per_second": sum(each[3] for each in last) / span,
             "latency_ms": {"p50": percentile(0.5), "p90": percentile(0.9), "p99": percentile(0.99)},
         }
+
+    # ---- several processes ------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """All numbers, for another process of the same server."""
+        return {
+            "requests": [[*key, count] for key, count in list(self._requests.items())],
+            "histograms": {name: histogram.state() for name, histogram in self._histograms.items()},
+            "recent": list(self._recent),
+            "gauges": {name: [about, list(read())] for name, (about, read) in self.gauges.items()},
+        }
+
+    @classmethod
+    def total(cls, states: Sequence[Mapping[str, Any]]) -> Metrics:
+        """The sums of the numbers of several processes."""
+        total = cls()
+        samples: dict[str, tuple[str, dict[str, tuple[dict[str, str], float]]]] = {}
+        for state in states:
+            for *key, count in state["requests"]:
+                name: Any = tuple(key)
+                total._requests[name] = total._requests.get(name, 0) + count
+            for name, histogram in state["histograms"].items():
+                total._histograms[name].add(histogram)
+            for name, (about, numbers) in state["gauges"].items():
+                _, sums = samples.setdefault(name, (about, {}))
+                for labels, number in numbers:
+                    sums[str(labels)] = (labels, number + sums.get(str(labels), (labels, 0.0))[1])
+        merged = sorted((tuple(each) for state in states for each in state["recent"]), key=lambda each: each[0])
+        total._recent.extend(merged)
+        for name, (about, sums) in samples.items():
+            total.gauges[name] = (about, lambda sums=sums: iter(sums.values()))  # type: ignore[misc]
+        return total
 
     # ---- Prometheus --------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import multiprocessing
 import signal
 import socket
 import sys
@@ -14,15 +15,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvicorn
 
+from fasttfm.serve import tracing
 from fasttfm.serve.app import add_gauges, application
 from fasttfm.serve.calls import Loaded, Server
 from fasttfm.serve.engine import Arrivals
 from fasttfm.serve.limits import Limits
 from fasttfm.serve.models import ServedModel, Source, load
+
+if TYPE_CHECKING:
+    from fasttfm.serve.processes import Peers
 
 _LOG = logging.getLogger("fasttfm.serve")
 # A session's thread waits at most this long for the GIL before it launches the next batch, while the loop is busy.
@@ -39,6 +44,7 @@ class Settings:
         origins: Origins whose pages may send requests; ``*`` for all.
         drain_timeout: Seconds for requests to end after SIGTERM.
         tokenization_workers: Threads that read long texts.
+        traces: The endpoint of an OpenTelemetry collector and the service's name.
     """
 
     sources: Sequence[Source]
@@ -50,6 +56,7 @@ class Settings:
     drain_timeout: float = 30.0
     tokenization_workers: int = 4
     access_log: bool = False
+    traces: tuple[str, str] | None = None
 
     def keys(self) -> list[str]:
         if self.key_file is None:
@@ -147,15 +154,25 @@ class Listening(NamedTuple):
     stop: Callable[[], None]
 
 
-def run(settings: Settings, *, started: Callable[[Listening], None] | None = None) -> int:
+def set_up_logging(prefix: str = "") -> None:
+    """Logs to stderr."""
+    form = f"%(asctime)s %(levelname)s {prefix}%(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
+
+
+def run(settings: Settings, *, started: Callable[[Listening], None] | None = None, peers: Peers | None = None) -> int:
     """Answers requests until SIGTERM or SIGINT. Returns the exit status: 0, or 1 if a model cannot be loaded.
 
     Args:
         started: Called once the server listens, before the models are loaded.
+        peers: The other processes that serve the port.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
+    if settings.traces is not None:
+        tracing.start(*settings.traces)
     running = Running(settings)
-    listener = _listen(settings.hostname, settings.port)
+    running.server.peers = peers
+    listener = listen(settings.hostname, settings.port, shared=peers is not None)
     config = uvicorn.Config(
         running.asgi,
         access_log=False,
@@ -201,10 +218,17 @@ def _implementations() -> dict[str, Any]:
     return found
 
 
-def _listen(hostname: str, port: int) -> socket.socket:
+def listen(hostname: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket that is bound to a port.
+
+    Args:
+        shared: Whether other processes bind it too; the kernel then distributes connections over those that listen.
+    """
     family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind((hostname, port))
     except OSError as error:
@@ -237,14 +261,26 @@ async def _serve(
                 listener.getsockname()[1], running.server, functools.partial(setattr, server, "should_exit", True)
             )
         )
+    peers = running.server.peers
+    told = None if peers is None else await peers.publish(running.server.state)
+    _end_with_parent(server)
     loading = asyncio.ensure_future(load_models())
     try:
         await server.serve(sockets=[listener])
     finally:
+        if told is not None:
+            told.close()
         await loading if status or server.should_exit else loading.cancel()
         await running.close()
         running.server.pool.shutdown(wait=False)
     return status
+
+
+def _end_with_parent(server: _Uvicorn) -> None:
+    """Ends this process if it is one of several and the one that started them was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        asyncio.get_running_loop().add_reader(parent.sentinel, setattr, server, "should_exit", True)
 
 
 def _address(listener: socket.socket) -> str:
