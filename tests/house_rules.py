@@ -22,7 +22,6 @@ FILES_OF_AN_OP = (
     "python/fasttfm/ops/{op}.py",
     "python/fasttfm/testing/specs/{op}.py",
     "tests/ops/test_{op}.py",
-    "benchmarks/bench_{op}.py",
     "docs/ops/{op}.md",
 )
 # Files in those folders that belong to no op: shared code, and the layers that are composed of ops.

@@ -61,7 +61,7 @@ def test_the_new_op_is_imported_from_the_copy(tree: Path, written: list[str]) ->
 def test_it_lists_the_files_that_it_wrote(tree: Path, written: list[str]) -> None:
     paths = [tree / path for path in written]
     names = {path.name for path in paths}
-    assert names >= {"reference.py", "scale_rows.py", "test_scale_rows.py", "bench_scale_rows.py", "scale_rows.md"}
+    assert names >= {"reference.py", "scale_rows.py", "test_scale_rows.py", "scale_rows.md"}
     assert all(path.is_file() for path in paths)
     assert not any("skeleton" in path.read_text().lower() for path in paths)
 

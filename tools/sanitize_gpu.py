@@ -25,9 +25,9 @@ RUNNER = Path(__file__).with_name("run_tests.py")
 TESTS = (
     "tests/native/under_sanitizers.py",
     "tests/test_optim.py",
-    "tests/test_attention_column_sums.py::test_types",
-    "tests/test_gelu_product.py::test_results_that_are_not_needed",
-    "tests/test_gelu_product.py::test_strides_and_odd_addresses",
+    "tests/kernels/test_attention_column_sums.py::test_types",
+    "tests/kernels/test_gelu_product.py::test_results_that_are_not_needed",
+    "tests/kernels/test_gelu_product.py::test_strides_and_odd_addresses",
 )
 # Without torch's caching allocator, allocations are calls of cudaMalloc, which cannot be captured in a CUDA graph.
 KEYWORD = "not graph and not captured"

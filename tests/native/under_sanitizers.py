@@ -387,7 +387,7 @@ WRONG_CALLS = [pytest.param(values, id=f"boundaries-{index}") for index, values 
 @pytest.mark.gpu
 @pytest.mark.parametrize("values", WRONG_CALLS)
 def test_boundaries_that_are_not_valid(values: tuple[int, ...]) -> None:
-    """Every CUDA kernel that reads boundaries; tests/test_boundaries.py has more of them, without a sanitizer."""
+    """Every CUDA kernel that reads boundaries; test_boundaries.py has more of them, without a sanitizer."""
     bounds, core = torch.tensor(values, dtype=torch.int32).cuda(), _native.core()
     for head_dim, longest, split in ((32, 30, 0), (64, 30, 0), (64, 150, 1), (128, 30, 0), (128, 30, 1)):
         qkv = torch.randn(30, 3, 2, head_dim).bfloat16().cuda()

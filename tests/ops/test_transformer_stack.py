@@ -50,7 +50,7 @@ LAYOUTS = [
 
 @pytest.fixture(autouse=True)
 def kernels_of_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disables the kernels for few rows, which have their own tests (tests/test_few_rows.py)."""
+    """Disables the kernels for few rows, which have their own tests (tests/kernels/test_few_rows.py)."""
     monkeypatch.setattr(transformer_native, "MOST_FEW_ROWS", 0)
     monkeypatch.setattr(transformer_native, "MOST_SHORT_TOKENS", 0)
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
@@ -20,9 +20,7 @@ from fasttfm.serve.generation import Generator
 from fasttfm.serve.limits import Admission, Deadline, Limits
 from fasttfm.serve.metrics import Metrics
 from fasttfm.serve.models import ServedModel
-
-if TYPE_CHECKING:
-    from fasttfm.serve.processes import Peers
+from fasttfm.serve.peers import Peers
 
 _INLINE_CHARACTERS = 2048  # fewer are tokenized in less time than another thread needs to start
 _WATCH_AFTER = 0.02  # seconds after which a request is watched for a disconnection

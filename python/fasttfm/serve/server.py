@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import uvicorn
 
@@ -25,9 +25,7 @@ from fasttfm.serve.calls import Loaded, Server
 from fasttfm.serve.engine import Arrivals
 from fasttfm.serve.limits import Limits
 from fasttfm.serve.models import ServedModel, Source, load
-
-if TYPE_CHECKING:
-    from fasttfm.serve.processes import Peers
+from fasttfm.serve.peers import Peers
 
 _LOG = logging.getLogger("fasttfm.serve")
 # A session's thread waits at most this long for the GIL before it launches the next batch, while the loop is busy.

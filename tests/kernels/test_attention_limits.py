@@ -157,7 +157,7 @@ def test_a_tile_that_spans_two_to_the_31_elements() -> None:
     assert torch.equal(attention(q, k, v, backend="triton"), attention(q.contiguous(), k, v, backend="triton"))
 
 
-# few_rows_layers_workspace is 0 for all but two sizes of layers (tests/test_few_rows_layers.py).
+# few_rows_layers_workspace is 0 for all but two sizes of layers (tests/ops/layers/test_few_rows_layers.py).
 WORKSPACES = sorted(
     name
     for name in dir(_native.core())

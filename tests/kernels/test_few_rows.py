@@ -259,7 +259,7 @@ def test_add_norm_of_a_normalized_residual(count: int, columns: int, dtype: torc
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 3)], ids=str)
 @pytest.mark.parametrize("split", [0, 1], ids=["queries", "keys"])
 def test_attention(split: int, window: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
-    """Sequences of more than 128 tokens; shorter ones have their own kernel (tests/test_native_attention.py). An empty
+    """Sequences of more than 128 tokens; shorter ones have their own kernel (test_native_attention.py). An empty
     sequence, one of a single token, others whose lengths are no multiples of 64, and two tokens after the last."""
     torch.manual_seed(0)
     places, heads = [0, 64, 64, 65, 198, 500], 3
