@@ -130,7 +130,7 @@ def _add_data(group: Any) -> None:
 
 def _add_masking(group: Any) -> None:
     group.add_argument(
-        "--masking", type=float, metavar="FRACTION", help="fraction of tokens that are predicted (default: 0.15)"
+        "--masking", type=float, metavar="FRACTION", help="fraction of each sequence that is predicted (default: 0.15)"
     )
     group.add_argument(
         "--mask-share",

@@ -267,7 +267,7 @@ class _Plans:
             types[spread(boundaries[1:] - rows.second_length - 1, rows.second_length + 1)] = 1
         if self.masking is not None:
             random = generator(self.seed, MASK, epoch, block, number)
-            positions, labels = self.masking.apply(ids, text, self.vocabulary, random)
+            positions, labels = self.masking.apply(ids, text, boundaries, self.vocabulary, random)
             predictions = len(positions)
         return Batch(
             input_ids=torch.from_numpy(ids),

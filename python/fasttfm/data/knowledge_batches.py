@@ -162,9 +162,10 @@ class KnowledgeStream:
             lengths.append(len(first.ids) + len(second.ids) + 3)
         tokens, original = np.array(ids, dtype=np.int64), np.array(entities, dtype=np.int64)
         text = np.flatnonzero((tokens != self.cls) & (tokens != self.sep))
-        positions, labels = self.masking.apply(tokens, text, self.vocabulary, random)
+        bounds = np.append(0, np.cumsum(lengths))
+        positions, labels = self.masking.apply(tokens, text, bounds, self.vocabulary, random)
         noisy = torch.from_numpy(self.noise.apply(original, random))
-        cu_seqlens = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
+        cu_seqlens = torch.from_numpy(bounds.astype(np.int32))
         bound = 64 * -(-self.max_length // 64)
         return KnowledgeBatch(
             input_ids=torch.from_numpy(tokens),

@@ -1,4 +1,4 @@
-"""``Masking``: selects the tokens of a batch that are predicted, and replaces them."""
+"""``Masking``: selects the tokens of each sequence that are predicted, and replaces them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Masking:
     """BERT's masking and its variants.
 
     Args:
-        probability: The fraction of text tokens that are predicted. Special tokens never are.
+        probability: The fraction of each sequence's text tokens that are predicted. Special tokens never are.
         whole_word: Whether either all tokens of a word are predicted or none (whole word masking).
         ngram: The maximum number of neighbouring tokens (words, with ``whole_word``) that are predicted together; n has
             a probability proportional to 1 / n, as in ALBERT.
@@ -52,10 +52,15 @@ class Masking:
 
     def most(self, tokens: int) -> int:
         """The maximum number of predictions in a batch of ``tokens`` tokens."""
-        return round(self.probability * tokens)
+        return int(self._rounded(tokens))
 
     def apply(
-        self, ids: np.ndarray, text: np.ndarray, vocabulary: Vocabulary, generator: np.random.Generator
+        self,
+        ids: np.ndarray,
+        text: np.ndarray,
+        bounds: np.ndarray,
+        vocabulary: Vocabulary,
+        generator: np.random.Generator,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Masks ``ids`` in place.
 
@@ -63,14 +68,14 @@ class Masking:
             ids: int64 [T].
             text: int64 [n], ascending: the positions of text tokens. There is a special token between two texts, so
                 consecutive elements of ``text`` that are not consecutive numbers belong to different texts.
+            bounds: int64 [sequences + 1]: sequence i has the positions from bounds[i] to bounds[i + 1].
             vocabulary: The vocabulary of the ids.
             generator: The source of all random numbers.
 
         Returns:
             The positions, int64 [predictions], ascending, and the original ids there.
         """
-        count = round(self.probability * len(text))
-        chosen, groups = self._choose(ids, text, count, vocabulary, generator)
+        chosen, groups = self._choose(ids, text, bounds, vocabulary, generator)
         positions = text[chosen]
         labels = ids[positions]
         draw = generator.random(len(positions), dtype=np.float32)
@@ -82,41 +87,62 @@ class Masking:
         return positions, labels
 
     def _choose(
-        self, ids: np.ndarray, text: np.ndarray, count: int, vocabulary: Vocabulary, generator: np.random.Generator
+        self,
+        ids: np.ndarray,
+        text: np.ndarray,
+        bounds: np.ndarray,
+        vocabulary: Vocabulary,
+        generator: np.random.Generator,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Selects ``count`` of the text tokens, or fewer if the next group does not fit. Returns their indices in
-        ``text`` and their groups."""
-        if not self.whole_word and self.ngram == 1:
-            taken = np.zeros(len(text), dtype=bool)
-            taken[generator.choice(len(text), count, replace=False, shuffle=False)] = True
-            chosen = np.flatnonzero(taken)
-            return chosen, chosen
-        groups = self._groups(ids, text, vocabulary, generator)
-        sizes = np.bincount(groups) if len(groups) else np.zeros(0, np.int64)
-        order = generator.permutation(len(sizes))
-        taken = np.zeros(len(sizes), dtype=bool)
-        taken[order[np.cumsum(sizes[order]) <= count]] = True
-        chosen = np.flatnonzero(taken[groups])
-        return chosen, groups[chosen]
+        """Selects text tokens of each sequence: its n-grams in a random order, until the next word does not fit, so
+        that the last n-gram may be shorter. Returns their indices in ``text`` and their n-grams."""
+        words = self._words(ids, text, vocabulary)
+        firsts = np.flatnonzero(np.diff(words, prepend=-1))  # the first token of each word
+        grams = self._grams(text, firsts, generator)
+        starts = np.searchsorted(text, bounds)  # of the sequences, in ``text``
+        sequences = np.searchsorted(starts, firsts, side="right") - 1  # of the words
+        keys = sequences + generator.random(len(firsts))[grams]
+        order = np.argsort(keys, kind="stable" if self.ngram > 1 else None)
+        sizes = np.diff(firsts, append=len(text))[order]
+        room = self._counts(starts)[sequences]  # a sequence's words stay at the same places, in another order
+        taken = np.empty(len(firsts), dtype=bool)
+        taken[order] = np.cumsum(sizes) - starts[sequences] <= room
+        chosen = np.flatnonzero(taken[words])
+        return chosen, grams[words[chosen]]
 
-    def _groups(
-        self, ids: np.ndarray, text: np.ndarray, vocabulary: Vocabulary, generator: np.random.Generator
-    ) -> np.ndarray:
-        """int64 [n], ascending from 0: the group of each text token. Tokens of a group are predicted together."""
-        parts = np.ones(len(text), dtype=bool)  # whether a text starts here
-        parts[1:] = np.diff(text) > 1
+    def _counts(self, starts: np.ndarray) -> np.ndarray:
+        """How many tokens of each sequence are predicted: its fraction, rounded down or up so that the sum over the
+        first sequences of the batch is always their fraction, rounded."""
+        return np.diff(self._rounded(starts))
+
+    def _rounded(self, tokens: int | np.ndarray) -> np.ndarray:
+        result: np.ndarray = np.floor(self.probability * np.asarray(tokens) + 0.5).astype(np.int64)
+        return result
+
+    def _words(self, ids: np.ndarray, text: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+        """int64 [n], ascending from 0: the word of each text token, or with ``whole_word=False`` its number."""
         if not self.whole_word:
-            words: np.ndarray = np.arange(len(text))
-        else:
-            words = np.cumsum(vocabulary.starts_word[ids[text]] | parts) - 1
-        if self.ngram == 1 or not len(text):
-            return words
-        # The words are divided into n-grams of random lengths; an n-gram also ends where a text ends.
+            return np.arange(len(text))
+        words: np.ndarray = np.cumsum(vocabulary.starts_word[ids[text]] | _part_starts(text)) - 1
+        return words
+
+    def _grams(self, text: np.ndarray, firsts: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+        """int64 [words], ascending from 0: the n-gram of each word, whose first token is ``firsts`` in ``text``. The
+        words are divided into n-grams of random lengths; an n-gram also ends where a text ends."""
+        if self.ngram == 1 or not len(firsts):
+            return np.arange(len(firsts))
         sizes = np.arange(1, self.ngram + 1)
         weights = np.cumsum(_SPAN_DECAY**sizes if self.spans else 1 / sizes)
-        drawn = sizes[np.searchsorted(weights / weights[-1], generator.random(int(words[-1]) + 1), side="right")]
-        grams = np.searchsorted(np.cumsum(drawn), words, side="right")
-        begins = parts.copy()
+        drawn = sizes[np.searchsorted(weights / weights[-1], generator.random(len(firsts)), side="right")]
+        grams = np.searchsorted(np.cumsum(drawn), np.arange(len(firsts)), side="right")
+        begins = _part_starts(text)[firsts]
         begins[1:] |= np.diff(grams) > 0
         result: np.ndarray = np.cumsum(begins) - 1
         return result
+
+
+def _part_starts(text: np.ndarray) -> np.ndarray:
+    """bool [n]: whether a text starts at this text token."""
+    starts = np.ones(len(text), dtype=bool)
+    starts[1:] = np.diff(text) > 1
+    return starts
