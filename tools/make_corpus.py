@@ -1,8 +1,8 @@
 """Makes the texts and labelled sets that ship with fasttfm: ``python tools/make_corpus.py FOLDER``.
 
 FOLDER contains ``sotu.jsonl.gz`` (one address per line: ``id``, such as 1790_george_washington_n, and ``text``) and
-``moby-dick.txt.gz``; python/fasttfm/data/corpus/README.md names their sources. The text of the Korean sample is in
-corpus_korean.py. The output is deterministic.
+``moby-dick.txt.gz``; python/fasttfm/data/corpus/README.md names their sources. The output is
+deterministic.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import corpus_korean
 import corpus_tasks
 
 from fasttfm.data.sentences import sentence_starts
@@ -45,8 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
     write(parsed.output / "state-of-the-union.txt.gz", chosen)
     book = {name: lines for name, lines in source.chapters.items() if int(name) in CHAPTERS}
     write(parsed.output / "moby-dick.txt.gz", book)
-
-    write_korean(parsed.output.parent / "languages" / "korean.txt")
 
     (parsed.output / "tasks").mkdir(exist_ok=True)
     for name, text in corpus_tasks.make(source.addresses, source.chapters).items():
@@ -85,15 +82,6 @@ def write(path: Path, documents: dict[str, list[str]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     print(f"{path.name}: {len(documents)} documents, {len(text):,} characters, {len(data):,} bytes")
-
-
-def write_korean(path: Path) -> None:
-    """One sentence or verse per line, and a blank line between documents."""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(
-        "\n\n".join("\n".join(sentences(text)) for text in corpus_korean.DOCUMENTS) + "\n", encoding="utf-8"
-    )
-    print(f"{path.name}: {len(corpus_korean.DOCUMENTS)} documents")
 
 
 if __name__ == "__main__":

@@ -151,3 +151,19 @@ def test_the_default_run(tmp_path: Path) -> None:
     assert float(rows[-1]["validation_masked_lm"]) < 7.3
     model = transformers.BertForPreTraining.from_pretrained(tmp_path / "run" / "latest")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "latest").vocab_size == model.config.vocab_size
+
+
+def test_the_language_selects_the_shipped_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--size", "tiny", "--max-length", "64", "--tokens-per-step", "128", "--steps", "1", "--vocabulary", "3000"]
+    options = ["pretrain", "bert", "--device", "cpu", "--no-compare", "--output", str(tmp_path), *small]
+    assert main([*options, "--language", "korean", "--evaluation-batches", "1"]) == 0
+    said = capsys.readouterr()
+    assert re.search(r"1,3\d\d documents", said.err)
+    assert re.search(r"\[[가-힣]{2,}\]", said.out)  # a guessed word
+    for more, message in (
+        (["--language", "latin"], "language: expected one of english, korean, got 'latin'"),
+        (["--language", "korean", "--data", "x"], "--language: expected without --data"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*options[:-2], "--overwrite", *more])
+        assert message in capsys.readouterr().err

@@ -22,6 +22,7 @@ _INIT_RATE = 5e-5  # of a model that has been trained before
 _FIELDS = (
     *(
         "objective",
+        "language",
         "text_column",
         "vocabulary",
         "vocabulary_kind",
@@ -94,6 +95,11 @@ def _add_data(group: Any) -> None:
         metavar="PATH",
         help=".txt, .md, .rst, .jsonl, .csv, .tsv or .parquet files, folders or glob patterns (default: the text that "
         "ships with the package)",
+    )
+    group.add_argument(
+        "--language",
+        metavar="NAME",
+        help="without --data: the language of the shipped text, english or korean (default: english)",
     )
     group.add_argument(
         "--text-column",
@@ -413,6 +419,8 @@ def _changed(base: Any, arguments: argparse.Namespace) -> Any:
     if arguments.tokenizer is not None:
         is_path = os.path.exists(arguments.tokenizer)  # or else a model of the hub
         changes["tokenizer"] = os.path.abspath(arguments.tokenizer) if is_path else arguments.tokenizer
+    if arguments.language is not None and (arguments.data or base.data):
+        raise ValueError("--language: expected without --data: it selects the text that ships with the package")
     return dataclasses.replace(base, **changes)
 
 

@@ -16,6 +16,7 @@ SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 _MARKUP, _TABLES = (".md", ".rst"), (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 OTHER_SUFFIXES = (*_MARKUP, *_TABLES)
 _HERE = Path(__file__).parent
+LANGUAGES = {"english": _HERE / "corpus", "korean": _HERE / "languages" / "korean"}  # of the shipped texts
 # Lines of Markdown and reStructuredText that do not belong to a paragraph: headings, items, quotes, tables, directives.
 _OWN_LINE = re.compile(r"\s{4,}|\s*(?:#|[-*+] |\d+[.)] |>|\||\.\. |:\w|([-=~^\"'`*+#])\1{2,}\s*$)")
 
@@ -62,12 +63,11 @@ def files_of(source: Any) -> list[Path] | None:
 
 
 def shipped_corpus(language: str = "english") -> Path:
-    """The shipped texts, all in the public domain (their READMEs name the sources): a folder of about three million
-    characters of English, or the file of a small sample, ``"korean"``."""
-    known = {"english": _HERE / "corpus", "korean": _HERE / "languages" / "korean.txt"}
-    if language not in known:
-        raise ValueError(f"shipped_corpus: language: expected one of {', '.join(known)}, got {language!r}")
-    return known[language]
+    """The folder of the shipped texts of a language, ``"english"`` (about three million characters) or ``"korean"``
+    (half a million); their READMEs name the sources."""
+    if language not in LANGUAGES:
+        raise ValueError(f"shipped_corpus: language: expected one of {', '.join(LANGUAGES)}, got {language!r}")
+    return LANGUAGES[language]
 
 
 def shipped_task(name: str) -> dict[str, Path]:

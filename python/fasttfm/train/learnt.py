@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -132,7 +133,7 @@ def _sentences(shards: TokenShards, document: int) -> int:
 
 def _is_word(tokenizer: Tokenizer, id: int) -> bool:
     text = tokenizer.decode([id]).strip()
-    return text.isalpha() and len(text) >= _LETTERS
+    return text.isalpha() and len(unicodedata.normalize("NFD", text)) >= _LETTERS  # NFD: letters of Hangul syllables
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, 
         trained: The run's folder for a tokenizer that is trained on the data, or for that of ``settings.init``.
         load: Whether this folder already has the tokenizer.
     """
-    source: Any = list(settings.data) or data.shipped_corpus()
+    source: Any = list(settings.data) or data.shipped_corpus(settings.language)
     if settings.tokenizer is not None:
         tokenizer = data.load_tokenizer(settings.tokenizer)
     elif load:

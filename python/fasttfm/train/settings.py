@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fasttfm.data.texts import LANGUAGES
+
 OPTIMIZERS = ("adamw", "lamb")
 SCHEDULES = ("linear", "cosine", "constant")
 PRECISIONS = ("float32", "bfloat16", "fp8")
@@ -83,6 +85,7 @@ class PretrainSettings:
     init: str | None = None  # a checkpoint directory to start from; by default parameters are randomly initialized
     objective: str | None = None  # one of ``families.objectives_of``; the family's own by default
     data: tuple[str, ...] = ()  # files, folders or patterns; the corpus that ships with the package by default
+    language: str = "english"  # of the corpus that ships with the package
     text_column: str = "text"  # of files with columns
     tokenizer: str | None = None  # a file or folder; by default that of ``init``, or one is trained on the data
     vocabulary: int = 4000  # maximum number of entries of a trained tokenizer
@@ -114,6 +117,7 @@ class PretrainSettings:
             if (share := getattr(self, name)) is not None and not 0 <= share <= 1:
                 raise ValueError(f"{name}: expected a share of the predicted tokens in [0, 1], got {share}")
         random_seed(self.seed)
+        one_of("language", self.language, tuple(LANGUAGES))
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: expected a number in [0, 1), got {self.dropout}")
 

@@ -1,4 +1,4 @@
-"""The text of the Korean sample; python/fasttfm/data/languages/README.md describes its sources."""
+"""Korean texts in the public domain; python/fasttfm/data/languages/README.md names their sources."""
 
 from __future__ import annotations
 

@@ -1,0 +1,96 @@
+"""tools/make_korean.py: particles, endings, and the Korean text that ships with the package."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fasttfm import data
+
+TOOLS = Path(__file__).parents[2] / "tools"
+
+
+@pytest.fixture
+def grammar(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    return importlib.import_module("korean.grammar")
+
+
+@pytest.fixture
+def writing(grammar: ModuleType) -> ModuleType:
+    return importlib.import_module("korean.writing")
+
+
+def test_particles(grammar: ModuleType) -> None:
+    for word, form, found in (
+        *(("꽃", "이", "꽃이"), ("나무", "이", "나무가"), ("삽", "으로", "삽으로"), ("연필", "으로", "연필로")),
+        *(("배", "으로", "배로"), ("물", "을", "물을"), ("너", "에게", "너에게"), ("노래", "이었다", "노래였다")),
+    ):
+        assert grammar.with_particle(word, form) == found
+    assert grammar.particle("심청전", "을") == "을"
+
+
+@pytest.mark.parametrize(
+    ("predicate", "forms"),
+    [
+        ("먹다", {"었다": "먹었다", "다": "먹는다", "ㄹ": "먹을", "면": "먹으면", "습니다": "먹습니다"}),
+        (
+            "만들다",
+            {"었다": "만들었다", "다": "만든다", "는": "만드는", "ㄹ": "만들", "면": "만들면", "습니다": "만듭니다"},
+        ),
+        ("돕다", {"었다": "도왔다", "다": "돕는다", "ㄹ": "도울", "면": "도우면"}),
+        ("굽다", {"어서": "구워서", "는": "굽는", "려고": "구우려고"}),
+        ("입다", {"어서": "입어서", "면": "입으면"}),
+        ("길을 걷다", {"었다": "길을 걸었다", "면": "길을 걸으면", "는": "길을 걷는"}),
+        ("빨래를 걷다", {"었다": "빨래를 걷었다"}),
+        ("짓다", {"어": "지어", "면": "지으면", "ㄹ": "지을", "다": "짓는다"}),
+        ("고르다", {"었다": "골랐다"}),
+        ("부르다", {"었다": "불렀다"}),
+        ("들르다", {"었다": "들렀다"}),
+        ("모으다", {"었다": "모았다"}),
+        ("뜨다", {"었다": "떴다"}),
+        ("눈을 뜨다", {"었다": "눈을 떴다"}),
+        ("마시다", {"었다": "마셨다", "다": "마신다"}),
+        ("되다", {"었다": "됐다"}),
+        ("일하다", {"었다": "일했다", "는": "일하는"}),
+        ("춥다", {"다": "춥다", "는": "추운", "었다": "추웠다"}),
+        ("길다", {"ㄴ": "긴", "다고": "길다고"}),
+        ("있다", {"는": "있는", "다는": "있다는"}),
+    ],
+)
+def test_endings(grammar: ModuleType, predicate: str, forms: dict[str, str]) -> None:
+    assert {ending: grammar.with_ending(predicate, ending) for ending in forms} == forms
+
+
+def test_the_shipped_text_is_what_the_generator_writes(writing: ModuleType) -> None:
+    shipped = gzip.decompress((data.shipped_corpus("korean") / "written.txt.gz").read_bytes()).decode()
+    subjects = writing.read_subjects(TOOLS / "korean" / "subjects.txt")
+    first = ["\n".join(lines) for lines in writing.documents(subjects, 0, 60_000)]
+    assert shipped.split("\n\n")[: len(first)] == first
+    assert {subject.name for subject in subjects} >= {"school", "garden", "animals", "jobs", "health"}
+    other = ["\n".join(lines) for lines in writing.documents(subjects, 1, 60_000)]
+    assert len(set(first) & set(other)) == 0
+
+
+def test_the_shipped_text() -> None:
+    path = data.shipped_corpus("korean") / "written.txt.gz"
+    documents = list(data.read_documents(path))
+    text = "\n".join(documents)
+    assert len(text.encode()) > 1_200_000
+    assert path.stat().st_size < 300_000
+    lines = text.splitlines()
+    assert len(set(lines)) > 10_000
+    assert all(re.search(r"[.?!]$|에게\.$", line) for line in lines)
+    assert not re.findall(r"[{}\[\]|/*]|[a-z]", text)  # nothing of the templates is left
+
+
+def test_a_list_with_a_missing_field_is_refused(writing: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "subjects.txt"
+    path.write_text("[zoo]\nanimal(name, home) = 곰/산, 고래\n{animal:은} 산다.\n")
+    with pytest.raises(ValueError, match=r"animal: expected entries of 2 fields, got .*고래"):
+        writing.read_subjects(path)
