@@ -1,8 +1,11 @@
-"""``fasttfm predict``: runs a fine-tuned model on new examples.
+"""``fasttfm predict``: runs a fine-tuned model, or the head of a pre-trained one, on new examples.
 
   fasttfm predict --model DIR --data reviews.txt --output predictions.csv
   fasttfm predict --model DIR --data dev-v2.0.json --output answers.jsonl
   echo "a fine day" | fasttfm predict --model DIR --data -
+  fasttfm predict --model BERT-RUN --text "The war is over." "We have peace."       is the second the next sentence?
+  fasttfm predict --model ALBERT-RUN --text "The war is over." "We have peace."     are they in their order?
+  fasttfm predict --model ELECTRA-RUN --data texts.txt --output replaced.html       which tokens were replaced?
 
 The model's directory states the task, its labels, the maximum length and the threshold for questions without an answer.
 Examples come from files of the task's format, with or without labels, or from .txt files, .jsonl files and stdin (-),
@@ -10,9 +13,14 @@ which are read line by line and may be of any size:
 
 {lines}
 
+For the head of a pre-training run:
+
+{pretrained}
+
 Depending on the task, the output has for each example: its label, with the probability of every label; its tags; its
-answer, with its place in the context and the score of having none; or the choice between its endings. If all examples
-have labels, scores are printed.
+answer, with its place in the context and the score of having none; the choice between its endings; or the probability
+of each token to be replaced. If all examples have labels, scores are printed. Replaced tokens are marked in the
+terminal and on a page (.html).
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +42,38 @@ from fasttfm.cli.options import (
     exit_on_user_error,
     sentence,
 )
+from fasttfm.tasks.pretraining_heads import PRETRAINED_TASKS, ReplacedTokensTask
 from fasttfm.tasks.registry import TASKS
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds the ``predict`` command to a command line."""
-    lines = f"  {'task':14} {'a line of text':34} fields of a line of .jsonl\n"
-    lines += "\n".join(f"  {name:14} {task.line_format:34} {task.json_fields}" for name, task in TASKS.items())
+    lines = f"  {'task':15} {'a line of text':34} fields of a line of .jsonl\n"
+    lines += _listed(TASKS)
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "predict",
-        help="run a fine-tuned model on new examples",
-        description=str(__doc__).format(lines=lines),
+        help="run a fine-tuned model or a pre-training head on new examples",
+        description=str(__doc__).format(lines=lines, pretrained=_listed(PRETRAINED_TASKS)),
         formatter_class=Formatter,
     )
     parser.add_argument(
         "--model",
         required=True,
         metavar="DIR",
-        help="output directory of fasttfm finetune, or a fine-tuned checkpoint of transformers",
+        help="output directory of fasttfm finetune or pretrain, or such a checkpoint of transformers",
     )
-    parser.add_argument("--data", required=True, metavar="FILE", help="file of examples; - reads lines from stdin")
+    parser.add_argument("--data", metavar="FILE", help="file of examples; - reads lines from stdin")
+    parser.add_argument("--text", nargs="+", metavar="TEXT", help="the texts of a single example, instead of --data")
+    parser.add_argument(
+        "--task",
+        choices=tuple(PRETRAINED_TASKS),
+        help="the head of a pre-trained checkpoint (default: the task or head that the model's directory states)",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="output file (default: print to the terminal)")
     parser.add_argument(
-        "--format", choices=("csv", "jsonl"), help="output format (default: by the name of --output, or jsonl)"
+        "--format",
+        choices=("csv", "jsonl", "html"),
+        help="output format; html: a page of replaced tokens (default: by the name of --output, or jsonl)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")
@@ -83,13 +101,17 @@ def run(arguments: argparse.Namespace) -> int:
     with exit_on_user_error(arguments):
         from fasttfm.data.lines import DataError
         from fasttfm.tasks.loading import load
-        from fasttfm.tasks.prediction_files import Writer, opened, read_inputs
+        from fasttfm.tasks.prediction_files import Inputs, opened, read_inputs
         from fasttfm.train.progress import tracked
 
+        if (arguments.text is None) == (arguments.data is None):
+            got = "neither" if arguments.text is None else "both"
+            raise ValueError(f"--data: expected a file of examples, or the texts of one with --text, got {got}")
         check_output_file(arguments)
         options = {} if arguments.threshold is None else {"threshold": arguments.threshold}
         predictor = load(
             arguments.model,
+            task=arguments.task,
             tokenizer=arguments.tokenizer,
             max_length=arguments.max_length,
             device=arguments.device,
@@ -100,23 +122,50 @@ def run(arguments: argparse.Namespace) -> int:
         task = predictor.task
         named = (arguments.text_column, arguments.pair_column, arguments.label_column)
         columns = columns_of(arguments) if any(named) or arguments.no_header else None
-        examples, total = read_inputs(task, arguments.data, columns)
+        form = _format(arguments, task)
+        if arguments.text is None:
+            examples, total = read_inputs(task, arguments.data, columns)
+        else:
+            examples, total = Inputs(iter([task.example_of_line("\t".join(arguments.text))]), 1)
         found: Any = predictor.stream(examples)
-        if not arguments.quiet:
+        if not arguments.quiet and arguments.text is None:
             found = tracked(found, "examples", total=total)
         known: list[tuple[Any, Any]] = []  # what scores need of examples with labels
         with opened(arguments.output) as file:
-            writer = Writer(file, format_of(arguments), task.table)
+            writer = _writer(arguments, form, file, task)
             for example, result in found:
                 writer.write(task.record(example, result))
                 if task.gold(example) is not None:
                     known.append((task.without_text(example), task.prediction(result)))
             if predictor.counts.examples == 0:
                 raise DataError(f"{arguments.data}: expected examples, got none")
+            writer.close()
         if note := predictor.counts.note(predictor.max_length):
             warnings.warn(note, stacklevel=2)
         _summary(arguments, predictor, known)
     return 0
+
+
+def _format(arguments: argparse.Namespace, task: Any) -> str:
+    """``format_of``, or ``marked`` for replaced tokens in the terminal. A page of another task raises ValueError."""
+    form = format_of(arguments)
+    replaced = task.name == ReplacedTokensTask.name
+    if form == "html" and not replaced:
+        raise ValueError(f"--format: expected csv or jsonl for the task {task.name}, got html")
+    terminal = arguments.format is None and arguments.output is None
+    return "marked" if replaced and terminal else form
+
+
+def _writer(arguments: argparse.Namespace, form: str, file: Any, task: Any) -> Any:
+    """An object that writes records in a format."""
+    from fasttfm.tasks.prediction_files import Writer
+    from fasttfm.tasks.replaced_page import MarkedLines, Page
+
+    if form == "html":
+        return Page(file, f"Replaced tokens, found by {Path(arguments.model).resolve().name}")
+    if form == "marked":
+        return MarkedLines(file)
+    return Writer(file, form, task.table)
 
 
 def _summary(arguments: argparse.Namespace, predictor: Any, known: list[tuple[Any, Any]]) -> None:
@@ -128,7 +177,7 @@ def _summary(arguments: argparse.Namespace, predictor: Any, known: list[tuple[An
     if known:
         examples, predictions = (list(each) for each in zip(*known, strict=True))
         try:
-            task.check_labels(examples, arguments.data)
+            task.check_labels(examples, arguments.data or "--text")
         except ValueError as error:
             warnings.warn(f"{error}; they count as wrong", stacklevel=2)
         print(f"scores     {sentence(task.scores(examples, predictions))}", file=file)
@@ -142,4 +191,9 @@ def format_of(arguments: argparse.Namespace) -> str:
     """``--format``, or what ``--output`` ends in."""
     if arguments.format is not None:
         return str(arguments.format)
-    return "csv" if arguments.output is not None and arguments.output.suffix == ".csv" else "jsonl"
+    suffix = "" if arguments.output is None else arguments.output.suffix
+    return suffix[1:] if suffix in (".csv", ".html") else "jsonl"
+
+
+def _listed(tasks: Mapping[str, Any]) -> str:
+    return "\n".join(f"  {name:15} {task.line_format:34} {task.json_fields}" for name, task in tasks.items())

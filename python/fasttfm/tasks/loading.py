@@ -23,6 +23,7 @@ from fasttfm.tasks.gpt_inputs import TASK_TOKENS
 from fasttfm.tasks.images import image_language
 from fasttfm.tasks.inputs import Feature, Format
 from fasttfm.tasks.labels import ValueTask, some
+from fasttfm.tasks.pretraining_heads import PRETRAINED_TASKS, check_pretrained_task, pretrained_task
 from fasttfm.tasks.registry import TASKS
 from fasttfm.tasks.results import Result
 from fasttfm.tasks.running import FeatureRunner
@@ -138,6 +139,7 @@ class Predictor:
 def load(
     directory: str | Path,
     *,
+    task: str | None = None,
     tokenizer: str | Path | None = None,
     max_length: int | None = None,
     device: str | torch.device | None = None,
@@ -145,12 +147,15 @@ def load(
     tokens_per_batch: int = 8192,
     **options: Any,
 ) -> Predictor:
-    """Opens the model of a directory that ``fasttfm finetune`` or transformers wrote, to be called with examples.
+    """Opens the model of a directory that ``fasttfm finetune``, ``fasttfm pretrain`` or transformers wrote, to be
+    called with examples.
 
-    A checkpoint of fasttfm states task, labels, maximum length and threshold. For other checkpoints the task follows
-    from the architecture, with a warning.
+    A fine-tuned checkpoint of fasttfm states task, labels, maximum length and threshold. A pre-trained model with the
+    head of its pre-training predicts with that head. For other checkpoints the task follows from the architecture, with
+    a warning.
 
     Args:
+        task: One of ``PRETRAINED_TASKS``, for a checkpoint that has the head of its pre-training but does not name it.
         tokenizer: The directory or file of the tokenizer, if it is not in ``directory``.
         max_length: The maximum number of tokens in a sequence, instead of the checkpoint's.
         device: By default a GPU if there is one.
@@ -160,7 +165,7 @@ def load(
     path = checkpoint_of(directory)
     family = family_of(path)
     config: Any = family.config.from_pretrained(path)
-    kind, stated = _task_of(path, config, family)
+    kind, stated = _task_of(path, config, family) if task is None else (_pretrained(task, family), {})
     for name in options:
         if name not in kind.kept:
             expected = f"an option of the task {kind.name} ({', '.join(kind.kept) or 'it has none'})"
@@ -176,12 +181,20 @@ def load(
     kept = {name: stated[name] for name in kind.kept if stated.get(name) is not None}
     if max_length is not None:  # the windows of questions follow from the new length
         kept = {name: value for name, value in kept.items() if name not in ("stride", "max_question")}
-    task = kind(language, None, known=known, **kept | options)
+    made = kind(language, None, known=known, **kept | options)
     where = device if isinstance(device, torch.device) else device_named(device)
     model = open_model(path, kind.head, trained=True, dtype=torch.float32).to(where)
-    task.adjust(model)
+    made.adjust(model)
     default = "bfloat16" if where.type == "cuda" else "float32"
-    return Predictor(model, task, tokens_per_batch=tokens_per_batch, precision=precision or default)
+    return Predictor(model, made, tokens_per_batch=tokens_per_batch, precision=precision or default)
+
+
+def _pretrained(name: str, family: Family) -> type[Task]:
+    kind = PRETRAINED_TASKS.get(name)
+    if kind is None:
+        raise ValueError(f"task: expected one of {', '.join(PRETRAINED_TASKS)}, got {name!r}")
+    check_pretrained_task(kind, family)
+    return kind
 
 
 def _task_of(path: Path, config: Any, family: Family) -> tuple[type[Task], dict[str, Any]]:
@@ -201,10 +214,12 @@ def _task_of(path: Path, config: Any, family: Family) -> tuple[type[Task], dict[
 def _inferred(path: Path, config: Any, family: Family) -> type[Task]:
     architecture = next(iter(config.extra.get("architectures") or ["a model without a head"]))
     head = next((head for head, model in family.models.items() if model.__name__ == architecture), None)
+    if (pretrained := pretrained_task(family, architecture)) is not None:
+        return pretrained
     named = next((task for task in TASKS.values() if task.head is head), None)
     if named is None:
         expected = "a model that was trained for a task (fasttfm finetune)"
-        raise CheckpointError(f"{path}: expected {expected}, got {architecture}")
+        raise CheckpointError(f"{path}: expected {expected}, got {architecture}{_other_commands(head)}")
     if config.problem_type == "multi_label_classification":
         raise CheckpointError(f"{path / CONFIG}: problem_type: expected one label for each text, got several")
     values = named.for_values()
@@ -213,6 +228,13 @@ def _inferred(path: Path, config: Any, family: Family) -> type[Task]:
     about = f" with {about}" if head in _WITH_LABELS else ""
     warnings.warn(f"{path} does not state its task: {architecture} is taken for {named.name}{about}", stacklevel=4)
     return values if values is not None and numbers else named
+
+
+def _other_commands(head: Head | None) -> str:
+    """The commands that predict with a language model's head."""
+    if head is Head.MASKED_LM:
+        return ", which fasttfm fill-mask and fasttfm score run"
+    return ", which fasttfm generate and fasttfm score run" if head is Head.CAUSAL_LM else ""
 
 
 def _labels(config: Any) -> list[str]:

@@ -155,7 +155,7 @@ class Writer:
             self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
             return
         rows = self.table(record)
-        if "word" in (rows[0] if rows else ()):
+        if {"word", "token"} & set(rows[0] if rows else ()):  # several rows for each example
             rows = [{"sentence": self._records, **row} for row in rows]
         if self._rows is None and rows:
             self._rows = csv.DictWriter(self.file, list(rows[0]), lineterminator="\n")
@@ -166,6 +166,9 @@ class Writer:
                 got = f"also {', '.join(sorted(extra))}; jsonl allows any fields"
                 raise DataError(f"example {self._records}: expected {expected}, got {got}")
             self._rows.writerow(row)
+
+    def close(self) -> None:
+        """Ends the file, which needs nothing more in these formats."""
 
 
 @contextlib.contextmanager

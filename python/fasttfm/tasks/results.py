@@ -57,4 +57,14 @@ class TypesResult:
     probabilities: dict[str, float]  # of every label
 
 
-Result = LabelResult | ValueResult | TagResult | AnswerResult | ChoiceResult | TypesResult
+@dataclass(frozen=True)
+class ReplacedResult:
+    """The tokens of a text, and which of them a discriminator finds replaced."""
+
+    tokens: list[str]  # as they are in the text
+    starts: list[int]  # the character of the text where each token starts
+    probabilities: list[float]  # of each token to be a replacement
+    replaced: list[bool]  # which of them are above one half
+
+
+Result = LabelResult | ValueResult | TagResult | AnswerResult | ChoiceResult | TypesResult | ReplacedResult

@@ -1,0 +1,247 @@
+"""The heads of pre-trained models as tasks: next sentence, sentence order, replaced tokens. They predict, and do not
+train: ``fasttfm pretrain`` has trained them.
+
+    next-sentence     BERT     does the second text follow the first? IsNext or NotNext
+    sentence-order    ALBERT   are two consecutive texts in their order? in_order or swapped
+    replaced-tokens   ELECTRA  which tokens of a text were replaced? a probability for each token
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from fasttfm.data.lines import DataError
+from fasttfm.data.task_files import BY_NAME, Columns, read_texts
+from fasttfm.models.family import Family, Head
+from fasttfm.models.objectives import MaskedLMWithSentences, NextSentence, ReplacedTokenDetection, SentenceOrder
+from fasttfm.tasks.given import PAIR_NAMES, TEXT_NAMES, field, unusable
+from fasttfm.tasks.inputs import Feature, TaskBatch
+from fasttfm.tasks.labels import PairTask
+from fasttfm.tasks.metrics import Scores
+from fasttfm.tasks.results import ReplacedResult
+from fasttfm.tasks.task import Language, Predictions, Task
+
+# ---- two sentences ---------------------------------------------------------------------------------------------------
+
+
+class SentencePairTask(PairTask):
+    """The head that reads the pooled state of two texts. Its labels are fixed: label 0 is that of consecutive texts."""
+
+    classes: ClassVar[tuple[str, str]]
+    head = Head.PRETRAINING
+    max_length = 512
+    options = ()
+    kept = ()
+
+    def __init__(self, language: Language, train: Sequence[Any] | None, **options: Any) -> None:
+        super().__init__(language, train, **{**options, "known": self.classes})
+
+    def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
+        raise _no_training(self.name)
+
+    def example(self, given: Any) -> Any:
+        found = super().example(given)
+        if found.second is None:
+            raise unusable(self.name, "two texts", given)
+        return found
+
+    def logits(self, model: Any, batch: TaskBatch) -> Tensor:
+        objective = self.language.family.pretraining
+        assert objective is not None
+        assert issubclass(objective, MaskedLMWithSentences)
+        inputs = batch.inputs()
+        encoded = model.encoder.encode(inputs.pop("input_ids"), None, inputs.pop("token_type_ids", None), **inputs)
+        return objective(model).sentences(model.encoder.pool(encoded))
+
+
+class NextSentenceTask(SentencePairTask):
+    """BERT's next sentence prediction."""
+
+    name = "next-sentence"
+    about = "does the second text follow the first?"
+    classes = ("IsNext", "NotNext")
+
+
+class SentenceOrderTask(SentencePairTask):
+    """ALBERT's sentence order prediction."""
+
+    name = "sentence-order"
+    about = "are two consecutive texts in their order?"
+    classes = ("in_order", "swapped")
+
+
+# ---- replaced tokens -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReplacedExample:
+    """A text, and which of its tokens were replaced; None if this is not known."""
+
+    text: str
+    replaced: list[bool] | None
+
+
+class ReplacedTokensTask(Task):
+    """ELECTRA's discriminator: the probability of each token of a text to be a replacement. A text that is too long is
+    read in pieces."""
+
+    name = "replaced-tokens"
+    about = "which tokens of a text were replaced?"
+    file_format = "tsv, csv, jsonl or parquet with a text"
+    line_format = "the text, or text, tab, original text"
+    json_fields = "text, original"
+    head = Head.REPLACED_TOKENS
+    max_length = 512
+    main_score = "f1"
+    distills = False
+
+    def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
+        raise _no_training(self.name)
+
+    def read_file(self, path: Any, columns: Columns = BY_NAME) -> list[ReplacedExample]:  # type: ignore[override]
+        """The texts of a table; a second text is the original."""
+        return [self._compared(each.first, each.second) for each in read_texts(path, columns)]
+
+    def example(self, given: Any) -> Any:
+        if isinstance(given, ReplacedExample):
+            return given
+        text, original = given, None
+        if isinstance(given, Mapping):
+            text, original = field(given, TEXT_NAMES), field(given, ("original", *PAIR_NAMES))
+        elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
+            text, original = given
+        if not isinstance(text, str) or not isinstance(original, str | None):
+            raise unusable(self.name, "a text, and perhaps its original", given)
+        return self._compared(text, original)
+
+    def _compared(self, text: str, original: str | None) -> ReplacedExample:
+        """The tokens that differ from those at the same position of the original are replaced."""
+        if original is None:
+            return ReplacedExample(text, None)
+        ids, others = (self.language.tokenizer.encode(each) for each in (text, original))
+        if len(ids) != len(others):
+            expected = f"an original of {len(ids)} tokens, as its text has"
+            raise DataError(f"{self.name}: expected {expected}, got {len(others)}: {original!r:.60}")
+        return ReplacedExample(text, [id != other for id, other in zip(ids, others, strict=True)])
+
+    def features(self, examples: Sequence[Any]) -> list[Feature]:
+        form = self.language.format
+        room = form.max_length - len(form.first) - len(form.last)
+        found = []
+        for index, example in enumerate(examples):
+            ids = self.language.tokenizer.encode(example.text)
+            for start in range(0, max(1, len(ids)), room):
+                found.append(Feature(index, [form.one(ids[start : start + room])]))
+        return found
+
+    def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
+        raise _no_training(self.name)
+
+    def rows(self, batch: TaskBatch) -> int:
+        return batch.tokens
+
+    def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
+        """The probabilities of each feature's tokens, without special tokens."""
+        form = self.language.format
+        values: np.ndarray = logits.float().sigmoid().cpu().numpy()
+        bounds = batch.cu_seqlens.tolist()
+        return [
+            values[begin + len(form.first) : end - len(form.last)].tolist() for begin, end in itertools.pairwise(bounds)
+        ]
+
+    def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
+        probabilities: list[list[float]] = [[] for _ in examples]
+        for feature, values in zip(features, read, strict=True):
+            probabilities[feature.example] += values
+        found = []
+        for example, values in zip(examples, probabilities, strict=True):
+            _, spans = self.language.tokenizer.encode_with_offsets(example.text)
+            tokens = [example.text[begin:end] for begin, end in spans]
+            starts = [begin for begin, _ in spans]
+            found.append(ReplacedResult(tokens, starts, values, [value > 0.5 for value in values]))
+        return found
+
+    def prediction(self, result: Any) -> Any:
+        return result.replaced
+
+    def inputs(self, example: Any) -> dict[str, Any]:
+        return {"text": example.text}
+
+    def gold(self, example: Any) -> Any:
+        return example.replaced
+
+    def labelled(self, examples: Sequence[Any]) -> bool:
+        return all(example.replaced is not None for example in examples)
+
+    def table(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """A row for each token."""
+        columns = {"tokens": "token", "starts": "start", "probabilities": "probability", "replaced": "replaced"}
+        names = {name: column for name, column in {**columns, "gold": "gold"}.items() if name in record}
+        return [
+            dict(zip(names.values(), row, strict=True)) for row in zip(*(record[name] for name in names), strict=True)
+        ]
+
+    def without_text(self, example: Any) -> Any:
+        return replace(example, text="")
+
+    def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
+        """Accuracy over all tokens; precision, recall and F1 of the replaced ones."""
+        pairs = [
+            pair
+            for example, found in zip(examples, predictions, strict=True)
+            for pair in zip(example.replaced, found, strict=True)
+        ]
+        right = sum(gold and found for gold, found in pairs)
+        wanted, marked = (sum(pair[side] for pair in pairs) for side in (0, 1))
+        return {
+            "accuracy": sum(gold == found for gold, found in pairs) / max(1, len(pairs)),
+            "precision": right / max(1, marked),
+            "recall": right / max(1, wanted),
+            "f1": 2 * right / max(1, wanted + marked),
+        }
+
+    def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
+        return [[False] * len(example.replaced) for example in examples]
+
+    def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
+        raise _no_training(self.name)
+
+
+def _no_training(name: str) -> DataError:
+    return DataError(f"{name}: expected a pre-trained model; fasttfm pretrain trains this head")
+
+
+# ---- the tasks of models ---------------------------------------------------------------------------------------------
+
+_TASKS: tuple[type[Task], ...] = (NextSentenceTask, SentenceOrderTask, ReplacedTokensTask)
+PRETRAINED_TASKS: dict[str, type[Task]] = {task.name: task for task in _TASKS}
+_BY_OBJECTIVE: dict[type, type[Task]] = {
+    NextSentence: NextSentenceTask,
+    SentenceOrder: SentenceOrderTask,
+    ReplacedTokenDetection: ReplacedTokensTask,
+}
+
+
+def pretrained_task(family: Family, architecture: str) -> type[Task] | None:
+    """The task of the pre-training head of a checkpoint with this architecture; None for other checkpoints."""
+    kind = None if family.pretraining is None else _BY_OBJECTIVE.get(family.pretraining)
+    own = kind is not None and kind.head in family.models and family.models[kind.head].__name__ == architecture
+    return kind if own else None
+
+
+def check_pretrained_task(kind: type[Task], family: Family) -> None:
+    """Raises ValueError if models of the family have no head for the task."""
+    if issubclass(kind, SentencePairTask):
+        able = family.pretraining is not None and issubclass(family.pretraining, MaskedLMWithSentences)
+    else:
+        able = kind.head in family.models
+    if not able:
+        other = None if family.pretraining is None else _BY_OBJECTIVE.get(family.pretraining)
+        got = f"{family.title}, which has {f'{other.name}' if other else 'none of these heads'}"
+        raise ValueError(f"task: expected a model with a head for {kind.name}, got {got}")
