@@ -130,8 +130,8 @@ def test_electra_starts_from_both_models(
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        (["bert", "--objective", "clm"], "objective: expected mlm+nsp or mlm for BERT, got 'clm'"),
-        (["albert", "--objective", "mlm+nsp"], "objective: expected mlm+sop or mlm for ALBERT, got 'mlm+nsp'"),
+        (["bert", "--objective", "clm"], "objective: expected mlm+nsp or mlm+sop or mlm for BERT, got 'clm'"),
+        (["albert", "--objective", "rtd"], "objective: expected mlm+sop or mlm+nsp or mlm for ALBERT, got 'rtd'"),
         (["gpt3", "--objective", "mlm"], "objective: expected clm for GPT-3, got 'mlm'"),
         (["gpt2", "--init", "BERT"], "--init: expected a checkpoint of gpt2, got one of bert"),
         (["--init", "BERT", "--size", "base"], "--size: expected without --init, whose checkpoint has a size"),

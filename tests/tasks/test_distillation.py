@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fasttfm import models
 from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe, layer_map, soft_cross_entropy
-from fasttfm.tasks.distillation_runs import PredictionRecipe
+from fasttfm.tasks.distillation_runs import JointRecipe, PredictionRecipe
 from fasttfm.train import Objective, OptimizerSettings, Schedule, ScheduleSettings, Trainer, make_optimizer
 
 V, LENGTHS = 71, [9, 4, 12]
@@ -117,7 +117,8 @@ def test_distilberts_terms(all_tokens: bool) -> None:
     )
     states = [real(each.hidden_states[-1]) for each in (ours, theirs)]
     cosine = functional.cosine_embedding_loss(*states, torch.ones(given.tokens))
-    expected = [(5 * temperature**2 * soft).item(), (2 * words).item(), cosine.item()]
+    expected = [(temperature**2 * soft).item(), words.item(), cosine.item()]
+    assert (recipe.terms, recipe.weights) == (("soft_targets", "masked_lm", "cosine"), weights)
     assert found == pytest.approx(expected, rel=1e-4)
     assert min(expected) > 0.01
 
@@ -188,15 +189,58 @@ def test_tinyberts_terms(attention: str, width: int) -> None:
             return output.attentions[layer]
         return scores(model, layer, output.hidden_states[layer])
 
-    attentions = torch.zeros(())
+    attentions = []
     for m, g in ((0, 1), (1, 3)):
         mine, target = maps(ours, student, m), maps(theirs, teacher, g)
+        distance_of_maps = torch.zeros(())
         for row, length in enumerate(LENGTHS):
             pair = (each[row, :, :length, :length] for each in (mine, target))
-            attentions = attentions + functional.mse_loss(*pair) * length / given.tokens
-    expected = [distance("embeddings", 0, 0), attentions, distance("hidden", 1, 2) + distance("hidden", 2, 4)]
+            distance_of_maps = distance_of_maps + functional.mse_loss(*pair) * length / given.tokens
+        attentions.append(distance_of_maps)
+    expected = [distance("embeddings", 0, 0), *attentions, distance("hidden", 1, 2), distance("hidden", 2, 4)]
+    assert recipe.terms == ("embeddings", "attention_1", "attention_2", "hidden_1", "hidden_2")
     assert found == pytest.approx([term.item() for term in expected], rel=1e-4)
     assert min(expected) > 1e-5
+
+
+def test_tinyberts_layers_and_predictions_in_one_loss() -> None:
+    given, teacher = batch(), bert(0)
+    student = bert(1, num_hidden_layers=2, hidden_size=24, intermediate_size=48)
+    recipe = TinyBertRecipe(student, teacher, predictions=True).eval()
+    assert recipe.terms[-1] == "soft_targets"
+    own, other = (real(whole(model, given, output_logits=True).logits) for model in (student, teacher))
+    soft = functional.kl_div(own.log_softmax(-1), other.softmax(-1), reduction="batchmean")
+    layers = TinyBertRecipe(student, teacher, projections=recipe.projections.state_dict()).eval()
+    assert means(recipe, given) == pytest.approx([*means(layers, given), soft.item()], rel=1e-4)
+    sum(recipe(given)).backward()
+    assert student.lm_head.decoder.bias.grad.abs().max() > 0
+
+
+def test_a_tasks_layers_and_predictions_in_one_loss() -> None:
+    torch.manual_seed(0)
+    config = models.BertConfig(**SIZES, num_labels=3)
+    student, teacher = (models.BertForSequenceClassification(config) for _ in range(2))
+    layers, last = TinyBertRecipe(student, teacher), PredictionRecipe(student, teacher, Packed())  # type: ignore[arg-type]
+    joint = JointRecipe(layers, last).eval()
+    assert joint.terms == (*layers.terms, "predictions")
+    given = batch()
+    assert means(joint, given) == pytest.approx([*means(layers, given), *means(last, given)])
+    assert [name for name, _ in joint.named_parameters() if "classifier" in name] == [
+        "student.classifier.weight",
+        "student.classifier.bias",
+    ]
+
+
+class Packed:
+    """A task whose batches are those of a corpus."""
+
+    def rows(self, given: Batch) -> int:
+        return len(LENGTHS)
+
+    def logits(self, model: Any, given: Batch) -> Tensor:
+        layout: dict[str, Any] = {"cu_seqlens": given.cu_seqlens, "max_seqlen": given.max_seqlen}
+        logits: Tensor = model(given.input_ids, **layout).logits
+        return logits
 
 
 def test_attention_maps_that_do_not_match_are_refused() -> None:
@@ -224,7 +268,7 @@ def test_a_student_approaches_its_teacher(name: str) -> None:
         recipe = DistilBertRecipe(models.DistilBertForMaskedLM.from_teacher(bert(0)), bert(0))
     else:
         recipe = TinyBertRecipe(bert(1, "BertModel", num_hidden_layers=2, hidden_size=24), bert(0, "BertModel"))
-    objective = Objective(recipe.terms, recipe.counts, lambda module, given: module(given))
+    objective = Objective.of(recipe)
     optimizer = make_optimizer(recipe, OptimizerSettings(learning_rate=2e-3))
     trainer = Trainer(recipe, objective, optimizer, Schedule(optimizer, ScheduleSettings(40, kind="constant")))
     before = trainer.evaluate([batch(9)])
@@ -232,7 +276,7 @@ def test_a_student_approaches_its_teacher(name: str) -> None:
         trainer.step([batch(step % 8)])
     after = trainer.evaluate([batch(9)])
     for term in recipe.terms:
-        if term != "words":  # the words of these batches are random
+        if term != "masked_lm":  # the tokens of these batches are random
             assert after[term] < 0.9 * before[term], (term, before, after)
 
 

@@ -20,11 +20,19 @@ import fasttfm
 from fasttfm import data, models
 from fasttfm.models.objectives import NextSentence
 from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
-from fasttfm.train import OptimizerSettings, Schedule, ScheduleSettings, StepSettings, Trainer, make_optimizer
+from fasttfm.train import (
+    Objective,
+    OptimizerSettings,
+    Schedule,
+    ScheduleSettings,
+    StepSettings,
+    Trainer,
+    make_optimizer,
+)
 from fasttfm.train.checkpoints import Checkpoints
 from fasttfm.train.distributed import World, join, share_out
 from fasttfm.train.logs import read_rows
-from fasttfm.train.pretrain import RunError, objective_of, pretrain
+from fasttfm.train.pretrain import RunError, pretrain
 from fasttfm.train.stopping import Stop
 
 STEPS = 5
@@ -46,7 +54,7 @@ def curve(shards: Path, world: World, ranks: range, optimizer_name: str, dtype: 
     shared = share_out(module, world)
     optimizer = make_optimizer(shared, OptimizerSettings(optimizer_name, 1e-3, epsilon=1e-4))
     schedule = Schedule(optimizer, ScheduleSettings(STEPS, 2))
-    trainer = Trainer(shared, objective_of(module), optimizer, schedule, StepSettings(clip=0.5), world=world)
+    trainer = Trainer(shared, Objective.of(module), optimizer, schedule, StepSettings(clip=0.5), world=world)
     batches = [iter(stream) for stream in streams(shards, ranks)]
     found = [trainer.step([next(each) for each in batches])[0] for _ in range(STEPS)]
     evaluation = trainer.evaluate([next(each) for each in batches])

@@ -57,6 +57,28 @@ def part(rows: int, marks: int, seed: int) -> Part:
     return Part(x, x[:, 0] - x[:, 1], torch.arange(marks))
 
 
+def test_terms_have_weights() -> None:
+    """The loss and the gradient have the weights; the terms of results do not."""
+    given, weights = part(12, 5, 0), (1.0, 50.0)
+    found = {}
+    for objective in (dataclasses.replace(OBJECTIVE, weights=weights), OBJECTIVE):
+        torch.manual_seed(0)
+        module = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0, fused=True)
+        settings = StepSettings(clip=None)
+        trainer = Trainer(module, objective, optimizer, Schedule(optimizer, ScheduleSettings(9)), settings)
+        terms = [total / count for total, count in zip(OBJECTIVE.sums(module, given), (12, 5), strict=True)]
+        loss = sum(weight * term for weight, term in zip(objective.term_weights, terms, strict=True))
+        gradients = torch.autograd.grad(loss, [*module.parameters()])
+        norm = torch.cat([each.flatten() for each in gradients]).norm()
+        (result,) = [*trainer.step([given]), *trainer.finish()]
+        assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+        assert result.gradient_norm == pytest.approx(norm.item(), rel=1e-5)
+        assert trainer.evaluate([given])["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        found[objective.term_weights] = result.terms
+    assert len({str(terms) for terms in found.values()}) == 1
+
+
 def test_a_model_in_evaluation_mode_is_trained_in_training_mode() -> None:
     """``from_pretrained`` returns such models; the module around them is in training mode."""
     inner = module().eval()

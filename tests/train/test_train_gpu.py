@@ -14,10 +14,18 @@ from train_runs import run_of, settings_of
 
 from fasttfm import data, models, optim
 from fasttfm.models.objectives import NextSentence
-from fasttfm.train import OptimizerSettings, Schedule, ScheduleSettings, StepSettings, Trainer, make_optimizer
+from fasttfm.train import (
+    Objective,
+    OptimizerSettings,
+    Schedule,
+    ScheduleSettings,
+    StepSettings,
+    Trainer,
+    make_optimizer,
+)
 from fasttfm.train.fixed_shapes import FixedBatch, Shape, filled
 from fasttfm.train.logs import read_rows
-from fasttfm.train.pretrain import objective_of, pretrain
+from fasttfm.train.pretrain import pretrain
 
 pytestmark = pytest.mark.gpu
 _HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -41,7 +49,7 @@ def trainer(**settings: Any) -> Trainer:
     schedule = Schedule(optimizer, ScheduleSettings(40, 4))
     torch.manual_seed(1)
     step = StepSettings(**{"precision": "bfloat16", **settings})
-    return Trainer(module, objective_of(module), optimizer, schedule, step)
+    return Trainer(module, Objective.of(module), optimizer, schedule, step)
 
 
 def batches(shards: data.TokenShards, *, fixed: bool) -> Iterator[data.Batch]:

@@ -96,6 +96,12 @@ def add_parser(subparsers: Any) -> None:
         default="scores",
         help="tinybert: attention before or after the softmax",
     )
+    group.add_argument(
+        "--joint",
+        action="store_true",
+        help="tinybert: one loss of layers and predictions (on a corpus: soft targets of the vocabulary); default: the "
+        "layers only, and with --task the predictions after them",
+    )
     training = add_training_options(parser, rate=5e-4, about_rate="peak learning rate")
     training.add_argument("--steps", type=int, default=1000, metavar="N", help="optimizer steps on a corpus")
     group = parser.add_argument_group("task")
@@ -123,6 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
     with exit_on_user_error(arguments):
         check_output(arguments, teacher=arguments.teacher, student=arguments.student, prepared=arguments.prepared)
         random_seed(arguments.seed)
+        if arguments.joint and arguments.recipe != "tinybert":
+            raise ValueError("--joint: expected with --recipe tinybert; distilbert's loss always has the predictions")
         if arguments.task is None:
             if arguments.student is not None:
                 raise ValueError("--student: expected with --task; the first stage makes its own")
@@ -173,6 +181,7 @@ def _on_corpus(arguments: argparse.Namespace) -> None:
         log.write(held_out=after)
     save_student(recipe, tokenizer, output)
     metrics = {"recipe": arguments.recipe, "teacher": str(arguments.teacher), "steps": work.steps}
+    metrics["weights"] = dict(zip(recipe.terms, recipe.weights, strict=True))
     write_json(output / "metrics.json", {**metrics, "held_out_before": before, "held_out": after})
     print(f"validation {sentence(after)}")
     print(f"before     {sentence(before)}")
@@ -185,8 +194,8 @@ def _recipe(arguments: argparse.Namespace) -> Any:
     from fasttfm.tasks.distillation_recipes import DistilBertRecipe, TinyBertRecipe
     from fasttfm.tasks.distillation_runs import distilbert_student, tinybert_student
 
+    head = Head.CAUSAL_LM if family_of(arguments.teacher).causal else Head.MASKED_LM
     if arguments.recipe == "distilbert":
-        head = Head.CAUSAL_LM if family_of(arguments.teacher).causal else Head.MASKED_LM
         teacher = open_model(arguments.teacher, head, trained=True)
         return DistilBertRecipe(
             distilbert_student(teacher, arguments.layers),
@@ -195,9 +204,11 @@ def _recipe(arguments: argparse.Namespace) -> Any:
             weights=tuple(arguments.weights),
             all_tokens=arguments.soft_targets == "all",
         )
-    teacher = open_model(arguments.teacher, Head.NONE)
-    student = tinybert_student(teacher, arguments.layers, arguments.width, arguments.intermediate)
-    return TinyBertRecipe(student, teacher, layers=arguments.layer_map, attention=arguments.attention)
+    joint = arguments.joint
+    teacher = open_model(arguments.teacher, head, trained=True) if joint else open_model(arguments.teacher, Head.NONE)
+    student = tinybert_student(teacher, arguments.layers, arguments.width, arguments.intermediate, head=joint)
+    layers, attention = arguments.layer_map, arguments.attention
+    return TinyBertRecipe(student, teacher, layers=layers, attention=attention, predictions=joint)
 
 
 @contextmanager
@@ -208,7 +219,7 @@ def _logged(arguments: argparse.Namespace, output: Path, recipe: Any, steps: int
 
     (output / name).mkdir(exist_ok=True)
     progress = None if arguments.quiet else Progress(steps)
-    log = RunLog(output / name, recipe.terms, steps=steps, progress=progress)
+    log = RunLog(output / name, recipe.terms, weights=recipe.weights, steps=steps, progress=progress)
     try:
         yield log
         log.write()
@@ -216,6 +227,7 @@ def _logged(arguments: argparse.Namespace, output: Path, recipe: Any, steps: int
         log.close()
         if progress is not None:
             progress.close()
+    print(f"{name or 'training'} loss {log.loss_sum}")
     draw_curves(log.path, f"{arguments.recipe} {name}, teacher {arguments.teacher}")
 
 
@@ -259,6 +271,7 @@ def _on_task(arguments: argparse.Namespace) -> None:
         settings,
         prediction_epochs=arguments.prediction_epochs,
         temperature=temperature,
+        joint=arguments.joint,
     )
     for part in work.parts:
         with _logged(arguments, output, part.recipe, part.steps, part.name) as log:

@@ -383,7 +383,7 @@ def _checkpoint(name: str, family: str | None, asked: str | None) -> tuple[str, 
     if family is not None and found.name != family:
         raise ValueError(f"--init: expected a checkpoint of {family}, got one of {found.name} in {folder}")
     known = objectives_of(found)
-    made = {found.models[each.head].__name__: name for name, each in known.items()}
+    made = {found.models[each.head].__name__: name for name, each in reversed(known.items())}  # the family's own first
     stated = read_json(config / CONFIG).get("architectures") or []
     objective = next((made[name] for name in stated if name in made), None)
     if both:
@@ -440,7 +440,8 @@ def _report(summary: Any, seconds: float) -> str:
     rate = "" if summary.tokens_per_second is None else f"; {summary.tokens_per_second:,.0f} tokens/s after warmup"
     return (
         f"{summary.steps} steps, {summary.tokens:,} tokens in {seconds:.0f} s{skipped}{rate}\n"
-        f"training loss {summary.loss:.3f}; validation: {held_out}{_perplexity(summary)}\n"
+        f"training loss {summary.loss_sum}\n"
+        f"validation: {held_out}{_perplexity(summary)}\n"
         f"checkpoint  {summary.checkpoint}\n"
         f"log         {summary.directory / CSV}\n"
         f"curves      {summary.directory / CURVES}"

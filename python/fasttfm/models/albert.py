@@ -288,12 +288,17 @@ class AlbertForPreTraining(AlbertHead):
         encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
         predicted = Predicted(labels, positions, max_predictions, output_logits)
         loss, logits = predicted.run(self.lm_head, encoded)
-        order = self.sentence_order(self.dropout(self.encoder.pool(encoded)))
+        order = self.sentence_logits(self.encoder.pool(encoded))
         if loss is not None and sentence_order_label is not None:
             loss = loss + token_loss(order, sentence_order_label.flatten())
         elif sentence_order_label is None:
             loss = None  # HF's: a loss of both or none
         return AlbertForPreTrainingOutput(loss, logits, order, **encoded.returned())
+
+    def sentence_logits(self, pooled: Tensor) -> Tensor:
+        """The logits of the pairs' labels."""
+        logits: Tensor = self.sentence_order(self.dropout(pooled))
+        return logits
 
 
 @dataclass

@@ -340,12 +340,17 @@ class BertForPreTraining(BertHead):
         encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
         predicted = Predicted(labels, positions, max_predictions, output_logits)
         loss, logits = predicted.run(self.lm_head, encoded)
-        relationship = self.next_sentence(self.encoder.pool(encoded))
+        relationship = self.sentence_logits(self.encoder.pool(encoded))
         if loss is not None and next_sentence_label is not None:
             loss = loss + token_loss(relationship, next_sentence_label.flatten())
         elif next_sentence_label is None:
             loss = None  # HF's: a loss of both or none
         return PreTrainingOutput(loss, logits, relationship, **encoded.returned())
+
+    def sentence_logits(self, pooled: Tensor) -> Tensor:
+        """The logits of the pairs' labels."""
+        logits: Tensor = self.next_sentence(pooled)
+        return logits
 
 
 class BertForNextSentencePrediction(BertHead):

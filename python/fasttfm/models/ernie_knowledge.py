@@ -432,7 +432,7 @@ class KnowledgePretraining(NextSentence):
         model: ErnieKnowledgeForPreTraining = self.model
         layout: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen, **LAST_STATES}
         encoded = model.encoder.encode(batch.input_ids, None, batch.token_type_ids, entities=batch.entities, **layout)
-        logits = self.sentences(model.encoder.pool(encoded)).float()
+        logits = model.sentence_logits(model.encoder.pool(encoded)).float()
         sentences = functional.cross_entropy(logits, batch.sentence_labels, reduction="sum", ignore_index=IGNORED)
         return self.masked_lm(encoded, batch), sentences, model.entity_loss(encoded, batch.entity_targets, "sum")
 

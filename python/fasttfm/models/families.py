@@ -18,7 +18,14 @@ from fasttfm.models import (
     vit,
 )
 from fasttfm.models.family import Family, Head
-from fasttfm.models.objectives import CausalLM, MaskedLM, Pretraining
+from fasttfm.models.objectives import (
+    CausalLM,
+    MaskedLM,
+    MaskedLMWithSentences,
+    NextSentence,
+    Pretraining,
+    SentenceOrder,
+)
 
 _FILES = (bert, roberta, albert, electra, distilbert, modernbert, ernie_knowledge, openai_gpt, gpt, gpt3, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
@@ -48,6 +55,9 @@ def objectives_of(family: Family) -> dict[str, TextObjective]:
     found: dict[str, TextObjective] = {}
     if family.pretraining is not None and family.sequences is not None:
         found[family.pretraining.name] = TextObjective(Head.PRETRAINING, family.pretraining, family.sequences)
+        if issubclass(family.pretraining, MaskedLMWithSentences):
+            for module, sequences in ((NextSentence, "nsp"), (SentenceOrder, "sop")):
+                found.setdefault(module.name, TextObjective(Head.PRETRAINING, module, sequences))
     if Head.MASKED_LM in family.models:
         found.setdefault("mlm", TextObjective(Head.MASKED_LM, MaskedLM, "single"))
     if Head.CAUSAL_LM in family.models:

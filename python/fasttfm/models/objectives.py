@@ -25,7 +25,8 @@ IGNORED = -100
 
 
 class Pretraining(nn.Module):
-    """A model whose forward returns the sums of its losses, one for each of ``terms``."""
+    """A model whose forward returns the sums of its losses, one for each of ``terms``; the loss is the sum of their
+    means, each times its weight."""
 
     name: ClassVar[str] = ""  # on the command line
     terms: ClassVar[tuple[str, ...]] = ()
@@ -33,6 +34,11 @@ class Pretraining(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weights of the terms."""
+        return (1.0,) * len(self.terms)
 
     def counts(self, batch: Any) -> tuple[int, ...]:
         """The divisors of the terms' means."""
@@ -86,44 +92,41 @@ class MaskedLM(Pretraining):
 
 
 class MaskedLMWithSentences(MaskedLM):
-    """BERT's and ALBERT's."""
+    """Masked LM and a label of each pair of sentences; the kind of pairs says what the label means."""
 
     def counts(self, batch: Any) -> tuple[int, ...]:
         return batch.predictions, int((batch.sentence_labels != IGNORED).sum())
 
     def forward(self, batch: Any) -> tuple[Tensor, ...]:
         encoded = _encoded(self.model.encoder, batch)
-        logits = self.sentences(self.model.encoder.pool(encoded)).float()
+        logits = self.model.sentence_logits(self.model.encoder.pool(encoded)).float()
         sentences = functional.cross_entropy(logits, batch.sentence_labels, reduction="sum", ignore_index=IGNORED)
         return self.masked_lm(encoded, batch), sentences
 
-    def sentences(self, pooled: Tensor) -> Tensor:
-        raise NotImplementedError
-
 
 class NextSentence(MaskedLMWithSentences):
+    """BERT's."""
+
     name = "mlm+nsp"
     terms: ClassVar[tuple[str, ...]] = ("masked_lm", "next_sentence")
 
-    def sentences(self, pooled: Tensor) -> Tensor:
-        logits: Tensor = self.model.next_sentence(pooled)
-        return logits
-
 
 class SentenceOrder(MaskedLMWithSentences):
+    """ALBERT's."""
+
     name = "mlm+sop"
     terms = ("masked_lm", "sentence_order")
 
-    def sentences(self, pooled: Tensor) -> Tensor:
-        logits: Tensor = self.model.sentence_order(self.model.dropout(pooled))
-        return logits
-
 
 class ReplacedTokenDetection(Pretraining):
-    """ELECTRA's. The second term is multiplied by its weight."""
+    """ELECTRA's: the loss of the generator, and that of the discriminator, which has the weight lambda."""
 
     name = "rtd"
     terms = ("masked_lm", "replaced_tokens")
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return 1.0, float(self.model.config.discriminator_weight)
 
     def counts(self, batch: Any) -> tuple[int, ...]:
         return batch.predictions, batch.tokens
@@ -138,7 +141,7 @@ class ReplacedTokenDetection(Pretraining):
         )
         masked_lm = output.generator_loss * (batch.labels != IGNORED).sum()
         replaced = ops.replaced_token_loss(output.logits, output.replaced, mask=_real(batch), reduction="sum")
-        return masked_lm, self.model.config.discriminator_weight * replaced
+        return masked_lm, replaced
 
     def head_flops(self, batch: Any) -> float:
         head = self.model.generator.lm_head

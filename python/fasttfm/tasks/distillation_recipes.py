@@ -1,7 +1,8 @@
 """Distillation losses: DistilBERT's (Sanh et al., 2019) and TinyBERT's (Jiao et al., 2020).
 
-A recipe is a module around the student. Called with a batch, it returns its weighted loss terms as sums; ``counts``
-returns their divisors. The teacher is not a submodule, because it is neither trained nor saved.
+A recipe is a module around the student. Called with a batch, it returns the sums of its losses; ``counts`` returns
+their divisors, and ``weights`` the weights of their means in the loss. The teacher is not a submodule, because it is
+neither trained nor saved.
 """
 
 from __future__ import annotations
@@ -30,9 +31,18 @@ class Recipe(nn.Module):
     """A student and its teacher."""
 
     terms: tuple[str, ...]
+    weights: tuple[float, ...]
 
-    def __init__(self, student: PretrainedModel, teacher: PretrainedModel) -> None:
+    def __init__(
+        self,
+        student: PretrainedModel,
+        teacher: PretrainedModel,
+        terms: Sequence[str],
+        weights: Sequence[float] | None = None,
+    ) -> None:
         super().__init__()
+        self.terms = tuple(terms)
+        self.weights = (1.0,) * len(self.terms) if weights is None else tuple(weights)
         self.student = student
         self._teacher = (teacher.requires_grad_(False).eval(),)  # in a tuple, so that it is not a submodule
 
@@ -68,9 +78,9 @@ class DistilBertRecipe(Recipe):
     """The KL divergence from the teacher's softened distribution, the LM loss, and the cosine of the last hidden
     states.
 
-        soft   = temperature^2 * KL(softmax(teacher / temperature) || softmax(student / temperature))
-        words  = cross entropy of the masked tokens, or of the next token for a GPT
-        cosine = 1 - cos(student's state, teacher's state)
+        soft_targets = temperature^2 * KL(softmax(teacher / temperature) || softmax(student / temperature))
+        masked_lm    = cross entropy of the masked tokens; causal_lm of the next tokens for a GPT
+        cosine       = 1 - cos(student's state, teacher's state)
 
     Args:
         student: A masked LM or causal LM, as wide as the teacher.
@@ -79,8 +89,6 @@ class DistilBertRecipe(Recipe):
         all_tokens: Whether the soft targets are those of all tokens, as in the paper, or only of the masked ones, which
             are about a seventh.
     """
-
-    terms = ("soft", "words", "cosine")
 
     def __init__(
         self,
@@ -91,18 +99,19 @@ class DistilBertRecipe(Recipe):
         weights: tuple[float, float, float] = (5.0, 2.0, 1.0),
         all_tokens: bool = True,
     ) -> None:
-        super().__init__(student, teacher)
+        causal = isinstance(_lm_head(teacher), CausalLMHead)
+        super().__init__(student, teacher, ("soft_targets", "causal_lm" if causal else "masked_lm", "cosine"), weights)
         for name, expected, got in zip(("vocab_size", "hidden_size"), _sizes(teacher), _sizes(student), strict=True):
             if expected != got:
                 raise ValueError(f"DistilBertRecipe: student: expected the teacher's {name} {expected}, got {got}")
-        if not all_tokens and isinstance(_lm_head(teacher), CausalLMHead):
+        if not all_tokens and causal:
             raise ValueError("soft targets: expected all tokens for a GPT, which has no masked tokens, got masked")
         check_temperature(temperature)
         for weight in weights:
             at_least("weights", weight, 0)
         if not any(weights):
             raise ValueError(f"weights: expected at least one above 0, got {weights}")
-        self.temperature, self.weights, self.all_tokens = temperature, weights, all_tokens
+        self.temperature, self.all_tokens = temperature, all_tokens
 
     def counts(self, batch: Any) -> tuple[float, ...]:
         return (batch.tokens if self.all_tokens else batch.predictions, batch.predictions, batch.tokens)
@@ -112,22 +121,35 @@ class DistilBertRecipe(Recipe):
         head, theirs = _lm_head(self.student), _lm_head(self.teacher)
         words = _words(head, student.x, batch)
         cosine = (1 - functional.cosine_similarity(student.x.float(), teacher.x.float(), dim=-1)).sum()
-        x, y = student.x, teacher.x
-        if not self.all_tokens:
-            x, y = (rows.index_select(0, batch.positions) for rows in (x, y))
-        with torch.no_grad():
-            y = _transformed(theirs, y)
-        soft = ops.distillation_loss(
-            _transformed(head, x),
-            head.decoder.weight,
-            y,
-            theirs.decoder.weight,
-            student_bias=head.decoder.bias,
-            teacher_bias=theirs.decoder.bias,
-            temperature=self.temperature,
-            reduction="sum",
-        )
-        return tuple(weight * term for weight, term in zip(self.weights, (soft, words, cosine), strict=True))
+        positions = None if self.all_tokens else batch.positions
+        return _soft_targets(head, theirs, student, teacher, positions, self.temperature), words, cosine
+
+
+def _soft_targets(
+    head: MaskedLMHead | CausalLMHead,
+    theirs: MaskedLMHead | CausalLMHead,
+    student: Encoded,
+    teacher: Encoded,
+    positions: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """The sum over ``positions``, by default all tokens, of the KL divergence of the student's distribution over the
+    vocabulary from the teacher's."""
+    x, y = student.x, teacher.x
+    if positions is not None:
+        x, y = (rows.index_select(0, positions) for rows in (x, y))
+    with torch.no_grad():
+        y = _transformed(theirs, y)
+    return ops.distillation_loss(
+        _transformed(head, x),
+        head.decoder.weight,
+        y,
+        theirs.decoder.weight,
+        student_bias=head.decoder.bias,
+        teacher_bias=theirs.decoder.bias,
+        temperature=temperature,
+        reduction="sum",
+    )
 
 
 def _sizes(model: PretrainedModel) -> tuple[int, int]:
@@ -173,9 +195,10 @@ class TinyBertRecipe(Recipe):
     """The distances of embeddings, attention maps and hidden states to those of a teacher, which may be wider. Student
     layer m learns from teacher layer g(m).
 
-        embeddings = MSE(E_student W_e, E_teacher)
-        attention  = sum over m of the mean over heads of MSE(A_student(m), A_teacher(g(m)))
-        hidden     = sum over m of MSE(H_student(m) W_h, H_teacher(g(m)))
+        embeddings  = MSE(E_student W_e, E_teacher)
+        attention_m = the mean over heads of MSE(A_student(m), A_teacher(g(m)))
+        hidden_m    = MSE(H_student(m) W_h, H_teacher(g(m)))
+        soft_targets = KL(softmax(teacher) || softmax(student)) for the tokens of the vocabulary, with ``predictions``
 
     The projections W_e and W_h are trained with the student, and absent if both have the same width. A are the scores
     before the softmax, with which the paper found faster convergence, or the weights after it. The MSE is a mean over
@@ -185,10 +208,9 @@ class TinyBertRecipe(Recipe):
     Args:
         layers: g, evenly spaced by default (``layer_map``).
         attention: "scores" or "weights".
+        predictions: Whether the loss also has the soft targets of all tokens; both models then have an LM head.
         projections: The initial state dict of ``projections``.
     """
-
-    terms = ("embeddings", "attention", "hidden")
 
     def __init__(
         self,
@@ -197,10 +219,13 @@ class TinyBertRecipe(Recipe):
         *,
         layers: Sequence[int] | None = None,
         attention: str = "scores",
+        predictions: bool = False,
         projections: dict[str, Tensor] | None = None,
     ) -> None:
-        super().__init__(student, teacher)
         ours, theirs = base_of(student).encoder.in_order(), base_of(teacher).encoder.in_order()
+        by_layer = [f"{name}_{m}" for name in ("attention", "hidden") for m in range(1, len(ours) + 1)]
+        super().__init__(student, teacher, ("embeddings", *by_layer, *(["soft_targets"] if predictions else [])))
+        self.predictions = predictions
         self.layers = list(layer_map(len(ours), len(theirs)) if layers is None else layers)
         if len(self.layers) != len(ours) or not all(1 <= layer <= len(theirs) for layer in self.layers):
             expected = f"{len(ours)} numbers from 1 to {len(theirs)}"
@@ -223,7 +248,7 @@ class TinyBertRecipe(Recipe):
                 raise ValueError(f"TinyBertRecipe: projections: expected those of this student: {error}") from error
 
     def counts(self, batch: Any) -> tuple[float, ...]:
-        return (batch.tokens,) * 3
+        return (batch.tokens,) * len(self.terms)
 
     def forward(self, batch: Any) -> tuple[Tensor, ...]:
         student, teacher = self.both(batch, hidden_states=True)
@@ -231,9 +256,7 @@ class TinyBertRecipe(Recipe):
         assert teacher.hidden_states is not None
         ours, theirs = student.hidden_states, teacher.hidden_states  # of the embeddings, then of every layer
         embeddings = self._distance("embeddings", ours[0], theirs[0])
-        hidden = torch.stack(
-            [self._distance("hidden", ours[m], theirs[g]) for m, g in enumerate(self.layers, start=1)]
-        ).sum()
+        hidden = [self._distance("hidden", ours[m], theirs[g]) for m, g in enumerate(self.layers, start=1)]
         maps = []
         for m, g in enumerate(self.layers):
             own = base_of(self.student).encoder.in_order()[m]
@@ -242,7 +265,10 @@ class TinyBertRecipe(Recipe):
                 target = self._map(other, theirs[g - 1], teacher.batch)
             pairs = _pairs(student.batch, own.window, other.window)
             maps.append(_map_distance(self._map(own, ours[m], student.batch), target, pairs))
-        return embeddings, torch.stack(maps).sum(), hidden
+        if not self.predictions:
+            return embeddings, *maps, *hidden
+        heads = _lm_head(self.student), _lm_head(self.teacher)
+        return embeddings, *maps, *hidden, _soft_targets(*heads, student, teacher, None, 1.0)
 
     def _distance(self, name: str, x: Tensor, target: Tensor) -> Tensor:
         """The sum over tokens of the mean over features of squared differences."""

@@ -88,10 +88,15 @@ def with_layers(teacher: PretrainedModel, layers: Sequence[int]) -> PretrainedMo
 
 
 def tinybert_student(
-    teacher: PretrainedModel, layers: int | None = None, width: int | None = None, intermediate: int | None = None
+    teacher: PretrainedModel,
+    layers: int | None = None,
+    width: int | None = None,
+    intermediate: int | None = None,
+    *,
+    head: bool = False,
 ) -> PretrainedModel:
     """A randomly initialized model of the teacher's kind with other sizes, by default half of the teacher's, and as
-    many attention heads."""
+    many attention heads; with ``head`` it also has the teacher's kind of head."""
     config, stack = teacher.config, base_of(teacher).encoder.in_order()
     names = _size_names(config)
     if names is None:
@@ -108,7 +113,7 @@ def tinybert_student(
         raise ValueError(f"intermediate: expected {4 * width}, four times the width, as in every GPT-1, got {inner}")
     if hasattr(config, "embedding_size"):
         sizes["embedding_size"] = min(config.embedding_size, width)
-    cls = type(base_of(teacher))
+    cls = type(teacher if head else base_of(teacher))
     options = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(cls).parameters else {}
     return cls(replace(config, **sizes, extra={}), **options)
 
@@ -168,7 +173,7 @@ class CorpusRun:
 
 
 def _trainer(recipe: Any, settings: FinetuneSettings, steps: int) -> Trainer:
-    objective = Objective(recipe.terms, recipe.counts, lambda module, batch: module(batch))
+    objective = Objective.of(recipe)
     optimizer = replace(settings.optimizer, learning_rate=settings.rates.rate, weight_decay=settings.rates.weight_decay)
     return trainer_of(recipe, objective, recipe, replace(settings, optimizer=optimizer), steps)
 
@@ -180,12 +185,10 @@ class PredictionRecipe(Recipe):
     """The distance between the student's and a fine-tuned teacher's logits of a task: by the ``problem_type`` of the
     student, squared errors of values, or cross entropies with the teacher's probabilities."""
 
-    terms = ("predictions",)
-
     def __init__(
         self, student: PretrainedModel, teacher: PretrainedModel, task: Task, *, temperature: float = 1.0
     ) -> None:
-        super().__init__(student, teacher)
+        super().__init__(student, teacher, ("predictions",))
         check_temperature(temperature)
         self.task, self.temperature = task, temperature
         self.distance = _DISTANCES.get(getattr(student.config, "problem_type", None) or "", soft_cross_entropy)
@@ -197,6 +200,25 @@ class PredictionRecipe(Recipe):
         with torch.no_grad():
             target = self.task.logits(self.teacher, batch)
         return (self.distance(self.task.logits(self.student, batch), target, self.temperature),)
+
+
+class JointRecipe(Recipe):
+    """TinyBERT's distances of the layers and of the predictions for a task in one loss.
+
+    Args:
+        layers: The recipe of the layers.
+        predictions: The recipe of the predictions, with the same student and teacher.
+    """
+
+    def __init__(self, layers: TinyBertRecipe, predictions: PredictionRecipe) -> None:
+        super().__init__(layers.student, layers.teacher, (*layers.terms, *predictions.terms))
+        self.layers, self.last = layers, predictions
+
+    def counts(self, batch: Any) -> tuple[float, ...]:
+        return *self.layers.counts(batch), *self.last.counts(batch)
+
+    def forward(self, batch: Any) -> tuple[Tensor, ...]:
+        return *self.layers(batch), *self.last(batch)
 
 
 _DISTANCES = {"regression": squared_error, "multi_label_classification": soft_binary_cross_entropy}
@@ -252,12 +274,12 @@ class TaskPart:
 
 class TaskRun:
     """TinyBERT's second stage. Its ``parts`` are to be run in order: the student learns the layers of a teacher that
-    was fine-tuned on the task, then its predictions.
+    was fine-tuned on the task, then its predictions; with ``joint`` both at once, in one part.
 
     Args:
         recipe: Student and teacher, both with the task's head, on the device where they are to run.
         settings: ``epochs`` applies to the first part.
-        prediction_epochs: The number of epochs of the second part.
+        prediction_epochs: The number of epochs of the second part; not used with ``joint``.
         temperature: The temperature of the predictions.
     """
 
@@ -270,6 +292,7 @@ class TaskRun:
         *,
         prediction_epochs: int = 3,
         temperature: float = 1.0,
+        joint: bool = False,
     ) -> None:
         at_least("prediction_epochs", prediction_epochs, 0)
         features = task.features(train)
@@ -279,6 +302,10 @@ class TaskRun:
             return [step for epoch in orders for step in shuffled_steps(features, settings, epoch)]
 
         prediction = PredictionRecipe(recipe.student, recipe.teacher, task, temperature=temperature)
+        if joint:
+            both = JointRecipe(recipe, prediction)
+            self.parts = [TaskPart("joint", both, task, steps(0, settings.epochs), settings)]
+            return
         parts = [
             TaskPart("layers", recipe, task, steps(0, settings.epochs), settings),
             TaskPart("predictions", prediction, task, steps(settings.epochs, prediction_epochs), settings),

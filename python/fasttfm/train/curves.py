@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 
 from fasttfm import _extras
 from fasttfm._atomic_files import atomic_write
-from fasttfm.train.logs import PERPLEXITY, VALIDATION, read_rows
+from fasttfm.train.logs import PERPLEXITY, VALIDATION, WEIGHT, read_rows, weighted_sum
 
 CURVES = "curves.png"
 
 
 def write_curves(log: Path, path: Path, title: str) -> None:
-    """Plots the rows of a log: a panel for each loss, training and validation, and one for learning rate and gradient
-    norm."""
+    """Plots the rows of a log: a panel for the loss, whose title names its terms and their weights, one for each term,
+    training and validation, and one for learning rate and gradient norm."""
     try:
         import matplotlib
     except ImportError:
@@ -35,7 +36,7 @@ def write_curves(log: Path, path: Path, title: str) -> None:
         for column, label, marker in ((name, "training", ""), (VALIDATION + name, "validation", "o")):
             points = [(int(row["step"]), float(row[column])) for row in rows if row.get(column, "") != ""]
             panel.plot(*zip(*points, strict=True), marker=marker, markersize=4, label=label) if points else None
-        panel.set_title(name.replace("_", " "))
+        panel.set_title(_title(name, rows[-1]))
         panel.legend(frameon=False)
     rates = panels[-1]
     steps = [int(row["step"]) for row in rows]
@@ -59,3 +60,12 @@ def write_curves(log: Path, path: Path, title: str) -> None:
     with atomic_write(path) as partial:
         figure.savefig(partial, dpi=110, format="png")
     pyplot.close(figure)
+
+
+def _title(name: str, row: dict[str, str]) -> str:
+    """The name of a column; that of the loss is followed by its terms and their weights."""
+    weights = {column.removeprefix(WEIGHT): value for column, value in row.items() if column.startswith(WEIGHT)}
+    if name != "loss" or not weights:
+        return name.replace("_", " ")
+    terms = [term.replace("_", " ") for term in weights]
+    return "\n".join(textwrap.wrap(f"loss = {weighted_sum(terms, [float(value) for value in weights.values()])}", 80))

@@ -75,7 +75,7 @@ def pretrain_knowledge(
 
     training, validation = stream(order[held_out:]), stream(order[:held_out])
     module = KnowledgePretraining(model)
-    objective = Objective(module.terms, module.counts, lambda call, batch: call(batch), module.flops)
+    objective = Objective.of(module)
     optimizer = make_optimizer(module, settings.optimizer)
     trainer = Trainer(module, objective, optimizer, Schedule(optimizer, settings.schedule), settings.step)
     torch.manual_seed(settings.seed)

@@ -18,6 +18,7 @@ CSV = "log.csv"
 EVENTS = "tensorboard"
 VALIDATION = "validation_"
 PERPLEXITY = "validation_perplexity"
+WEIGHT = "weight_"  # columns with the weights of losses
 MEASURED = ("tokens_per_second", "mfu", "seconds")  # columns with times, which are not reproducible
 
 
@@ -27,9 +28,10 @@ class RunLog:
 
     Args:
         directory: The run's directory.
-        terms: The objective's terms.
+        terms: The objective's terms. The rows have their means and, if there are several, their weights.
         steps: The number of steps of the run.
         every: Steps per row; evaluations and checkpoints end a row too.
+        weights: The weights of the terms in the loss; by default 1 for each.
         start: The number of completed steps; later rows, of an interrupted run, are removed.
         progress: A progress bar that shows the numbers of each row.
         peak: The peak FLOP/s of all devices, if known; the model FLOPs utilization (MFU) is relative to it.
@@ -45,6 +47,7 @@ class RunLog:
         *,
         steps: int,
         every: int = 10,
+        weights: Sequence[float] | None = None,
         start: int = 0,
         progress: Progress | None = None,
         peak: float | None = None,
@@ -58,7 +61,9 @@ class RunLog:
         counters = ("gradient_norm", "learning_rate", "skipped")
         self._peak, self._perplexity = peak, perplexity
         evaluated = [*self._validation_columns, *([PERPLEXITY] if perplexity else [])]
-        self.columns = ["step", "tokens", *names, *counters, *evaluated, *MEASURED]
+        self.weights = dict(zip(terms, weights or [1.0] * len(terms), strict=True))
+        constants = {WEIGHT + name: weight for name, weight in self.weights.items()} if len(terms) > 1 else {}
+        self.columns = ["step", "tokens", *names, *constants, *counters, *evaluated, *MEASURED]
         earlier = [row for row in read_rows(self.path) if int(row["step"]) <= start] if start else []
         self._file = self._begin(earlier)
         self._writer = csv.DictWriter(self._file, self.columns, lineterminator="\n")
@@ -68,6 +73,7 @@ class RunLog:
         self._every = every
         self._window: list[StepResult] = []
         self._row: dict[str, Any] = dict(earlier[-1]) if earlier else dict.fromkeys(self.columns, 0)
+        self._row |= constants
         self._arrived = float(self._row["seconds"])  # when the last result arrived, on this clock
         self._clock = Stopwatch(self._arrived)
         self._warm_step = start + min(10, (steps - start) // 3)
@@ -110,7 +116,7 @@ class RunLog:
         self._file.flush()
         for report in self._reports:
             for name, value in self._row.items():
-                if name != "step" and value != "":
+                if name != "step" and value != "" and not name.startswith(WEIGHT):
                     report.add_scalar(name.replace(VALIDATION, "validation/"), float(value), int(self._row["step"]))
 
     def _means(self) -> dict[str, float]:
@@ -150,6 +156,14 @@ class RunLog:
     def loss(self) -> float:
         """The loss of the last row."""
         return float(self._row["loss"])
+
+    @property
+    def loss_sum(self) -> str:
+        """The loss of the last row as the sum of its terms."""
+        if len(self.weights) == 1:
+            return f"{self.loss:.3f}"
+        terms = [f"{name.replace('_', ' ')} {float(self._row[name]):.3f}" for name in self.weights]
+        return f"{self.loss:.3f} = {weighted_sum(terms, list(self.weights.values()))}"
 
     def paused(self) -> contextlib.AbstractContextManager[None]:
         """A context whose time does not count as training."""
@@ -197,6 +211,12 @@ class Stopwatch:
             yield
         finally:
             self._since = time.perf_counter()
+
+
+def weighted_sum(terms: Sequence[str], weights: Sequence[float]) -> str:
+    """A loss as the sum of its terms: ``masked lm + 50 x replaced tokens``."""
+    pairs = zip(terms, weights, strict=True)
+    return " + ".join(term if weight == 1 else f"{weight:g} x {term}" for term, weight in pairs)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -33,13 +33,31 @@ class Objective:
     A step's batch is divided into parts, over ranks and over several batches per rank. So each part computes sums,
     which are divided by the counts of all parts:
 
-        loss = sum over terms of (sum over parts of sums) / (sum over parts of counts)
+        loss = sum over terms of weight * (sum over parts of sums) / (sum over parts of counts)
+
+    The terms of results and logs are the means, without their weights.
     """
 
     terms: tuple[str, ...]
     counts: Callable[[Any], Sequence[float]]  # of a batch on the host: the divisor of each term's mean
     sums: Callable[[Any, Any], Sequence[Tensor]]  # of module and batch: each term's sum, on the device
     flops: Callable[[Any], float] | None = None  # of a batch on the host: FLOPs of forward and backward
+    weights: tuple[float, ...] | None = None  # of the terms; by default 1 for each
+
+    @classmethod
+    def of(cls, module: Any) -> Objective:
+        """The objective of a module whose forward returns the sums of its losses (``models.objectives.Pretraining``, a
+        distillation recipe)."""
+        flops = getattr(module, "flops", None)
+        return cls(module.terms, module.counts, lambda call, batch: call(batch), flops, tuple(module.weights))
+
+    def loss(self, means: Sequence[float]) -> float:
+        """The loss, given the terms' means."""
+        return sum(weight * mean for weight, mean in zip(self.term_weights, means, strict=True))
+
+    @property
+    def term_weights(self) -> tuple[float, ...]:
+        return (1.0,) * len(self.terms) if self.weights is None else self.weights
 
 
 @dataclass(frozen=True)
@@ -184,11 +202,14 @@ class Trainer:
         self._sums.add_(terms[0].detach() if len(terms) == 1 else torch.stack(terms).detach())
 
     def _shares(self, terms: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The loss's gradient with respect to each term's sum, 1 / count, in fp32."""
+        """The loss's gradient with respect to each term's sum, weight / count, in fp32."""
+        weights = self.objective.term_weights
         if self._host_totals is None:
             counts = self._totals[: len(terms)].clamp(min=1)
-            return (self.world.size / counts).float().unbind()
-        shares = [1 / max(count, 1.0) for count in self._host_totals[: len(terms)]]
+            shares = (self.world.size / counts).unbind()
+            return [(share * weight).float() for share, weight in zip(shares, weights, strict=True)]
+        pairs = zip(weights, self._host_totals, strict=False)
+        shares = [weight / max(count, 1.0) for weight, count in pairs]
         return [torch.full_like(each, share) for each, share in zip(terms, shares, strict=True)]
 
     def _terms(self, batch: Any) -> list[Tensor]:
@@ -239,7 +260,7 @@ class Trainer:
         for (step, rate, totals), (*sums_and_totals, norm) in values:
             *counts, tokens, flops = sums_and_totals[count:] if totals is None else totals
             means = [total / max(number, 1.0) for total, number in zip(sums_and_totals[:count], counts, strict=True)]
-            loss = sum(means)
+            loss = self.objective.loss(means)
             bad = not math.isfinite(loss + norm)
             terms = dict(zip(self.objective.terms, means, strict=True))
             results.append(StepResult(step, loss, terms, norm, rate, int(tokens), flops, skipped=bad))
@@ -255,7 +276,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
-        """The terms' means over ``batches`` without dropout, and ``loss``, their sum. All ranks need as many
+        """The terms' means over ``batches`` without dropout, and ``loss``, their weighted sum. All ranks need as many
         batches."""
         self.module.eval()
         sums, totals = torch.zeros_like(self._sums), torch.zeros_like(self._sums)
@@ -266,7 +287,7 @@ class Trainer:
                 totals += counts.to(totals.device)
         means = (self.world.sum(sums) / self.world.sum(totals).clamp(min=1)).tolist()
         self.module.train()
-        return {"loss": sum(means), **dict(zip(self.objective.terms, means, strict=True))}
+        return {"loss": self.objective.loss(means), **dict(zip(self.objective.terms, means, strict=True))}
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import torch
 from fasttfm import data
 from fasttfm._atomic_files import first_line
 from fasttfm.models.checkpoint_files import CONFIG
-from fasttfm.models.objectives import CausalLM, MaskedLM, Pretraining
+from fasttfm.models.objectives import CausalLM, MaskedLM
 from fasttfm.train import checkpoints as files
 from fasttfm.train.checkpoints import Checkpoints, ModelFiles
 from fasttfm.train.curves import CURVES, write_curves
@@ -58,7 +58,8 @@ class Summary:
     steps: int
     tokens: int
     skipped: int
-    loss: float  # the mean of the last rows
+    loss: float  # of the last row
+    loss_sum: str  # the same as the sum of its terms with their weights
     held_out: dict[str, float]
     tokens_per_second: float | None  # without the first steps
     batch: data.Batch  # of the validation set
@@ -99,11 +100,6 @@ def model_source(settings: PretrainSettings, run: RunSettings) -> PretrainSettin
     return dataclasses.replace(settings, init=str(checkpoints.path(checkpoints.steps()[-1])))
 
 
-def objective_of(module: Pretraining) -> Objective:
-    """The objective of the training loop: the losses that the module's forward returns."""
-    return Objective(module.terms, module.counts, lambda call, batch: call(batch), module.flops)
-
-
 class _Run:
     def __init__(self, settings: PretrainSettings, run: RunSettings, world: World, held: contextlib.ExitStack) -> None:
         """``held`` keeps the directory's lock."""
@@ -120,7 +116,7 @@ class _Run:
         module = share_out(self.objective, world)
         optimizer = make_optimizer(module, settings.optimizer, capturable=settings.step.cuda_graph)
         schedule = Schedule(optimizer, settings.schedule)
-        self.trainer = Trainer(module, objective_of(self.objective), optimizer, schedule, settings.step, world=world)
+        self.trainer = Trainer(module, Objective.of(self.objective), optimizer, schedule, settings.step, world=world)
         self.batch_tokens = self._batch_tokens()
         self.stream = self._stream(self.corpus.training, self._workers())
         self.evaluation = self._evaluation_batches()
@@ -286,7 +282,8 @@ class _Run:
         if main:
             self._replace_earlier_run()
             steps: dict[str, Any] = {"steps": self.steps, "every": run.log_every, "start": self.start}
-            log = RunLog(run.output, terms, **steps, progress=progress, peak=peak, perplexity=terms[0])
+            weights = self.objective.weights
+            log = RunLog(run.output, terms, weights=weights, **steps, progress=progress, peak=peak, perplexity=terms[0])
         evaluate_every = run.evaluate_every or max(1, math.ceil(self.steps / 10))
         checkpoint_every = run.checkpoint_every or min(1000, max(1, math.ceil(self.steps / 5)))
         checkpoint = self.checkpoints.path(self.start)
@@ -377,6 +374,7 @@ class _Run:
             log.tokens,
             self.trainer.skipped,
             log.loss,
+            log.loss_sum,
             log.held_out,
             rate,
             self.evaluation[0],

@@ -140,7 +140,7 @@ class Lab:
         settings = FinetuneSettings(
             rates=Rates(1e-3), optimizer=OptimizerSettings(learning_rate=1e-3), warmup=0.1, seed=self.seed
         )
-        objective = Objective(module.terms, module.counts, lambda call, batch: call(batch), module.flops)
+        objective = Objective.of(module)
         torch.manual_seed(self.seed)
         trainer = trainer_of(module, objective, module, settings, self.steps(steps))
         for batch in islice(stream, self.steps(steps)):

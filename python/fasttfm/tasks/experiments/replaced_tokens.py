@@ -26,7 +26,7 @@ class MaskedDetection(ReplacedTokenDetection):
         output = self.model(batch.input_ids, labels=batch.labels, positions=batch.positions, **layout)
         logits, replaced = (rows.index_select(0, batch.positions) for rows in (output.logits, output.replaced))
         loss = ops.replaced_token_loss(logits, replaced, reduction="sum")
-        return output.generator_loss * batch.predictions, self.model.config.discriminator_weight * loss
+        return output.generator_loss * batch.predictions, loss
 
 
 class ReplaceMLM(Pretraining):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from fasttfm.models import BertConfig, BertForPreTraining
-from fasttfm.models.objectives import MaskedLM, NextSentence, Pretraining
+from fasttfm.models.objectives import MaskedLM, NextSentence, Pretraining, SentenceOrder
 from fasttfm.tasks.experiments.lab import Experiment, Lab, Row
 
 
@@ -19,7 +19,7 @@ def run(lab: Lab) -> Iterator[Row]:
     objectives: dict[str, tuple[type[Pretraining], str]] = {
         "none": (NoSentences, "nsp"),
         "next sentence": (NextSentence, "nsp"),
-        "sentence order": (NextSentence, "sop"),  # the same head; the labels say whether sentences are swapped
+        "sentence order": (SentenceOrder, "sop"),
     }
     for name, (objective, sequences) in objectives.items():
         torch.manual_seed(lab.seed)
@@ -28,7 +28,7 @@ def run(lab: Lab) -> Iterator[Row]:
         yield {
             "objective": name,
             "masked_lm_loss": held_out["masked_lm"],
-            "sentence_loss": held_out.get("next_sentence", float("nan")),
+            "sentence_loss": held_out.get("next_sentence", held_out.get("sentence_order", float("nan"))),
             "pair_accuracy": lab.score(model, "pair"),
             "choice_accuracy": lab.score(model, "choice"),
         }
