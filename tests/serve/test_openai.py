@@ -70,10 +70,11 @@ def test_the_client_completes(client: Any, folders: dict[str, Path]) -> None:
 
 
 def continued(folder: Path, prompt: str, tokens: int) -> str:
+    from fasttfm.data import load_tokenizer
     from fasttfm.generate import GenerationSession
-    from fasttfm.inference.opening import open_with_stated_head, tokenizer_of
+    from fasttfm.inference.opening import open_with_stated_head
 
-    tokenizer = tokenizer_of(folder)
+    tokenizer = load_tokenizer(folder)
     session = GenerationSession(open_with_stated_head(folder).eval())
     return tokenizer.decode(session.submit(tokenizer.encode(prompt), max_new_tokens=tokens).result())
 

@@ -15,9 +15,9 @@ import torch
 from model_families import save_small
 
 from fasttfm import models, tasks
-from fasttfm.data import DataError, Tokenizer
+from fasttfm.data import DataError, Tokenizer, load_tokenizer
 from fasttfm.data.task_files import Answer, ChoiceExample, QuestionExample, TagExample, TextExample
-from fasttfm.inference.opening import checkpoint_of, tokenizer_of
+from fasttfm.inference.opening import checkpoint_of
 from fasttfm.models import CheckpointError
 from fasttfm.tasks import loading
 from fasttfm.tasks.finetuning import predict, prepare, save
@@ -267,4 +267,4 @@ def test_the_newest_checkpoint_of_a_run_is_found(wordpiece: Tokenizer, tmp_path:
     assert task.language.tokenizer.fingerprint == wordpiece.fingerprint
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (electra / "discriminator" / name).rename(electra / name)  # where earlier versions wrote it
-    assert tokenizer_of(tmp_path / "electra").fingerprint == wordpiece.fingerprint
+    assert load_tokenizer(tmp_path / "electra").fingerprint == wordpiece.fingerprint

@@ -68,7 +68,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument(
         "--intermediate", type=int, metavar="N", help="tinybert: intermediate size (default: four times the width)"
     )
-    group.add_argument("--student", metavar="DIR", help="tinybert with --task: output directory of the first stage")
+    group.add_argument("--student", metavar="MODEL", help="tinybert with --task: output directory of the first stage")
     group = parser.add_argument_group("loss")
     group.add_argument(
         "--temperature", type=float, metavar="T", help="softmax temperature (default: 2; 1 for a task's predictions)"
@@ -115,7 +115,9 @@ def add_parser(subparsers: Any) -> None:
     )
     group.add_argument("--prediction-epochs", type=int, default=3, metavar="N", help="epochs on predictions")
     group.add_argument(
-        "--augment", metavar="DIR", help="classify, pair: also train on copies with words that this masked LM proposes"
+        "--augment",
+        metavar="MODEL",
+        help=f"classify, pair: also train on copies with words that this masked LM proposes: {MODEL_HELP}",
     )
     group.add_argument("--copies", type=int, default=20, metavar="N", help="copies of each example with --augment")
     add_run_options(parser)
@@ -149,11 +151,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _on_corpus(arguments: argparse.Namespace) -> None:
     from fasttfm import data
-    from fasttfm.inference.opening import family_of, tokenizer_of
+    from fasttfm.inference.opening import family_of
     from fasttfm.tasks.distillation_runs import CorpusRun, save_student
 
     device = device_of(arguments)
-    tokenizer = tokenizer_of(arguments.teacher)
+    tokenizer = data.load_tokenizer(arguments.teacher)
     recipe = _recipe(arguments).to(device)
     recipe.teacher.to(device)
     tokens = 4096 if arguments.tokens_per_batch is None else arguments.tokens_per_batch

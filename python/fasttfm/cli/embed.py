@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fasttfm.cli.options import (
+    MODEL_HELP,
     Formatter,
     add_device_option,
     check_output_file,
@@ -79,7 +80,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
         "--model",
         required=required,
         metavar="MODEL",
-        help="checkpoint directory of transformers, sentence-transformers or fasttfm, or a hub id",
+        help=MODEL_HELP,
     )
     group.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")
     group.add_argument(
@@ -149,7 +150,8 @@ def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None) -
     """The model with the settings of ``add_model_options``, over those of its folder."""
     from dataclasses import replace
 
-    from fasttfm.inference.opening import open_model, tokenizer_of
+    from fasttfm.data.tokenizer_files import load_tokenizer
+    from fasttfm.inference.opening import open_model
     from fasttfm.inference.sentence_folder import read_sentence_folder
     from fasttfm.models.family import Head
     from fasttfm.tasks.embedding import Embedder, EmbedSettings
@@ -165,7 +167,7 @@ def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None) -
     device = device_of(arguments)
     return Embedder(
         open_model(folder.model, Head.NONE).to(device),
-        tokenizer_of(arguments.tokenizer or folder.model),
+        load_tokenizer(arguments.tokenizer or folder.model),
         settings,
         tokens_per_batch=arguments.tokens_per_batch,
         precision=precision_of(arguments, device),

@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fasttfm.cli.options import Formatter, add_device_option, device_of, exit_on_user_error
+from fasttfm.cli.options import MODEL_HELP, Formatter, add_device_option, device_of, exit_on_user_error
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
         description=__doc__,
         formatter_class=Formatter,
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="directory of a fine-tuned KagNet")
+    parser.add_argument("--model", required=True, metavar="MODEL", help=f"fine-tuned KagNet: {MODEL_HELP}")
     parser.add_argument("--data", type=Path, metavar="FILE", help="questions in CommonsenseQA's format")
     parser.add_argument("--number", type=int, default=5, metavar="N", help="answer the first N questions of --data")
     parser.add_argument("--question", metavar="TEXT", help="a single question, instead of --data")
@@ -82,12 +82,13 @@ def _examples(arguments: argparse.Namespace) -> list[Any]:
 
 def _opened(arguments: argparse.Namespace, examples: list[Any]) -> tuple[Any, Any]:
     """The model, and its task with the graph and the options that it was trained with."""
+    from fasttfm.inference.opening import checkpoint_of
     from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json
     from fasttfm.tasks.commonsense import CommonsenseTask
     from fasttfm.tasks.finetuning import prepare
     from fasttfm.tasks.task import TASK_KEY
 
-    described = read_json(Path(arguments.model) / CONFIG).get(TASK_KEY) or {}
+    described = read_json(checkpoint_of(arguments.model) / CONFIG).get(TASK_KEY) or {}
     if described.get("task") != CommonsenseTask.name:
         expected = "a model of fasttfm finetune --task commonsense"
         raise CheckpointError(f"{arguments.model}: expected {expected}, got one that knows no graph")

@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
 
 def add_language_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that ``fill-mask`` and ``score`` share."""
-    parser.add_argument("--model", required=True, metavar="DIR", help=f"{MODEL_HELP}, or a pre-training run")
+    parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--text", metavar="TEXT", help="a single text, instead of --data")
     parser.add_argument(
         "--data", metavar="FILE", help=".txt (one text per line) or .jsonl (the field text); - reads lines from stdin"

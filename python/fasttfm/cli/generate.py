@@ -67,8 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
     with exit_on_user_error(arguments):
         import torch
 
+        from fasttfm.data.tokenizer_files import load_tokenizer
         from fasttfm.generate import generate, stream
-        from fasttfm.inference.opening import open_model, tokenizer_of
+        from fasttfm.inference.opening import open_model
         from fasttfm.models.family import Head
         from fasttfm.tasks.prompts import text_pieces, until
         from fasttfm.train.settings import random_seed
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             got = f"{arguments.num_beams} beams"
             raise ValueError(f"--num-beams: expected 1 with --temperature, --top-k or --top-p, got {got}")
         device = device_of(arguments)
-        tokenizer = tokenizer_of(arguments.tokenizer or arguments.model)
+        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
         model: Any = open_model(arguments.model, Head.CAUSAL_LM).to(device)
         text, stop = _prompt(arguments, tokenizer, model.config.n_positions)
         ids = tokenizer.encode(text)

@@ -13,8 +13,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-MODEL_HELP = "checkpoint directory of transformers or fasttfm, or a hub id such as bert-base-uncased"
-GPT_HELP = "GPT: checkpoint directory of transformers or fasttfm, or a hub id such as gpt2"
+# The help of every option that takes a model; its metavar is MODEL.
+MODEL_HELP = (
+    "directory of a training run, of one of its checkpoints, or of a model of transformers or sentence-transformers; "
+    "or a hub id such as bert-base-uncased"
+)
+GPT_HELP = f"GPT: {MODEL_HELP}".replace("bert-base-uncased", "gpt2")
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from fasttfm.cli.options import (
+    MODEL_HELP,
     Formatter,
     add_column_options,
     add_device_option,
@@ -59,8 +60,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--model",
         required=True,
-        metavar="DIR",
-        help="output directory of fasttfm finetune or pretrain, or such a checkpoint of transformers",
+        metavar="MODEL",
+        help=f"fine-tuned or pre-trained model: {MODEL_HELP}",
     )
     parser.add_argument("--data", metavar="FILE", help="file of examples; - reads lines from stdin")
     parser.add_argument("--text", nargs="+", metavar="TEXT", help="the texts of a single example, instead of --data")

@@ -372,11 +372,9 @@ def _checkpoint(name: str, family: str | None, asked: str | None) -> tuple[str, 
     run that of its newest checkpoint, of ELECTRA the one with both models. ``asked`` is the objective that is given."""
     from fasttfm.inference.opening import family_of
     from fasttfm.models.checkpoint_files import CONFIG, read_json
-    from fasttfm.models.hub import model_directory
-    from fasttfm.train.checkpoints import LATEST
+    from fasttfm.models.directories import checkpoint_directory
 
-    path = model_directory(name)
-    folder = path / LATEST if (path / LATEST).is_dir() and not (path / CONFIG).is_file() else path
+    folder = checkpoint_directory(name)
     both = (folder / "discriminator").is_dir() and not (folder / CONFIG).is_file()
     config = folder / "discriminator" if both else folder
     found = family_of(config)

@@ -19,6 +19,7 @@ from typing import Any
 
 from fasttfm._atomic_files import write_json
 from fasttfm.cli.options import (
+    MODEL_HELP,
     Formatter,
     add_run_options,
     add_training_options,
@@ -45,7 +46,11 @@ def add_parser(subparsers: Any) -> None:
         "--entities", type=Path, required=True, metavar="DIR", help="entity vectors, written by fasttfm transe"
     )
     parser.add_argument("--data", type=Path, metavar="FILE", help="texts with mentions (default: the shipped texts)")
-    parser.add_argument("--init", metavar="DIR", help="start from this BERT or ERNIE (default: random initialization)")
+    parser.add_argument(
+        "--init",
+        metavar="MODEL",
+        help=f"start from this BERT or ERNIE: {MODEL_HELP} (default: random initialization)",
+    )
     parser.add_argument(
         "--size", choices=FAMILY.sizes, default=FAMILY.default_size, help="size of the model without --init"
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fasttfm import _extras
-from fasttfm.cli.options import Formatter, device_of, exit_on_user_error
+from fasttfm.cli.options import MODEL_HELP, Formatter, device_of, exit_on_user_error
 
 _PACKAGES = ("starlette", "uvicorn", "orjson", "prometheus_client")
 
@@ -31,8 +31,8 @@ def add_parser(subparsers: Any) -> None:
         "--model",
         required=True,
         action="append",
-        metavar="DIR",
-        help="checkpoint directory of transformers, sentence-transformers or fasttfm, or a hub id; may be repeated",
+        metavar="MODEL",
+        help=f"{MODEL_HELP}; may be repeated",
     )
     group.add_argument(
         "--served-model-name",

@@ -92,11 +92,12 @@ def _attention(arguments: argparse.Namespace) -> int:
         check_new_file(output, overwrite=arguments.overwrite)
         layers, heads = (_numbers(name, getattr(arguments, name)) for name in ("layers", "heads"))
 
-        from fasttfm.inference.opening import open_model, tokenizer_of
+        from fasttfm.data.tokenizer_files import load_tokenizer
+        from fasttfm.inference.opening import open_model
         from fasttfm.models.family import Head
         from fasttfm.tasks.attention_maps import attention_maps
 
-        tokenizer = tokenizer_of(arguments.tokenizer or arguments.model)
+        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
         model = open_model(arguments.model, Head.NONE).to(device_of(arguments))
         maps = attention_maps(model, tokenizer, arguments.text, arguments.second, max_tokens=arguments.max_tokens)
         maps = maps.select(layers, heads)

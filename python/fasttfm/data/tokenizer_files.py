@@ -16,18 +16,29 @@ from fasttfm.data.lines import data_error, read_lines
 from fasttfm.data.sentencepiece_model import SentencePieceModel, read_sentencepiece
 from fasttfm.data.tokenizer import Tokenizer, finished, library, special_by_name
 from fasttfm.data.tokenizer_training import wordpiece
-from fasttfm.models.hub import TOKENIZER_FILES, Part, model_directory
+from fasttfm.models.directories import PARTS, checkpoint_directory
+from fasttfm.models.hub import TOKENIZER_FILES, Part
 
 _EXPECTED = "a tokenizer.json, a vocab.txt, a vocab.json with merges.txt or a SentencePiece .model"
 _WORD_END = "</w>"  # the suffix of GPT's tokens that end a word
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a tokenizer from a folder, a ``tokenizer.json``, a ``vocab.txt``, a ``vocab.json`` with ``merges.txt``, a
-    SentencePiece ``.model``, or a hub model (``model_directory``). Special tokens are those that the folder's settings
-    name, or else those with a well-known name."""
+    """Reads a tokenizer from a ``tokenizer.json``, a ``vocab.txt``, a ``vocab.json`` with ``merges.txt``, a
+    SentencePiece ``.model``, a folder with one of them, the directory of any model, or a hub model
+    (``model_directory``). Special tokens are those that the folder's settings name, or else those with a well-known
+    name."""
     is_hub_id = isinstance(path, str) and not Path(path).exists()
-    return _read_tokenizer(model_directory(path, Part.TOKENIZER) if is_hub_id else Path(path))
+    if not is_hub_id and not Path(path).is_dir():
+        return _read_tokenizer(Path(path))
+    folder = checkpoint_directory(path, Part.TOKENIZER)
+    # ELECTRA's two models have one tokenizer, in a folder of theirs or in the one above.
+    others = [folder.parent] if folder.name in PARTS else [folder / part for part in PARTS]
+    return _read_tokenizer(next((each for each in (folder, *others) if _has_tokenizer(each)), folder))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES) or any(folder.glob("*.model"))
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from fasttfm.data.tokenizer import Tokenizer
-from fasttfm.data.tokenizer_files import load_tokenizer
-from fasttfm.models.checkpoint_files import CONFIG, LATEST, CheckpointError, read_json
+from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json
+from fasttfm.models.directories import checkpoint_directory
 from fasttfm.models.families import FAMILIES, family_of_type
 from fasttfm.models.family import Family, Head
-from fasttfm.models.hub import Part, model_directory
+from fasttfm.models.hub import Part
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import BaseModel, TextModel
 
@@ -21,22 +20,11 @@ TASK_KEY = "fasttfm_task"  # the key in config.json of the settings with which a
 
 
 def checkpoint_of(directory: str | Path, head: Head = Head.NONE, *, part: Part = Part.WEIGHTS) -> Path:
-    """The directory of the checkpoint in a directory or hub model: the directory itself, or the newest checkpoint of a
-    pre-training run. Of ELECTRA's two models it is the generator for masked LM, otherwise the discriminator."""
-    path = model_directory(directory, part)
-    if not (path / CONFIG).exists() and (path / LATEST).is_dir():
-        path = path / LATEST
+    """The directory of the checkpoint in a directory or hub model (``checkpoint_directory``). Of ELECTRA's two models
+    it is the generator for masked LM, otherwise the discriminator."""
+    path = checkpoint_directory(directory, part)
     model = path / ("generator" if head is Head.MASKED_LM else "discriminator")
     return model if not (path / CONFIG).exists() and (model / CONFIG).is_file() else path
-
-
-def tokenizer_of(directory: str | Path, head: Head = Head.NONE) -> Tokenizer:
-    """The tokenizer of a checkpoint directory, of a tokenizer file or of a hub model."""
-    if not Path(directory).is_dir():
-        return load_tokenizer(directory)
-    path = checkpoint_of(directory, head)
-    in_parent = path.name in ("generator", "discriminator") and not (path / "tokenizer.json").exists()
-    return load_tokenizer(path.parent if in_parent else path)
 
 
 def family_of(directory: str | Path) -> Family:

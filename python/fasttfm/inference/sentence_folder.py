@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +12,9 @@ from torch import nn
 
 from fasttfm.inference.pooling import SENTENCE_POOLING
 from fasttfm.models.checkpoint_files import CheckpointError, CheckpointReader, read_json
+from fasttfm.models.directories import MODULES, module_path, read_modules
 from fasttfm.models.hub import model_directory
 
-MODULES = "modules.json"
 _LEGACY = {  # older folders have one flag per pooling mode; in the order in which vectors are concatenated
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -77,11 +75,11 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
     listed = folder / MODULES
     if not listed.is_file():
         return SentenceFolder(folder)
-    modules = _read_modules(listed)
+    modules = read_modules(listed)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise CheckpointError(f"{listed}: expected a Transformer and then Pooling, got {', '.join(kinds) or 'nothing'}")
-    paths = [folder / _path_inside(str(module.get("path", "")), listed) for module in modules]
+    paths = [folder / module_path(module, listed) for module in modules]
     pooling = read_json(paths[1] / "config.json")
     after = tuple(_module_after(kind, path, listed) for kind, path in zip(kinds[2:], paths[2:], strict=True))
     settings = _optional(folder / "config_sentence_transformers.json")
@@ -142,22 +140,5 @@ def _module_after(kind: str, path: Path, listed: Path) -> nn.Module:
     return nn.Sequential(linear, getattr(nn, activation)()).requires_grad_(False)
 
 
-def _path_inside(name: str, listed: Path) -> str:
-    """The path of a module. Raises CheckpointError if it leads out of the folder."""
-    if os.path.isabs(name) or os.path.normpath(name).split(os.sep)[0] == os.pardir:
-        raise CheckpointError(f"{listed}: path: expected a folder next to this file, got {name!r}")
-    return name
-
-
 def _optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
-
-
-def _read_modules(path: Path) -> list[dict[str, Any]]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected JSON: {error}") from None
-    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
-        raise CheckpointError(f"{path}: expected a JSON list of objects, got {type(found).__name__}")
-    return found

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fasttfm._progress import progress
 from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.data.tokenizer_files import load_tokenizer
 from fasttfm.inference.batches import (
     Packed,
     SortedIds,
@@ -42,7 +43,6 @@ from fasttfm.inference.opening import (
     open_with_stated_head,
     stack_of,
     stated_length,
-    tokenizer_of,
 )
 from fasttfm.inference.requests import Item, launch_items
 from fasttfm.inference.results import MaybeNan, SequenceRows, TokenRows, Wait
@@ -138,7 +138,7 @@ class Session:
             if precision == "fp8" and calibration is None:
                 calibration = Calibration.load(checkpoint_of(folder.model))
             settings = settings or EmbedSettings.of_folder(folder)
-            tokenizer = tokenizer or tokenizer_of(folder.model)
+            tokenizer = tokenizer or load_tokenizer(folder.model)
             model = open_with_stated_head(folder.model).eval().requires_grad_(False).to(self.device)
         if not isinstance(stack_of(model), TextModel):
             raise ValueError(f"Session: model: expected one that reads tokens, got {type(model).__name__}")

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 from fasttfm._atomic_files import write_json
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json
-from fasttfm.models.hub import Part, model_directory
+from fasttfm.models.directories import checkpoint_directory
+from fasttfm.models.hub import Part
 
 Config = TypeVar("Config", bound="ModelConfig")
 
@@ -48,9 +49,9 @@ class ModelConfig:
     def from_pretrained(
         cls: type[Config], directory: str | Path, *, revision: str | None = None, token: str | bool | None = None
     ) -> Config:
-        """Reads ``config.json`` of a directory or of a model of the hub (``model_directory``), or the file of another
-        name that the family's releases have."""
-        folder = model_directory(directory, Part.CONFIG, revision=revision, token=token)
+        """Reads ``config.json`` of a directory or hub model (``checkpoint_directory``), or the file of another name
+        that the family's releases have."""
+        folder = checkpoint_directory(directory, Part.CONFIG, revision=revision, token=token)
         paths = [folder / name for name in cls.config_files]
         path = next((path for path in paths if path.is_file()), paths[0])
         found = read_json(path)

@@ -34,6 +34,7 @@ from fasttfm.models.bert import (
 )
 from fasttfm.models.checkpoint_files import CheckpointError
 from fasttfm.models.checkpoint_names import Names, rule
+from fasttfm.models.directories import checkpoint_directory
 from fasttfm.models.family import Family, Head
 from fasttfm.models.kagnet import GRAPH_NAMES, GraphChoice, GraphFields
 from fasttfm.models.objectives import ReplacedTokenDetection
@@ -325,7 +326,7 @@ class ElectraForJointPreTraining(PretrainedModel):
         **changes: Any,
     ) -> ElectraForJointPreTraining:
         """Reads both folders. Their embeddings are equal, or it is an error; ``changes`` are those of both."""
-        path = Path(directory)
+        path = checkpoint_directory(directory)
         discriminator = ElectraForPreTraining.from_pretrained(path / "discriminator", **changes)
         generator = ElectraForMaskedLM.from_pretrained(path / "generator", **changes)
         with torch.device("meta"):

@@ -45,6 +45,7 @@ from fasttfm.models.bert import (
 from fasttfm.models.bert import NAMES as BERT_NAMES
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError
 from fasttfm.models.checkpoint_names import Names, rule
+from fasttfm.models.directories import checkpoint_directory
 from fasttfm.models.entity_files import ENTITY_IDS, read_names, write_names
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import IGNORED, NextSentence
@@ -173,7 +174,7 @@ class KnowledgeModel(PretrainedModel):
     @classmethod
     def from_pretrained(cls: type[Model], directory: str | Path, **options: Any) -> Model:
         model = super().from_pretrained(directory, **options)
-        path = Path(directory) / ENTITY_IDS
+        path = checkpoint_directory(directory) / ENTITY_IDS
         if model.config.num_entities and path.is_file():
             names = read_names(path)
             if len(names) != model.config.num_entities:

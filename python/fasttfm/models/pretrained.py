@@ -21,7 +21,7 @@ from fasttfm.models.checkpoint_files import (
 )
 from fasttfm.models.checkpoint_names import Names, checkpoint_shapes, from_checkpoint, to_checkpoint
 from fasttfm.models.config import ModelConfig
-from fasttfm.models.hub import model_directory
+from fasttfm.models.directories import checkpoint_directory
 from fasttfm.nn import PackedTransformer
 
 Model = TypeVar("Model", bound="PretrainedModel")
@@ -149,7 +149,8 @@ class PretrainedModel(nn.Module):
     ) -> Model:
         """Reads a directory in transformers' format: ``config.json`` and ``model.safetensors`` or
         ``pytorch_model.bin``, possibly sharded. A string that is not a directory is a hub id, such as
-        ``"bert-base-uncased"`` (``model_directory``).
+        ``"bert-base-uncased"`` (``model_directory``). Of a training run it reads the newest checkpoint, of a
+        sentence-transformers folder the transformer.
 
         The checkpoint may be of another model of the family: a head that it lacks is randomly initialized, with a
         warning, and listed in ``new_heads``; heads that only the checkpoint has are ignored. Any other parameter that
@@ -167,7 +168,7 @@ class PretrainedModel(nn.Module):
         Returns:
             The model in evaluation mode, as in transformers.
         """
-        path = model_directory(directory, revision=revision, token=token)
+        path = checkpoint_directory(directory, revision=revision, token=token)
         config = cls.config_class.from_pretrained(path)
         for name, value in changes.items():
             if not hasattr(config, name):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fasttfm.data.tokenizer_files import load_tokenizer
 from fasttfm.generate import GenerationSession
 from fasttfm.inference import Calibration, EmbedSettings, Session
 from fasttfm.inference.formats import text_format
@@ -16,7 +17,6 @@ from fasttfm.inference.opening import (
     checkpoint_of,
     longest_input,
     open_with_stated_head,
-    tokenizer_of,
     with_trained_head,
 )
 from fasttfm.inference.sentence_folder import Normalize, SentenceFolder, read_sentence_folder
@@ -146,7 +146,7 @@ class ServedModel:
 def load(source: Source) -> ServedModel:
     """Opens a model; raises CheckpointError, DataError, OSError or ValueError where it cannot be served."""
     folder = read_sentence_folder(source.directory)
-    tokenizer = tokenizer_of(folder.model)
+    tokenizer = load_tokenizer(folder.model)
     model = open_with_stated_head(folder.model).eval().requires_grad_(False)
     heads = {kind: head for family in FAMILIES.values() for head, kind in family.models.items()}
     head = next((heads[kind] for kind in type(model).__mro__ if kind in heads), Head.NONE)

@@ -21,7 +21,7 @@ from fasttfm._atomic_files import atomic_write, written_together
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.data.tokenizer_files import load_tokenizer
-from fasttfm.inference.opening import base_of, longest_input, with_trained_head
+from fasttfm.inference.opening import base_of, checkpoint_of, longest_input, with_trained_head
 from fasttfm.models import (
     AlbertConfig,
     BertConfig,
@@ -247,7 +247,7 @@ def prepare_task(
     with_trained_head(fine_tuned, teacher, f"{name} and the labels of these examples; fasttfm finetune trains one")
     labels = label_names(fine_tuned.config)
     student_model, _ = prepare(name, student, train, labels=labels, **options)
-    path = Path(student) / PROJECTIONS
+    path = checkpoint_of(student) / PROJECTIONS
     try:
         projections = load_file(path) if path.is_file() else None
     except SafetensorError as error:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from fasttfm._atomic_files import written_together
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.data.tokenizer_files import load_tokenizer
 from fasttfm.inference.batches import prefetch
 from fasttfm.inference.formats import encoder_format
-from fasttfm.inference.opening import checked, checkpoint_of, family_of, longest_input, model_class, tokenizer_of
+from fasttfm.inference.opening import checked, checkpoint_of, family_of, longest_input, model_class
 from fasttfm.models.family import Family
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.class_weights import balanced_weights, weight_of, weighted_sum
@@ -110,7 +111,7 @@ def text_language(
     max_length: int | None,
 ) -> Language:
     """The tokenizer and the input format of a checkpoint's model; arguments are those of ``prepare``."""
-    text_tokenizer = tokenizer_of(directory if tokenizer is None else tokenizer)
+    text_tokenizer = load_tokenizer(directory if tokenizer is None else tokenizer)
     if family.causal:
         text_tokenizer = with_task_tokens(text_tokenizer)
     elif text_tokenizer.vocab_size > config.vocab_size:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
-from fasttfm.inference.opening import checkpoint_of, family_of, longest_input, open_model, tokenizer_of
+from fasttfm.data.tokenizer_files import load_tokenizer
+from fasttfm.inference.opening import checkpoint_of, family_of, longest_input, open_model
 from fasttfm.models.family import Family, Head
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation_recipes import encode
@@ -246,7 +247,7 @@ def load_language_model(
     path = checkpoint_of(directory, Head.MASKED_LM)
     family = family_of(path)
     head = Head.CAUSAL_LM if family.causal and not masked else Head.MASKED_LM
-    text_tokenizer = tokenizer_of(path if tokenizer is None else tokenizer)
+    text_tokenizer = load_tokenizer(path if tokenizer is None else tokenizer)
     where = device if isinstance(device, torch.device) else device_named(device)
     model = open_model(path, head, trained=True, dtype=torch.float32).to(where)
     default = "bfloat16" if where.type == "cuda" else "float32"

@@ -14,7 +14,8 @@ import torch
 from fasttfm._progress import progress
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
-from fasttfm.inference.opening import checkpoint_of, family_of, longest_input, open_model, tokenizer_of
+from fasttfm.data.tokenizer_files import load_tokenizer
+from fasttfm.inference.opening import checkpoint_of, family_of, longest_input, open_model
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError
 from fasttfm.models.family import Family, Head
 from fasttfm.models.pretrained import PretrainedModel
@@ -174,7 +175,7 @@ def load(
         check_text_options(kind, tokenizer, max_length)
         language: Language = image_language(path, family, config)
     else:
-        text_tokenizer = tokenizer_of(path if tokenizer is None else tokenizer)
+        text_tokenizer = load_tokenizer(path if tokenizer is None else tokenizer)
         length = stated.get("max_length") if max_length is None else max_length
         language = Language(text_tokenizer, family, _format(family, config, text_tokenizer, length, kind))
     known = _labels(config) if kind.head in _WITH_LABELS and not issubclass(kind, ValueTask) else []

@@ -12,12 +12,12 @@ import torch
 
 from fasttfm import data
 from fasttfm._atomic_files import first_line
+from fasttfm.models.directories import PARTS, checkpoint_directory
 from fasttfm.models.families import FAMILIES, TextObjective, objectives_of, trained_on_text
+from fasttfm.models.hub import Part
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train.run_directory import RunError
 from fasttfm.train.settings import PretrainSettings, RunSettings, one_of
-
-ELECTRA_PARTS = ("discriminator", "generator")  # the folders of a checkpoint of both
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, 
     elif load:
         tokenizer = data.load_tokenizer(trained)
     elif settings.init is not None:
-        data.load_tokenizer(tokenizer_folder(Path(settings.init))).save(trained)
+        data.load_tokenizer(settings.init).save(trained)
         tokenizer = data.load_tokenizer(trained)  # read again, as in a resumed run
     else:
         own: Any = FAMILIES[settings.family].tokenizer
@@ -67,13 +67,6 @@ def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, 
             f"{settings.tokens_per_step} tokens and evaluation at least one document of its own"
         )
     return Corpus(tokenizer, *shards.split(settings.held_out))
-
-
-def tokenizer_folder(checkpoint: Path) -> Path:
-    """The folder of a checkpoint's tokenizer; in ELECTRA's checkpoints either of the two models may have it."""
-    folders = [folder for part in ELECTRA_PARTS if (folder := checkpoint / part).is_dir()]
-    has_files = any(path.suffix in (".json", ".txt", ".model") for path in checkpoint.glob("*"))
-    return checkpoint if has_files or not folders else folders[0]
 
 
 def objective(settings: PretrainSettings) -> TextObjective:
@@ -163,8 +156,8 @@ def _config(settings: PretrainSettings) -> Any:
     family, changes = FAMILIES[settings.family], _changes(settings)
     config: Any
     if settings.init is not None:
-        folder = Path(settings.init)
-        part = folder / ELECTRA_PARTS[0]
+        folder = checkpoint_directory(settings.init, Part.CONFIG)
+        part = folder / PARTS[0]
         config = family.config.from_pretrained(part if part.is_dir() else folder)
     else:
         config = family.config.named(settings.size)
