@@ -12,9 +12,10 @@ import torch
 from fasttfm.cli.main import main
 from fasttfm.data import load_tokenizer
 from fasttfm.data.lines import DataError
+from fasttfm.data.prompt_files import Question, read_prompts
 from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
-from fasttfm.tasks.prompt_eval import Evaluation, Question, prompt_scores, read_questions
+from fasttfm.tasks.prompt_eval import Evaluation, prompt_scores
 from fasttfm.tasks.prompts import Prompt
 
 LABELS = ("peace", "war", "commerce with all nations")
@@ -155,11 +156,11 @@ def test_bleu_and_rouge() -> None:
         ('{"input": "a"}', 'line 1: expected an object with the texts "input" and "output"'),
         ('{"input": "a", "output": []}', "line 1: expected an object"),
         ('{"input": "a", "output": "b", "choices": ["c"]}', 'line 1: expected "output" among "choices", got b'),
-        ("", "expected examples, one object per line, got none"),
+        ("", "expected examples, got none"),
     ],
 )
 def test_lines_that_are_no_examples(line: str, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(line)
     with pytest.raises(DataError, match=sentence):
-        read_questions(path)
+        read_prompts([path], "classify")

@@ -1,14 +1,25 @@
 """``fasttfm prompt-eval``: scores a causal language model on zero-, one- and few-shot prompts, without training it.
 
-  fasttfm prompt-eval --model DIR --data dev.jsonl --shots train.jsonl --k 0,1,8 --seeds 3
-  fasttfm prompt-eval --model DIR --data articles.jsonl --task tldr --max-new-tokens 100
-  fasttfm prompt-eval --model DIR --data pairs.jsonl --shots more.jsonl --task translate --k 0,4,16
+  fasttfm prompt-eval --model DIR --data SST-2/dev.tsv --shots SST-2/train.tsv --task sentiment --k 0,1,8 --seeds 3
+  fasttfm prompt-eval --model DIR --data coqa-dev-v1.0.json --task reading
+  fasttfm prompt-eval --model DIR --data lambada_test.jsonl --task last-word
+  fasttfm prompt-eval --model DIR --data newstest2014.en newstest2014.fr --task translate
+  fasttfm prompt-eval --model SMALL LARGE --data dev.jsonl --shots train.jsonl --k 0,1,2,4,8,16
 
-A line of a file is an example: {"input": "a text", "output": "its answer"}; "output" may be a list of right answers,
-and "choices" the list of those to choose from (by default all answers of the shots). The prompt has K examples, drawn
-for each question by the seed, and then the question, all in the form of --template. The answer is the most likely
-choice, or what the model generates up to --stop. Scores for each K, their mean and deviation over seeds, the answers
-and a plot are written to --output.
+Files are read as they are delivered:
+
+  classify, sentiment   a table with texts and labels (GLUE), a known .csv, .tsv, .jsonl or .parquet
+  choice                SWAG, HellaSwag, StoryCloze, RACE and the like
+  last-word             LAMBADA: .txt with a passage in each line, or rows with a text
+  tldr                  rows with article and highlights, document and summary (CNN/DailyMail, XSum); .story files
+  translate             two files whose lines are translations, .tsv with two columns, rows with a translation (WMT)
+  reading               SQuAD, CoQA, TriviaQA and the like
+
+or for any task as lines {"input": "a text", "output": "its answer"}; "output" may be a list of right answers, and
+"choices" the list of those to choose from (by default all answers of the shots). The prompt has K examples, drawn for
+each question by the seed, and then the question, all in the form of --template. The answer is the most likely choice,
+or what the model generates up to --stop. A table of the scores for each K, with their mean and deviation over seeds
+(table.csv), the answers and a plot with a curve for each model are written to --output.
 """
 
 from __future__ import annotations
@@ -27,12 +38,13 @@ from fasttfm.cli.options import (
     add_device_option,
     check_output,
     device_of,
+    domain_table,
     exit_on_user_error,
     output_of,
     sentence,
 )
 
-_TASKS = ("classify", "choice", "tldr", "translate", "reading")
+_TASKS = ("classify", "sentiment", "choice", "last-word", "tldr", "translate", "reading")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -40,17 +52,29 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "prompt-eval", help="score a GPT on zero- and few-shot prompts", description=__doc__, formatter_class=Formatter
     )
-    parser.add_argument("--model", required=True, metavar="MODEL", help=GPT_HELP)
-    parser.add_argument("--data", required=True, type=Path, metavar="FILE", help="examples to answer (.jsonl)")
-    parser.add_argument("--shots", type=Path, metavar="FILE", help="examples to draw the shots from (.jsonl)")
+    parser.add_argument("--model", required=True, nargs="+", metavar="MODEL", help=GPT_HELP)
+    parser.add_argument(
+        "--data", required=True, nargs="+", type=Path, metavar="FILE", help="examples to answer; translate: one or two"
+    )
+    parser.add_argument("--shots", nargs="+", type=Path, metavar="FILE", help="examples to draw the shots from")
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")
+    parser.add_argument(
+        "--labels",
+        metavar="LABEL=WORD,...",
+        help="classify: words for the labels of the files, such as 0=negative,1=positive (default: the task's)",
+    )
+    parser.add_argument(
+        "--direction",
+        metavar="FROM-TO",
+        help="translate: fields of a translation, such as en-fr (default: their order in the file)",
+    )
     group = parser.add_argument_group("the prompt")
     group.add_argument(
         "--task",
         choices=_TASKS,
         default="classify",
-        help="sets template, separator, kind of answer and metrics: classify and choice by likelihood; tldr, translate "
-        "and reading by generation",
+        help="sets template, separator, kind of answer and metrics: classify, sentiment and choice by likelihood; "
+        "tldr, translate and reading by generation",
     )
     group.add_argument("--k", default="0", metavar="K,K,...", help="numbers of examples (shots) in the prompt")
     group.add_argument("--description", default="", metavar="TEXT", help="instruction at the beginning of the prompt")
@@ -62,7 +86,9 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--separator", metavar="TEXT", help="text between examples (default: the task's)")
     group = parser.add_argument_group("the answer")
     group.add_argument(
-        "--answer", choices=("likelihood", "generate"), help="choose by likelihood or generate (default: the task's)"
+        "--answer",
+        choices=("likelihood", "generate", "last-word"),
+        help="choose by likelihood, generate, or predict each token of the right answer (default: the task's)",
     )
     group.add_argument(
         "--normalization",
@@ -72,9 +98,11 @@ def add_parser(subparsers: Any) -> None:
         "minus the choice's log-likelihood without the question",
     )
     group.add_argument("--max-new-tokens", type=int, default=50, metavar="N", help="max tokens of a generated answer")
-    group.add_argument("--stop", metavar="TEXT", help="text that ends a generated answer (default: the separator)")
+    group.add_argument("--stop", metavar="TEXT", help="text that ends a generated answer (default: the task's)")
     group.add_argument(
-        "--metrics", metavar="NAME,...", help="accuracy, f1, exact_match, answer_f1, bleu, rouge (default: the task's)"
+        "--metrics",
+        metavar="NAME,...",
+        help="accuracy, f1, exact_match, answer_f1, bleu, rouge, perplexity (default: the task's)",
     )
     group = parser.add_argument_group("run")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the drawn examples")
@@ -94,23 +122,46 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
         numbers = _numbers(arguments)
-        check_output(arguments, model=arguments.model)
-        from fasttfm.tasks.prompt_eval import PRESETS, check_metrics, read_questions
+        for model in arguments.model:
+            check_output(arguments, model=model)
+        from fasttfm.data.prompt_files import read_prompts
+        from fasttfm.tasks.prompt_eval import PRESETS, check_metrics
 
         preset = PRESETS[arguments.task]
         metrics = tuple(arguments.metrics.split(",")) if arguments.metrics else preset.metrics
         check_metrics(metrics)
-        questions = read_questions(arguments.data)[: arguments.limit]
-        shots = [] if arguments.shots is None else read_questions(arguments.shots)
-        evaluation = _evaluation(arguments, preset)
-        folder = output_of(arguments, "prompt-eval")
-        rows = []
-        with (folder / "answers.jsonl").open("w", encoding="utf-8") as file:
-            for k in numbers:
-                for seed in range(arguments.seed, arguments.seed + (arguments.seeds if k else 1)):
-                    rows.append(_evaluate(arguments, evaluation, metrics, questions, shots, (k, seed), file))
-        _report(arguments, folder, rows, list(questions), evaluation.left_out)
+        about = {"labels": _labels(arguments, preset), "direction": arguments.direction}
+        questions = read_prompts(arguments.data, preset.files, **about)[: arguments.limit]
+        shots = [] if arguments.shots is None else read_prompts(arguments.shots, preset.files, **about)
+        folder, rows = None, []
+        for model, name in zip(arguments.model, _names(arguments.model), strict=True):
+            evaluation = _evaluation(arguments, model, preset)
+            folder = folder or output_of(arguments, "prompt-eval")
+            with (folder / "answers.jsonl").open("a" if rows else "w", encoding="utf-8") as file:
+                for k in numbers:
+                    for seed in range(arguments.seed, arguments.seed + (arguments.seeds if k else 1)):
+                        drawn = {"model": name, "k": k, "seed": seed}
+                        rows.append(_evaluate(arguments, evaluation, metrics, questions, shots, drawn, file))
+            _notes(evaluation, name)
+        assert folder is not None
+        _report(arguments, folder, rows, len(questions))
     return 0
+
+
+def _names(models: list[str]) -> list[str]:
+    """The names of the models: the last parts of their paths, or the paths if these are not different."""
+    names = [Path(model).name or model for model in models]
+    return names if len({*names}) == len(names) else list(models)
+
+
+def _labels(arguments: argparse.Namespace, preset: Any) -> dict[str, str] | None:
+    """The words for labels, of ``--labels`` or of the task."""
+    if arguments.labels is None:
+        return None if preset.labels is None else dict(preset.labels)
+    pairs = [part.partition("=") for part in arguments.labels.split(",")]
+    if not all(label and word for label, _, word in pairs):
+        raise ValueError(f"--labels: expected pairs such as 0=negative,1=positive, got {arguments.labels!r}")
+    return {label: word for label, _, word in pairs}
 
 
 def _numbers(arguments: argparse.Namespace) -> list[int]:
@@ -129,7 +180,7 @@ def _numbers(arguments: argparse.Namespace) -> list[int]:
     return numbers
 
 
-def _evaluation(arguments: argparse.Namespace, preset: Any) -> Any:
+def _evaluation(arguments: argparse.Namespace, model: str, preset: Any) -> Any:
     from fasttfm.data.tokenizer_files import load_tokenizer
     from fasttfm.inference.opening import open_model
     from fasttfm.models.family import Head
@@ -138,15 +189,17 @@ def _evaluation(arguments: argparse.Namespace, preset: Any) -> Any:
 
     separator = preset.separator if arguments.separator is None else unescaped(arguments.separator)
     template = (preset.template or TEMPLATE) if arguments.template is None else unescaped(arguments.template)
+    stop = separator if preset.stop is None else preset.stop
     return Evaluation(
-        open_model(arguments.model, Head.CAUSAL_LM).to(device_of(arguments)),
-        load_tokenizer(arguments.tokenizer or arguments.model),
+        open_model(model, Head.CAUSAL_LM).to(device_of(arguments)),
+        load_tokenizer(arguments.tokenizer or model),
         Prompt(unescaped(arguments.description), (), template, separator),
         arguments.answer or preset.answer,
         arguments.normalization,
         arguments.max_new_tokens,
-        separator if arguments.stop is None else unescaped(arguments.stop),
+        stop if arguments.stop is None else unescaped(arguments.stop),
         arguments.tokens_per_batch,
+        preset.truncated,
     )
 
 
@@ -156,54 +209,80 @@ def _evaluate(
     metrics: tuple[str, ...],
     questions: list[Any],
     shots: list[Any],
-    drawn: tuple[int, int],
+    drawn: dict[str, Any],
     file: Any,
 ) -> dict[str, Any]:
     """The scores with K examples of a seed; answers go to the file."""
-    from fasttfm.tasks.prompt_eval import lines_of, prompt_scores
+    from fasttfm.tasks.prompt_eval import domain_scores, lines_of, prompt_scores
     from fasttfm.train.progress import tracked
 
-    k, seed = drawn
+    k, seed = drawn["k"], drawn["seed"]
     found = evaluation.answers(questions, shots, k, seed)
     answers = list(found if arguments.quiet else tracked(found, f"answers (k={k})", total=len(questions)))
-    file.writelines(lines_of(questions, answers, k=k, seed=seed))
-    scores = prompt_scores(metrics, questions, answers)
-    print(f"k={k}, seed {seed}: {sentence(scores)}")
-    return {"k": k, "seed": seed, **scores}
+    file.writelines(lines_of(questions, answers, **drawn))
+    scores = prompt_scores(metrics, questions, answers, evaluation.likelihoods)
+    prefix = f"{drawn['model']}, " if len(arguments.model) > 1 else ""
+    print(f"{prefix}k={k}, seed {seed}: {sentence(scores)}")
+    domains = domain_scores(metrics, questions, answers)
+    if domains:
+        print(domain_table("scores", domains))
+    return {**drawn, **scores, **({"domains": domains} if domains else {})}
 
 
-def _report(
-    arguments: argparse.Namespace, folder: Path, rows: list[dict[str, Any]], questions: list[Any], left_out: int
-) -> None:
-    """metrics.json and the curve."""
-    from fasttfm._atomic_files import write_json
+def _notes(evaluation: Any, name: str) -> None:
+    """What did not fit into the model."""
+    if evaluation.left_out:
+        what = f"{evaluation.left_out:,} examples did not fit into prompts and were left out"
+        print(f"note: {name}: {what}", file=sys.stderr)
+    if evaluation.cut:
+        what = f"{evaluation.cut:,} questions did not fit and were truncated at their {evaluation.truncated}"
+        print(f"note: {name}: {what}", file=sys.stderr)
 
-    names = [name for name in rows[0] if name not in ("k", "seed")]
-    curve = []
-    for k in dict.fromkeys(row["k"] for row in rows):
-        mean: dict[str, Any] = {"k": k}
-        for name in names:
-            values = [row[name] for row in rows if row["k"] == k]
-            mean[name] = statistics.fmean(values)
-            mean[f"{name}_deviation"] = statistics.stdev(values) if len(values) > 1 else 0.0
-        curve.append(mean)
+
+def _report(arguments: argparse.Namespace, folder: Path, rows: list[dict[str, Any]], examples: int) -> None:
+    """metrics.json, the table and the curves."""
+    from fasttfm._atomic_files import write_json, write_text
+    from fasttfm.tasks.experiments.lab import csv_text, table
+
+    names = [name for name in rows[0] if name not in ("model", "k", "seed", "domains")]
+    curve = [
+        _mean([row for row in rows if (row["model"], row["k"]) == key], names)
+        for key in dict.fromkeys((row["model"], row["k"]) for row in rows)
+    ]
     settings = {key: value for key, value in vars(arguments).items() if key not in ("refuse", "command")}
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()}
-    write_json(
-        folder / "metrics.json", {"curve": curve, "runs": rows, "examples": len(questions), "settings": settings}
-    )
-    if left_out:
-        print(f"note: {left_out:,} examples did not fit into prompts and were left out", file=sys.stderr)
+    settings = {key: _plain(value) for key, value in settings.items()}
+    write_json(folder / "metrics.json", {"curve": curve, "runs": rows, "examples": examples, "settings": settings})
+    write_text(folder / "table.csv", csv_text(curve))
+    print(f"\n{table(curve)}\n")
+    files = ["metrics.json", "table.csv", "answers.jsonl"]
     if len(curve) > 1:
         try:
-            _draw(folder / "curve.png", curve, names, f"{Path(arguments.model).name}, {arguments.task}")
+            draw_shots(folder / "curve.png", curve, names, f"{arguments.task}: {arguments.data[0].name}")
+            files.append("curve.png")
         except ImportError as error:
             print(f"note: {error}", file=sys.stderr)
-    print(f"metrics.json, answers.jsonl: {folder}")
+    print(f"{', '.join(files)}: {folder}")
 
 
-def _draw(path: Path, curve: list[dict[str, Any]], names: list[str], title: str) -> None:
-    """A panel for each score over the number of examples, with its deviation over seeds."""
+def _mean(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
+    """The mean and the deviation of each score over the seeds of a model's K."""
+    mean = {name: rows[0][name] for name in ("model", "k")}
+    for name in names:
+        values = [row[name] for row in rows]
+        mean[name] = statistics.fmean(values)
+        mean[f"{name}_deviation"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    return mean
+
+
+def _plain(value: Any) -> Any:
+    """A value of an option as JSON has it."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def draw_shots(path: Path, curve: list[dict[str, Any]], names: list[str], title: str) -> None:
+    """A panel for each score over the number of examples: a curve for each model, with its deviation over seeds."""
     from fasttfm import _extras
     from fasttfm._atomic_files import atomic_write
 
@@ -218,10 +297,15 @@ def _draw(path: Path, curve: list[dict[str, Any]], names: list[str], title: str)
     rows = math.ceil(len(names) / columns)
     size = (4.2 * columns, 3.4 * rows)
     figure, grid = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    points = [row["k"] for row in curve]
+    points = sorted({row["k"] for row in curve})
+    models = list(dict.fromkeys(row["model"] for row in curve))
     for panel, name in zip(grid.flat, names, strict=False):
-        means = [row[name] for row in curve]
-        panel.errorbar(points, means, [row[f"{name}_deviation"] for row in curve], marker="o", capsize=3)
+        for model in models:
+            own = [row for row in curve if row["model"] == model]
+            deviations = [row[f"{name}_deviation"] for row in own]
+            panel.errorbar(
+                [row["k"] for row in own], [row[name] for row in own], deviations, marker="o", capsize=3, label=model
+            )
         panel.set_title(name.replace("_", " "))
         panel.set_xlabel("examples in the prompt (k)")
         panel.set_xscale("symlog", base=2, linthresh=1)
@@ -231,7 +315,9 @@ def _draw(path: Path, curve: list[dict[str, Any]], names: list[str], title: str)
         panel.grid(alpha=0.25)
     for panel in list(grid.flat)[len(names) :]:
         panel.set_visible(False)
-    figure.suptitle(title)
+    if len(models) > 1:
+        grid.flat[0].legend(frameon=False)
+    figure.suptitle(title if len(models) > 1 else f"{models[0]}, {title}")
     with atomic_write(path) as partial:
         figure.savefig(partial, dpi=110, format="png")
     pyplot.close(figure)

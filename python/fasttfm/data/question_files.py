@@ -10,7 +10,7 @@ rows (``tables``)                            question, context, answers {"text":
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,31 @@ _DOMAINS = {
 }
 
 
-def read_questions(path: str | Path) -> list[QuestionExample]:
+Turns = Callable[[Sequence[str], Sequence[str], int], str]  # questions, answers and number of a turn -> its question
+
+
+def latest_first(questions: Sequence[str], answers: Sequence[str], turn: int) -> str:
+    """A question, and the previous two turns, the latest first."""
+    parts = [questions[turn]]
+    for earlier in range(turn - 1, max(-1, turn - 1 - _TURNS), -1):
+        parts += [questions[earlier], answers[earlier]]
+    return " ".join(parts)
+
+
+def read_questions(path: str | Path, turns: Turns = latest_first) -> list[QuestionExample]:
     """Reads the questions of a file in one of the formats above.
 
-    CoQA: the previous turns are appended to a question, the latest first. Its answer is the free-form answer if that is
-    in the story, or else the marked span; a question without a span has no answer. Its references are the free-form
-    answers; if there are several, the lists that leave out one of them each, as in CoQA's evaluation. Its domain is the
-    story's. TriviaQA: the context is the beginning of a document below ``evidence`` in the parent of the file's folder.
-    Its answers are the positions of its aliases in the context, its references all aliases. Questions without such a
+    CoQA: ``turns`` makes the question of a turn, by default with the previous turns appended, the latest first. Its
+    answer is the free-form answer if that is in the story, or else the marked span; a question without a span has no
+    answer. Its references are the free-form answers; if there are several, the lists that leave out one of them each,
+    as in CoQA's evaluation. Its domain is the story's. TriviaQA: the context is the beginning of a document below
+    ``evidence`` in the parent of the file's folder. Its answers are the positions of its aliases in the context, its
+    references all aliases. Questions without such a
     position or document are skipped and counted in a warning; those that a verified file rejects are skipped.
     """
     path = Path(path)
     if path.name.endswith(_ROWS) or is_dataset(path):
-        examples = list(_questions_of_rows(path))
+        examples = list(_questions_of_rows(path, turns))
     else:
         root = read_json(path)
         if isinstance(root, dict) and "Data" in root:
@@ -53,7 +65,7 @@ def read_questions(path: str | Path) -> list[QuestionExample]:
         elif isinstance(root, dict) and any(
             "story" in each for each in root.get("data") or () if isinstance(each, dict)
         ):
-            examples = list(_coqa(path, root))
+            examples = list(_coqa(path, root, turns))
         else:
             examples = list(_squad(path, root))
     if not examples:
@@ -105,12 +117,12 @@ def _field(path: Path, where: str, value: Any, name: str, kind: type) -> Any:
     return value[name]
 
 
-def _questions_of_rows(path: Path) -> Iterator[QuestionExample]:
+def _questions_of_rows(path: Path, turns: Turns) -> Iterator[QuestionExample]:
     """Reads rows in the hub's format: ``answers`` has lists of the answers' texts and of their starts."""
     table = open_table(path)
     for number, row in table.rows():
         if "story" in row:
-            yield from _coqa_turns(path, f"{table.unit} {number}", _coqa_row(table, number, row))
+            yield from _coqa_turns(path, f"{table.unit} {number}", _coqa_row(table, number, row), turns)
             continue
         context, question = table.text(number, row, "context"), table.text(number, row, "question")
         found = row.get("answers")
@@ -143,12 +155,12 @@ def _coqa_row(table: Table, number: int, row: Row) -> dict[str, Any]:
 # ---- CoQA ------------------------------------------------------------------------------------------------------------
 
 
-def _coqa(path: Path, root: Any) -> Iterator[QuestionExample]:
+def _coqa(path: Path, root: Any, turns: Turns) -> Iterator[QuestionExample]:
     for i, each in enumerate(_field(path, "the file", root, "data", list)):
-        yield from _coqa_turns(path, f"data[{i}]", each)
+        yield from _coqa_turns(path, f"data[{i}]", each, turns)
 
 
-def _coqa_turns(path: Path, where: str, each: Any) -> Iterator[QuestionExample]:
+def _coqa_turns(path: Path, where: str, each: Any, turns: Turns) -> Iterator[QuestionExample]:
     story = _field(path, where, each, "story", str)
     questions, answers = (_field(path, where, each, name, list) for name in ("questions", "answers"))
     if len(questions) != len(answers):
@@ -156,10 +168,11 @@ def _coqa_turns(path: Path, where: str, each: Any) -> Iterator[QuestionExample]:
     others: Any = each.get("additional_answers") or {}
     source = str(each.get("source") or "")
     domain = _DOMAINS.get(source, source)
+    asked_texts, answer_texts = (
+        [_field(path, f"{where}.{name}[{turn}]", one, "input_text", str) for turn, one in enumerate(several)]
+        for name, several in (("questions", questions), ("answers", answers))
+    )
     for turn, asked in enumerate(questions):
-        parts = [_field(path, f"{where}.questions[{turn}]", asked, "input_text", str)]
-        for earlier in range(turn - 1, max(-1, turn - 1 - _TURNS), -1):
-            parts += [str(questions[earlier].get("input_text")), str(answers[earlier].get("input_text"))]
         given = [answers[turn], *(other[turn] for other in others.values() if turn < len(other))]
         spans = [_coqa_span(path, f"{where}.answers[{turn}]", story, answer) for answer in given]
         found = [span for span in spans if span is not None]
@@ -168,7 +181,7 @@ def _coqa_turns(path: Path, where: str, each: Any) -> Iterator[QuestionExample]:
         several = [[*texts[:one], *texts[one + 1 :]] for one in range(len(texts))]
         id = f"{each.get('id', where)}-{asked.get('turn_id', turn + 1)}"
         references = several if len(texts) > 1 else [texts]
-        yield QuestionExample(id, " ".join(parts), story, found, not found, references, domain)
+        yield QuestionExample(id, turns(asked_texts, answer_texts, turn), story, found, not found, references, domain)
 
 
 def _coqa_span(path: Path, where: str, story: str, answer: Any) -> Answer | None:

@@ -104,7 +104,7 @@ class ReplacedTokensTask(Task):
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
         raise _no_training(self.name)
 
-    def read_file(self, path: Any, columns: Columns = BY_NAME) -> list[ReplacedExample]:  # type: ignore[override]
+    def read_file(self, path: Any, columns: Columns = BY_NAME) -> list[ReplacedExample]:
         """The texts of a table; a second text is the original."""
         return [self._compared(each.first, each.second) for each in read_texts(path, columns)]
 

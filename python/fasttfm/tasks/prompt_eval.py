@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import random
+import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fasttfm import _extras
-from fasttfm.data.lines import data_error, read_json_lines
+from fasttfm.data.prompt_files import Question
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.generate import Generation
 from fasttfm.generate.loop import session_of
@@ -26,57 +28,53 @@ from fasttfm.tasks.metrics import Scores, answer_f1, exact_match, label_scores, 
 from fasttfm.tasks.prompts import Prompt, Shot, text_pieces, until
 
 NORMALIZATIONS = ("none", "tokens", "bytes", "unconditional")
+ANSWERS = ("likelihood", "generate", "last-word")
 _SEQUENCES = 8  # generated at a time
-METRICS = ("accuracy", "f1", "exact_match", "answer_f1", "bleu", "rouge")
-
-
-class Question(NamedTuple):
-    """A question with its right answers."""
-
-    input: str
-    outputs: list[str]  # the right answers; prompts show the first
-    choices: list[str]  # the possible answers; empty if there is no such list
+_QUESTIONS = 64  # whose last words are predicted together
+METRICS = ("accuracy", "f1", "exact_match", "answer_f1", "bleu", "rouge", "perplexity")
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The prompt format of a kind of task, from the papers."""
+    """The prompt format of a kind of task, from the papers.
 
+    Args:
+        files: The kind of its files, of ``prompt_files.KINDS``.
+        answer: One of ``ANSWERS``.
+        stop: The text at which a generated answer ends; by default the separator.
+        labels: The words for the labels of the files.
+        truncated: The part of a question that is left out if it does not fit: its ``"end"`` or its ``"start"``.
+    """
+
+    files: str
     template: str | None
     separator: str
-    answer: str  # "likelihood" or "generate"
+    answer: str
     metrics: tuple[str, ...]
+    stop: str | None = None
+    labels: Mapping[str, str] | None = None
+    truncated: str = "start"
 
 
-# GPT-2's summaries and translations, GPT-3's reading comprehension.
+_SENTIMENT = {"0": "negative", "1": "positive"}  # SST-2's labels
+
+# GPT-2's reading comprehension, summaries, translations and last words, GPT-3's classification.
 PRESETS = {
-    "classify": Preset(None, "\n\n", "likelihood", ("accuracy", "f1")),
-    "choice": Preset(None, "\n\n", "likelihood", ("accuracy",)),
-    "tldr": Preset("{input}\nTL;DR: {output}", "\n\n", "generate", ("rouge",)),
-    "translate": Preset("{input} = {output}", "\n", "generate", ("bleu",)),
-    "reading": Preset("{input}\nA: {output}", "\n\n", "generate", ("exact_match", "answer_f1")),
+    "classify": Preset("classify", None, "\n\n", "likelihood", ("accuracy", "f1")),
+    "sentiment": Preset(
+        "classify",
+        "Review: {input}\nSentiment: {output}",
+        "\n\n",
+        "likelihood",
+        ("accuracy", "f1"),
+        labels=_SENTIMENT,
+    ),
+    "choice": Preset("choice", None, "\n\n", "likelihood", ("accuracy",)),
+    "last-word": Preset("last-word", "{input} {output}", "\n\n", "last-word", ("accuracy", "perplexity")),
+    "tldr": Preset("summary", "{input}\nTL;DR: {output}", "\n\n", "generate", ("rouge",), truncated="end"),
+    "translate": Preset("translate", "{input} = {output}", "\n", "generate", ("bleu",)),
+    "reading": Preset("reading", "{input}\nA: {output}", "\n\n", "generate", ("exact_match", "answer_f1"), "\n"),
 }
-
-
-def read_questions(path: str | Path) -> list[Question]:
-    """Reads a .jsonl file with one object per line: the texts ``input`` and ``output`` (or a list of right answers),
-    and optionally ``choices``, a list of texts."""
-    found = []
-    for number, line, row in read_json_lines(Path(path)):
-        row = row if isinstance(row, dict) else {}
-        stated: Any = row.get("output")
-        outputs: Any = [stated] if isinstance(stated, str) else stated
-        choices: Any = row.get("choices", [])
-        lists = isinstance(outputs, list) and outputs and isinstance(choices, list)
-        if not lists or not all(isinstance(each, str) for each in [row.get("input"), *outputs, *choices]):
-            expected = 'an object with the texts "input" and "output", and perhaps a list "choices"'
-            raise data_error(path, expected, f"{line:.60}", line=number)
-        if choices and outputs[0] not in choices:
-            raise data_error(path, '"output" among "choices"', f"{outputs[0]:.60}", line=number)
-        found.append(Question(row["input"], outputs, choices))
-    if not found:
-        raise data_error(path, "examples, one object per line", "none")
-    return found
 
 
 @dataclass
@@ -86,10 +84,13 @@ class Evaluation:
     Args:
         model: A causal LM, on the device where it is to run.
         prompt: Description, template and separator; its examples are replaced by drawn ones.
-        answer: ``"likelihood"`` to compare the choices, or ``"generate"``.
+        answer: ``"likelihood"`` to compare the choices, ``"generate"``, or ``"last-word"`` to predict the tokens of the
+            right answer, each after the right ones before it (LAMBADA).
         normalization: How the log-likelihoods of choices are normalized: ``"none"``, by the number of ``"tokens"`` or
             ``"bytes"``, or by the ``"unconditional"`` probability after the end of the template (GPT-3).
         stop: The text at which a generated answer ends.
+        truncated: The part of a question that is left out if it does not fit into the model: its ``"start"`` or its
+            ``"end"``.
     """
 
     model: PretrainedModel
@@ -100,15 +101,18 @@ class Evaluation:
     max_new_tokens: int = 50
     stop: str = "\n"
     tokens_per_batch: int = 16384
+    truncated: str = "start"
     left_out: int = 0  # the number of examples that did not fit into prompts
+    cut: int = 0  # the number of questions that were truncated
 
     def __post_init__(self) -> None:
-        if self.answer not in ("likelihood", "generate"):
-            raise ValueError(f"answer: expected likelihood or generate, got {self.answer!r}")
+        if self.answer not in ANSWERS:
+            raise ValueError(f"answer: expected one of {', '.join(ANSWERS)}, got {self.answer!r}")
         if self.normalization not in NORMALIZATIONS:
             expected = ", ".join(NORMALIZATIONS)
             raise ValueError(f"normalization: expected one of {expected}, got {self.normalization!r}")
         self.model.eval()
+        self.likelihoods: list[float] = []  # last-word: the log-likelihood of each right answer of the last call
         self._longest = longest_input(self.model.config)
         self._device = next(self.model.parameters()).device
 
@@ -117,8 +121,11 @@ class Evaluation:
         the seed. A question's own example is never drawn."""
         labels = list(dict.fromkeys(each.outputs[0] for each in (shots or questions)))
         prompts = self._prompts(questions, shots, k, seed)
+        self.likelihoods = []
         if self.answer == "generate":
             yield from self._generated(prompts)
+        elif self.answer == "last-word":
+            yield from self._last_words(prompts)
         else:
             for prompt, question in prompts:
                 yield self._most_likely(prompt, question, question.choices or labels)
@@ -137,9 +144,28 @@ class Evaluation:
         """The ids of the prompt, without the first examples if not all fit."""
         if room < 1:
             raise ValueError(f"prompt: expected fewer new tokens than the model's {self._longest} positions")
-        fitting = prompt.fitting(question.input, lambda text: len(self.tokenizer.encode(text)), room)
+        text = self._shortened(replace(prompt, shots=()), question.input, room)
+        fitting = prompt.fitting(text, self._size, room)
         self.left_out += len(prompt.shots) - len(fitting.shots)
-        return self.tokenizer.encode(fitting.text(question.input))
+        return self.tokenizer.encode(fitting.text(text))
+
+    def _size(self, text: str) -> int:
+        return len(self.tokenizer.encode(text))
+
+    def _shortened(self, prompt: Prompt, text: str, room: int) -> str:
+        """The text of a question, truncated if a prompt without examples exceeds ``room`` tokens."""
+        if self._size(prompt.text(text)) <= room:
+            return text
+        self.cut += 1
+        ids = self.tokenizer.encode(text)
+        kept = room - self._size(prompt.text("")) + 1
+        while (kept := kept - 1) > 0:
+            shorter = self.tokenizer.decode(ids[:kept] if self.truncated == "end" else ids[-kept:])
+            if self._size(prompt.text(shorter)) <= room:
+                return shorter
+        raise ValueError(
+            f"prompt: expected room for a question in {room} tokens, got a longer description and template"
+        )
 
     def _generated(self, prompts: Iterable[tuple[Prompt, Question]]) -> Iterator[str]:
         """Yields generated answers, each up to ``stop``. Several questions are answered at a time."""
@@ -181,11 +207,27 @@ class Evaluation:
             scores = [score - other for score, other in zip(scores, without, strict=True)]
         return choices[max(range(len(scores)), key=scores.__getitem__)]
 
-    @torch.inference_mode()
+    def _last_words(self, prompts: Iterable[tuple[Prompt, Question]]) -> Iterator[str]:
+        """Yields the most likely token for each token of the right answer, after the right ones before it: what greedy
+        decoding generates, if it is right."""
+        rest = iter(prompts)
+        while group := list(itertools.islice(rest, _QUESTIONS)):
+            pairs = []
+            for prompt, question in group:
+                ending = self.tokenizer.encode(prompt.answer_prefix + question.outputs[0])
+                pairs.append((self._fitting(prompt, question, self._longest - len(ending)), ending))
+            for found in self._predicted(pairs):
+                self.likelihoods.append(found.log_likelihood)
+                yield self.tokenizer.decode(found.best).strip()
+
     def log_likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
         """``log P(second | first)`` for each pair of lists of ids; the first has at least one id."""
+        return [found.log_likelihood for found in self._predicted(pairs)]
+
+    @torch.inference_mode()
+    def _predicted(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Predicted]:
         head: Any = self.model.get_submodule("lm_head")
-        found: list[float] = []
+        found: list[Predicted] = []
         features = [
             Feature(number, [Tokens([*first, *last[:-1]], [])], (len(first), last))
             for number, (first, last) in enumerate(pairs)
@@ -206,20 +248,54 @@ class Evaluation:
                 head(states[torch.tensor(rows, device=self._device, dtype=torch.int64)]).float().log_softmax(-1)
             )
             picked = logits.gather(1, torch.tensor(targets, device=self._device, dtype=torch.int64)[:, None]).squeeze(1)
-            found += [float(part.sum()) for part in picked.cpu().split(sizes)]
+            parts = zip(picked.cpu().split(sizes), logits.argmax(-1).cpu().split(sizes), strict=True)
+            found += [Predicted(float(values.sum()), best.tolist()) for values, best in parts]
         return found
+
+
+class Predicted(NamedTuple):
+    """The log-likelihood of an ending, and the most likely token at each of its positions."""
+
+    log_likelihood: float
+    best: list[int]
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
-def prompt_scores(metrics: Iterable[str], questions: Sequence[Question], answers: Sequence[str]) -> Scores:
-    """The scores with these names of ``METRICS``, from 0 to 1, BLEU from 0 to 100."""
+def prompt_scores(
+    metrics: Iterable[str],
+    questions: Sequence[Question],
+    answers: Sequence[str],
+    likelihoods: Sequence[float] = (),
+) -> Scores:
+    """The scores with these names of ``METRICS``, from 0 to 1, BLEU from 0 to 100. The perplexity is that of the right
+    answers, each as one word (LAMBADA): ``exp`` of minus the mean of their log-likelihoods."""
     scores: Scores = {}
-    gold = [question.outputs for question in questions]
+    gold = [question.references or [question.outputs] for question in questions]
     for name in metrics:
-        scores |= _SCORERS[name](gold, answers)
+        if name == "perplexity":
+            if len(likelihoods) != len(questions):
+                raise ValueError("metrics: expected --answer last-word for the perplexity, got another")
+            scores[name] = math.exp(min(700.0, -sum(likelihoods) / len(likelihoods)))
+        else:
+            scores |= _SCORERS[name](gold, answers)
     return scores
+
+
+def domain_scores(
+    metrics: Iterable[str], questions: Sequence[Question], answers: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """The scores of the questions of each domain, with their number; empty if there are not several domains (CoQA)."""
+    domains = sorted({question.domain for question in questions})
+    if len(domains) < 2:
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for domain in domains:
+        own = [index for index, question in enumerate(questions) if question.domain == domain]
+        scores = prompt_scores(metrics, [questions[index] for index in own], [answers[index] for index in own])
+        found[domain] = {"questions": len(own), **scores}
+    return found
 
 
 def check_metrics(metrics: Iterable[str]) -> None:
@@ -231,31 +307,43 @@ def check_metrics(metrics: Iterable[str]) -> None:
         needed.get(name, lambda: None)()
 
 
-def _each(name: str, score: Callable[[str, str], float]) -> Callable[[Sequence[list[str]], Sequence[str]], Scores]:
-    """The mean over examples of the best score against any right answer."""
+Gold = Sequence[list[list[str]]]  # for each question lists of right answers
 
-    def mean(gold: Sequence[list[str]], answers: Sequence[str]) -> Scores:
-        found = [max(score(each, answer) for each in right) for right, answer in zip(gold, answers, strict=True)]
+
+def _each(name: str, score: Callable[[str, str], float]) -> Callable[[Gold, Sequence[str]], Scores]:
+    """The mean over examples of the best score against any right answer, averaged over the lists of these."""
+
+    def mean(gold: Gold, answers: Sequence[str]) -> Scores:
+        found = [
+            statistics.fmean(max(score(each, answer) for each in right) for right in lists)
+            for lists, answer in zip(gold, answers, strict=True)
+        ]
         return {name: sum(found) / len(found)}
 
     return mean
 
 
-def _f1(gold: Sequence[list[str]], answers: Sequence[str]) -> Scores:
-    found = label_scores([right[0] for right in gold], list(answers))
+def _f1(gold: Gold, answers: Sequence[str]) -> Scores:
+    found = label_scores([lists[0][0] for lists in gold], list(answers))
     return {name: value for name, value in found.items() if name == "f1"}
 
 
-def _bleu(gold: Sequence[list[str]], answers: Sequence[str]) -> Scores:
-    most = max(map(len, gold))
-    references = [[right[number] if number < len(right) else None for right in gold] for number in range(most)]
+def _bleu(gold: Gold, answers: Sequence[str]) -> Scores:
+    texts = _texts(gold)
+    most = max(map(len, texts))
+    references = [[right[number] if number < len(right) else None for right in texts] for number in range(most)]
     return {"bleu": float(_sacrebleu().corpus_bleu(list(answers), references).score)}
 
 
-def _rouge(gold: Sequence[list[str]], answers: Sequence[str]) -> Scores:
+def _texts(gold: Gold) -> list[list[str]]:
+    """All right answers of each question."""
+    return [list(dict.fromkeys(itertools.chain(*lists))) for lists in gold]
+
+
+def _rouge(gold: Gold, answers: Sequence[str]) -> Scores:
     kinds = ("rouge1", "rouge2", "rougeL")
     scorer = _rouge_scorer().RougeScorer(kinds, use_stemmer=True)
-    scored = [scorer.score_multi(right, answer) for right, answer in zip(gold, answers, strict=True)]
+    scored = [scorer.score_multi(right, answer) for right, answer in zip(_texts(gold), answers, strict=True)]
     return {kind: sum(each[kind].fmeasure for each in scored) / len(scored) for kind in kinds}
 
 
@@ -275,7 +363,7 @@ def _rouge_scorer() -> Any:
     return rouge_scorer
 
 
-_SCORERS: dict[str, Callable[[Sequence[list[str]], Sequence[str]], Scores]] = {
+_SCORERS: dict[str, Callable[[Gold, Sequence[str]], Scores]] = {
     "accuracy": _each("accuracy", lambda right, answer: float(right.strip() == answer.strip())),
     "f1": _f1,
     "exact_match": _each("exact_match", exact_match),

@@ -55,7 +55,7 @@ class Experiment:
     def write(self, rows: Sequence[Row], directory: Path) -> list[Path]:
         """Writes the table, the plot and the paragraph; returns their paths."""
         paths = [directory / f"{self.name}.{suffix}" for suffix in ("csv", "md", "png")]
-        write_text(paths[0], _csv(rows))
+        write_text(paths[0], csv_text(rows))
         text = f"# {self.title}\n\n{self.paper}\n\n{' '.join(self.expect.split())}\n\n{table(rows)}\n"
         write_text(paths[1], text)
         draw(self, rows, paths[2])
@@ -106,10 +106,14 @@ class Lab:
         return data.train_tokenizer("bpe", self.documents, 600 if self.quick else 4000)
 
     def batches(
-        self, tokenizer: data.Tokenizer, sequences: Any, tokens: int | None = None
+        self,
+        tokenizer: data.Tokenizer,
+        sequences: Any,
+        tokens: int | None = None,
+        masking: data.Masking | None = None,
     ) -> tuple[data.BatchStream, list[data.Batch]]:
         """The batches of the training set and of the validation set, of ``tokens`` tokens (by default, and if this is
-        quick, ``tokens_per_batch``)."""
+        quick, ``tokens_per_batch``). ``masking`` is that of the training set; the validation set has the default."""
         if tokens is None or self.quick:
             tokens = self.tokens_per_batch
         folder = self.folder / f"shards-{tokenizer.fingerprint[:8]}"
@@ -118,10 +122,11 @@ class Lab:
             data.BatchStream(
                 part,
                 data.SequenceFormat(sequences, self.length),
+                own,
                 tokens_per_batch=tokens,
                 seed=self.seed,
             )
-            for part in shards.split(0.4 if self.quick else 0.1)
+            for part, own in zip(shards.split(0.4 if self.quick else 0.1), (masking, None), strict=True)
         ]
         return streams[0], list(islice(streams[1], self.steps(16384 // tokens)))
 
@@ -133,10 +138,11 @@ class Lab:
         steps: int,
         tokenizer: data.Tokenizer | None = None,
         tokens: int | None = None,
+        masking: data.Masking | None = None,
     ) -> dict[str, float]:
-        """Trains for ``steps`` steps and returns the mean of each loss term over the validation set. ``tokens`` is that
-        of ``batches``."""
-        stream, held_out = self.batches(tokenizer or self.wordpiece, sequences, tokens)
+        """Trains for ``steps`` steps and returns the mean of each loss term over the validation set. ``tokens`` and
+        ``masking`` are those of ``batches``."""
+        stream, held_out = self.batches(tokenizer or self.wordpiece, sequences, tokens, masking)
         settings = FinetuneSettings(
             rates=Rates(1e-3), optimizer=OptimizerSettings(learning_rate=1e-3), warmup=0.1, seed=self.seed
         )
@@ -178,7 +184,8 @@ def parameters(model: torch.nn.Module) -> int:
 # ---- tables and plots ------------------------------------------------------------------------------------------------
 
 
-def _csv(rows: Sequence[Row]) -> str:
+def csv_text(rows: Sequence[Row]) -> str:
+    """Rows as a CSV file."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
