@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,30 @@ def test_grounding() -> None:
     assert names("glasses, glass; nothing else") == ["glass"]
     assert names("") == []
     assert Grounder(concepts, longest=1).ground("drinking tea") == [2]
+
+
+def test_grounding_in_korean() -> None:
+    """Nouns with particles, and verbs with endings; a longer noun is not its first syllable."""
+    concepts = ["꽃", "흙", "삽", "흙을_파다", "정원", "굽다", "짓다", "마시다", "고르다", "걷다", "만들다", "꽃게"]
+    grounder = Grounder(concepts)
+
+    def names(text: str) -> list[str]:
+        return [concepts[number] for number in grounder.ground(text)]
+
+    assert names("꽃이 흙에서 자란다.") == ["꽃", "흙"]
+    assert names("삽으로 흙을 팠다") == ["삽", "흙을_파다"]
+    assert names(unicodedata.normalize("NFD", "정원에서는 꽃들도 삽만으로")) == ["정원", "꽃", "삽"]
+    assert names("빵을 구워 집을 지었고 물을 마셨다") == ["굽다", "짓다", "마시다"]
+    assert names("고르면 골랐다; 길을 걸어 만든") == ["고르다", "걷다", "만들다"]
+    assert names("꽃게는 꽃잎이 아니다") == ["꽃게"]
+    assert grounder.ground("입니다") == []
+
+
+def test_grounding_in_other_scripts() -> None:
+    concepts = ["学校", "花", "дом", "straße", "क्षमा", "o'clock"]
+    grounder = Grounder(concepts)
+    assert grounder.ground("学校で花が咲く") == [0, 1]
+    assert grounder.ground("Дом, STRASSE, Straße -- क्षमा! It's 3 o'clock") == [2, 3, 4, 5]
 
 
 def test_the_shipped_questions_are_about_the_shipped_graph() -> None:

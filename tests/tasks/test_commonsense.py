@@ -142,6 +142,50 @@ def test_given_vectors_are_kept_and_prune(bert_directory: Path, tmp_path: Path) 
     assert 0 < counts[0] < counts[1]
 
 
+def test_a_score_of_paths_needs_vectors(bert_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = read_commonsense(shipped_task("commonsense")["dev"])[:1]
+    with pytest.raises(ValueError, match="path_score: expected with graph_vectors"):
+        prepare("commonsense", bert_directory, train, path_score=0.3)
+    with pytest.raises(SystemExit):
+        main(["finetune", "--task", "commonsense", "--model", str(bert_directory), "--path-score", "0.3"])
+    assert "--path-score: expected with --graph-vectors" in capsys.readouterr().err
+
+
+# ---- other languages -------------------------------------------------------------------------------------------------
+
+KOREAN_EDGES = """\
+AtLocation	꽃	흙
+UsedFor	삽	흙을_파다
+HasPrerequisite	꽃을_심다	흙을_파다
+AtLocation	흙	정원
+"""
+
+
+def korean_question(answer: str, *others: str) -> str:
+    choices = [{"label": key, "text": text} for key, text in zip("ABC", (answer, *others), strict=False)]
+    row = {"id": answer, "question": {"stem": "꽃을 심으려면 무엇이 필요한가?", "choices": choices}, "answerKey": "A"}
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def test_korean_questions_have_paths(bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The flower, the soil and the shovel."""
+    (tmp_path / "graph.tsv").write_text(KOREAN_EDGES)
+    (tmp_path / "train.jsonl").write_text(korean_question("삽으로 판 흙", "구름") + korean_question("자동차", "구름"))
+    train = read_commonsense(tmp_path / "train.jsonl")
+    _, task = prepare("commonsense", bert_directory, train, graph=tmp_path / "graph.tsv")
+    assert isinstance(task, CommonsenseTask)
+    schema = task.schema(train[0].context, train[0].endings[0])
+    lines = {path_text(task.graph, path) for pair in schema.pairs for path in pair.paths}
+    assert "꽃을_심다 --HasPrerequisite--> 흙을_파다 <--UsedFor-- 삽" in lines
+    features = task.features(train)
+    assert task.remark(features) == "1 of 2 questions have no path in the graph to any of their answers"
+    assert str(task.remark(features[1:])).endswith("in the language of the questions?")
+    command = ["finetune", "--task", "commonsense", "--model", str(bert_directory), "--output", str(tmp_path / "run")]
+    files = [f"--{name}={tmp_path / file}" for name, file in (("data", "train.jsonl"), ("graph", "graph.tsv"))]
+    assert main([*command, *files, f"--dev={tmp_path / 'train.jsonl'}", "--epochs", "1", "--device", "cpu"]) == 0
+    assert "dev: 1 of 2 questions have no path in the graph" in capsys.readouterr().out
+
+
 # ---- other families --------------------------------------------------------------------------------------------------
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}

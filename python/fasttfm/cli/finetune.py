@@ -147,8 +147,17 @@ def _add_training(group: Any) -> None:
 
 def _add_graph(group: Any) -> None:
     group.add_argument("--graph", metavar="FILE", help="edges: relation, head, tail, weight (default: the shipped one)")
-    group.add_argument("--graph-vectors", metavar="DIR", help="TransE vectors of the graph (default: trained first)")
-    group.add_argument("--path-score", type=float, default=0.15, metavar="P", help="minimum TransE score of a path")
+    group.add_argument(
+        "--graph-vectors",
+        metavar="DIR",
+        help="TransE vectors of the graph, of fasttfm transe (default: random vectors, trained with the model)",
+    )
+    group.add_argument(
+        "--path-score",
+        type=float,
+        metavar="P",
+        help="with --graph-vectors: minimum TransE score of a path (default: 0.15; without vectors, no path is pruned)",
+    )
     group.add_argument("--path-length", type=int, default=3, metavar="N", help="max edges of a path, up to 3")
     group.add_argument("--max-paths", type=int, default=50, metavar="N", help="max paths per pair of concepts")
 
@@ -233,6 +242,8 @@ def _check(arguments: argparse.Namespace) -> None:
             if getattr(arguments, name) != arguments.default_of(name):
                 takers = [other for other, kind in TASKS.items() if name in kind.options]
                 raise ValueError(f"--{name.replace('_', '-')}: expected with --task {' or '.join(takers)}")
+    if arguments.path_score is not None and arguments.graph_vectors is None:
+        raise ValueError("--path-score: expected with --graph-vectors, by which paths are scored")
     ways = {"--freeze-encoder": arguments.freeze_encoder, "--freeze-layers": arguments.freeze_layers is not None}
     given = [name for name, used in {**ways, "--lora": arguments.lora is not None}.items() if used]
     if len(given) > 1:
@@ -377,6 +388,10 @@ class Session:
         for name, said in (("training", work.truncation), ("dev", run.truncation)):
             if said is not None and world.main and trial == self.trials[0]:
                 warnings.warn(f"{name}: {said}; --max-length reads more", stacklevel=2)
+        if world.main and trial == self.trials[0]:
+            for name, features in (("training", work.features), ("dev", run.dev_features)):
+                if (remark := task.remark(features)) is not None:
+                    self._say(f"{name}: {remark}")
         untrained = {}
         if world.main and not resume and task.head is Head.NONE:  # without a new head, the model has a score already
             untrained = {"untrained": task.scores(examples.dev, run.predict(examples.dev, run.dev_features))}

@@ -1,17 +1,25 @@
-"""``Grounder``: finds the concepts of a vocabulary in English text.
+"""``Grounder``: finds the concepts of a vocabulary in text of any language.
 
-Words are matched as written or by their base forms. Inflection rules and a short list of irregular forms propose base
-forms, and the vocabulary selects among them, as in WordNet's morphy. Nothing needs to be installed or downloaded, and a
-wrong proposal ("bus" -> "bu") does no harm because no concept has that name.
+Words are matched as written or, in English and Korean, by their base forms. Inflection rules and a short list of
+irregular forms propose base forms, and the vocabulary selects among them, as in WordNet's morphy. Nothing needs to be
+installed or downloaded, and a wrong proposal ("bus" -> "bu") does no harm because no concept has that name. In scripts
+without spaces, such as Chinese characters, each character is a word, and concepts are runs of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 
-_WORD = re.compile(r"[a-z0-9]+(?:['’-][a-z0-9]+)*")  # noqa: RUF001
+from fasttfm.data.korean_forms import is_hangul, korean_forms
+
+_APOSTROPHES = "'\u2019-"
+# Scripts without spaces: Thai, Lao, Burmese, Khmer, kana, Chinese characters.
+_WITHOUT_SPACES = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 _VOWELS = "aeiou"
 
 _IRREGULAR = {
@@ -127,6 +135,7 @@ _STOP_WORDS = """
     most much must my no nor not of off on once one only or other our out over own same shall she should so some
     something such than that the their them then there these they this those through to too under until up upon us use
     very was we were what when where which while who whom whose why will with would you your
+    이 그 저 것 수 때 등 및 더 안 못 잘 왜 한 두 세
 """
 STOP_WORDS = frozenset(_STOP_WORDS.split())
 
@@ -134,6 +143,13 @@ STOP_WORDS = frozenset(_STOP_WORDS.split())
 def base_forms(word: str) -> Iterator[str]:
     """The word, and the words that it may be an inflected form of, the most likely first."""
     yield word
+    if is_hangul(word):
+        yield from korean_forms(word)
+    elif word.isascii():
+        yield from _english_forms(word)
+
+
+def _english_forms(word: str) -> Iterator[str]:
     if word in _IRREGULAR:
         yield _IRREGULAR[word]
     if len(word) > 3 and word.endswith("s") and not word.endswith("ss"):
@@ -155,8 +171,16 @@ def base_forms(word: str) -> Iterator[str]:
 
 
 def words_of(text: str) -> list[str]:
-    """The text's words in lower case, without the 's of a genitive."""
-    return [word.removesuffix("'s").removesuffix("’s") for word in _WORD.findall(text.lower())]  # noqa: RUF001
+    """The text's words in lower case, without the 's of a genitive; each character of a script without spaces."""
+    text = _WITHOUT_SPACES.sub(r" \g<0> ", unicodedata.normalize("NFC", text.lower()))
+    kept = "".join(letter if _is_part(letter) else " " for letter in text.replace("--", " "))
+    words = (word.strip(_APOSTROPHES) for word in kept.split())
+    return [word.removesuffix("'s").removesuffix("\u2019s") for word in words if word]
+
+
+def _is_part(letter: str) -> bool:
+    """Whether a character can be a part of a word: a letter, a mark, a number, an apostrophe or a hyphen."""
+    return unicodedata.category(letter)[0] in "LMN" or letter in _APOSTROPHES
 
 
 class Grounder:
@@ -170,11 +194,14 @@ class Grounder:
     """
 
     def __init__(self, concepts: Sequence[str], *, longest: int = 5) -> None:
-        self._numbers = {tuple(concept.split("_")): number for number, concept in enumerate(concepts)}
+        self._numbers: dict[tuple[str, ...], int] = {}
         self._sizes: dict[str, set[int]] = {}  # the numbers of words of the concepts that start with a word
-        for words in self._numbers:
-            if len(words) <= longest:
+        for number, concept in enumerate(concepts):
+            words = tuple(words_of(concept.replace("_", " ")))
+            if words and concept.count("_") < longest:
+                self._numbers.setdefault(words, number)
                 self._sizes.setdefault(words[0], set()).add(len(words))
+        self._words = {word for words in self._numbers for word in words}
 
     def ground(self, text: str) -> list[int]:
         """The numbers of the text's concepts, each once, in their order."""
@@ -190,16 +217,20 @@ class Grounder:
 
     def _at(self, words: Sequence[str], index: int) -> tuple[int | None, int]:
         """The longest concept that starts at a word, and the number of its words; None and 1 if there is none."""
-        firsts = list(dict.fromkeys(base_forms(words[index])))
+        firsts = self._forms(words[index])
         sizes = set(itertools.chain.from_iterable(self._sizes.get(word, ()) for word in firsts))
         for size in sorted(sizes, reverse=True):
             run = words[index : index + size]
             if len(run) < size or (size == 1 and run[0] in STOP_WORDS):
                 continue
-            number = self._named([firsts, *(list(dict.fromkeys(base_forms(word))) for word in run[1:])])
+            number = self._named([firsts, *map(self._forms, run[1:])])
             if number is not None:
                 return number, size
         return None, 1
+
+    def _forms(self, word: str) -> list[str]:
+        """The base forms of a word that concepts have."""
+        return [form for form in dict.fromkeys(base_forms(word)) if form in self._words]
 
     def _named(self, forms: Iterable[Sequence[str]]) -> int | None:
         """The first concept that a combination of forms names; the written forms come first."""

@@ -85,9 +85,9 @@ class CommonsenseTask(ChoiceTask):
     Args:
         graph: The edge file (``data.graphs``); by default the graph that is shipped with the sample.
         graph_vectors: A directory with TransE's vectors of the graph (``data.graphs.read_graph_vectors``). Concepts
-            keep these vectors, and paths are pruned by them. By default the vectors are trained with the model, and no
-            path is pruned.
-        path_score: Paths with a lower TransE score are ignored.
+            keep these vectors, and paths are pruned by them. By default the vectors are random and trained with the
+            model, and no path is pruned.
+        path_score: With ``graph_vectors``, paths with a lower TransE score are ignored; 0.15 by default.
         path_length: The maximum number of edges in a path.
         max_paths: The maximum number of paths for a pair of concepts.
     """
@@ -108,7 +108,7 @@ class CommonsenseTask(ChoiceTask):
         *,
         graph: str | Path | None = None,
         graph_vectors: str | Path | None = None,
-        path_score: float = 0.15,
+        path_score: float | None = None,
         path_length: int = 3,
         max_paths: int = 50,
         **options: Any,
@@ -120,8 +120,11 @@ class CommonsenseTask(ChoiceTask):
         self.vectors_path = None if graph_vectors is None else Path(graph_vectors)
         if self.vectors_path is not None:
             self.vectors = read_graph_vectors(self.vectors_path, self.graph)
+        elif path_score is not None:
+            raise ValueError("path_score: expected with graph_vectors, by which paths are scored")
+        least_score = 0.15 if path_score is None else path_score
         self.finder = PathFinder(
-            self.graph, self.vectors, hops=path_length, least_score=path_score, most_paths=max_paths
+            self.graph, self.vectors, hops=path_length, least_score=least_score, most_paths=max_paths
         )
         self.grounder = Grounder(self.graph.concepts)
         self._known: dict[tuple[str, str], SchemaGraph] = {}
@@ -152,7 +155,7 @@ class CommonsenseTask(ChoiceTask):
             **super().description(),
             "graph": str(self.path.resolve()),
             "graph_vectors": vectors,
-            "path_score": self.finder.least_score,
+            "path_score": None if self.vectors is None else self.finder.least_score,
             "path_length": self.finder.hops,
             "max_paths": self.finder.most_paths,
         }
@@ -169,6 +172,15 @@ class CommonsenseTask(ChoiceTask):
             )
             for example, feature in zip(examples, super().features(examples), strict=True)
         ]
+
+    def remark(self, features: Sequence[Feature]) -> str | None:
+        """How many questions no path of the graph connects with any of their answers."""
+        graphs = [feature.graphs for feature in features if isinstance(feature, GraphFeature)]
+        without = sum(not any(pair.paths for graph in each for pair in graph.pairs) for each in graphs)
+        said = f"{without} of {len(graphs)} questions have no path in the graph to any of their answers"
+        if without < len(graphs):
+            return said
+        return f"{said}; are the concepts of {self.path} in the language of the questions?"
 
     def schema(self, question: str, answer: str) -> SchemaGraph:
         """The schema graph of a question and an answer. Concepts in both are only the answer's."""

@@ -108,6 +108,10 @@ class Task(ABC):
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         """The features of these examples, which are the model's inputs."""
 
+    def remark(self, features: Sequence[Feature]) -> str | None:
+        """A sentence about these features that a user should read before the training; None if there is none."""
+        return None
+
     @abstractmethod
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         """The arguments with which the model computes its loss; every feature of the batch has a target."""
