@@ -182,6 +182,16 @@ def test_a_head_that_the_checkpoint_does_not_name(
         tasks.load(tmp_path / "without", task="next-sentence", device="cpu")
 
 
+@pytest.mark.parametrize(("objective", "label"), [("mlm+sop", "swapped"), ("mlm+nsp", "NotNext"), (None, "NotNext")])
+def test_the_run_says_which_pairs_it_was_trained_on(
+    objective: str | None, label: str, wordpiece: Tokenizer, tmp_path: Path
+) -> None:
+    """As ``fasttfm pretrain bert --objective mlm+sop``, which has the architecture of next sentences."""
+    saved("BertForPreTraining", "BertConfig", wordpiece, tmp_path)
+    (tmp_path / "settings.json").write_text(json.dumps({"settings": {"family": "bert", "objective": objective}}))
+    assert tasks.load(tmp_path, device="cpu").task.labels[1] == label
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

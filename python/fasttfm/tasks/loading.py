@@ -215,7 +215,7 @@ def _task_of(path: Path, config: Any, family: Family) -> tuple[type[Task], dict[
 def _inferred(path: Path, config: Any, family: Family) -> type[Task]:
     architecture = next(iter(config.extra.get("architectures") or ["a model without a head"]))
     head = next((head for head, model in family.models.items() if model.__name__ == architecture), None)
-    if (pretrained := pretrained_task(family, architecture)) is not None:
+    if (pretrained := pretrained_task(family, architecture, path)) is not None:
         return pretrained
     named = next((task for task in TASKS.values() if task.head is head), None)
     if named is None:

@@ -1,9 +1,9 @@
 """The heads of pre-trained models as tasks: next sentence, sentence order, replaced tokens. They predict, and do not
 train: ``fasttfm pretrain`` has trained them.
 
-    next-sentence     BERT     does the second text follow the first? IsNext or NotNext
-    sentence-order    ALBERT   are two consecutive texts in their order? in_order or swapped
-    replaced-tokens   ELECTRA  which tokens of a text were replaced? a probability for each token
+    next-sentence    BERT     does the second text follow the first? IsNext or NotNext
+    sentence-order   ALBERT   are two consecutive texts in their order? in_order or swapped
+    replaced-tokens  ELECTRA  which tokens of a text were replaced? a probability for each token
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from fasttfm.data.lines import DataError
 from fasttfm.data.task_files import BY_NAME, Columns, read_texts
+from fasttfm.models.checkpoint_files import read_json
+from fasttfm.models.families import objectives_of
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import MaskedLMWithSentences, NextSentence, ReplacedTokenDetection, SentenceOrder
 from fasttfm.tasks.given import PAIR_NAMES, TEXT_NAMES, field, unusable
@@ -26,6 +29,7 @@ from fasttfm.tasks.labels import PairTask
 from fasttfm.tasks.metrics import Scores
 from fasttfm.tasks.results import ReplacedResult
 from fasttfm.tasks.task import Language, Predictions, Task
+from fasttfm.train.run_directory import SETTINGS
 
 # ---- two sentences ---------------------------------------------------------------------------------------------------
 
@@ -52,12 +56,10 @@ class SentencePairTask(PairTask):
         return found
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
-        objective = self.language.family.pretraining
-        assert objective is not None
-        assert issubclass(objective, MaskedLMWithSentences)
         inputs = batch.inputs()
         encoded = model.encoder.encode(inputs.pop("input_ids"), None, inputs.pop("token_type_ids", None), **inputs)
-        return objective(model).sentences(model.encoder.pool(encoded))
+        logits: Tensor = model.sentence_logits(model.encoder.pool(encoded))
+        return logits
 
 
 class NextSentenceTask(SentencePairTask):
@@ -228,9 +230,16 @@ _BY_OBJECTIVE: dict[type, type[Task]] = {
 }
 
 
-def pretrained_task(family: Family, architecture: str) -> type[Task] | None:
-    """The task of the pre-training head of a checkpoint with this architecture; None for other checkpoints."""
-    kind = None if family.pretraining is None else _BY_OBJECTIVE.get(family.pretraining)
+def pretrained_task(family: Family, architecture: str, checkpoint: Path) -> type[Task] | None:
+    """The task of the pre-training head of a checkpoint with this architecture; None for other checkpoints. BERT and
+    ALBERT can be trained on next sentences and on sentence order: the settings of the checkpoint's run say which."""
+    objective = family.pretraining
+    settings = checkpoint.parent / SETTINGS
+    if settings.is_file():
+        stated = read_json(settings).get("settings")
+        name = stated.get("objective") if isinstance(stated, dict) else None
+        objective = objectives_of(family)[name].module if name in objectives_of(family) else objective
+    kind = None if objective is None else _BY_OBJECTIVE.get(objective)
     own = kind is not None and kind.head in family.models and family.models[kind.head].__name__ == architecture
     return kind if own else None
 

@@ -36,7 +36,8 @@ class Experiment:
         paper: The source of the ablation.
         expect: A paragraph about the paper's results and what to expect of models this small.
         run: Yields the rows of the table, one at a time.
-        label: The column that names a row; the points of curves show it, unless it distinguishes the curves.
+        label: The column that names a row; the points of curves show it, unless it distinguishes the curves
+            or is ``x``.
         plotted: The columns with numbers that are plotted, one panel each.
         x: The column of the x axis, if rows are points of curves; by default they are bars.
         lines: The column that distinguishes the curves.
@@ -266,7 +267,7 @@ def _draw_curves(panel: Any, experiment: Experiment, rows: Sequence[Row], column
         some = [row for row in rows if experiment.lines is None or row[experiment.lines] == group]
         panel.plot([row[experiment.x] for row in some], [row[column] for row in some], marker="o", label=str(group))
     name = experiment.x.replace("_", " ")
-    if experiment.label != experiment.lines:
+    if experiment.label not in (experiment.lines, experiment.x):
         name += f" (at the points: {experiment.label.replace('_', ' ')})"
         for row in rows:
             place = (row[experiment.x], row[column])

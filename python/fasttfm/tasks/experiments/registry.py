@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from fasttfm.tasks.experiments import (
+    bert_size,
     layer_features,
     lightweight,
+    masking_rate,
     model_size,
     replaced_tokens,
     sentence_pairs,
@@ -13,5 +15,8 @@ from fasttfm.tasks.experiments import (
 )
 from fasttfm.tasks.experiments.lab import Experiment
 
-_FILES = (sentence_pairs, sharing, replaced_tokens, model_size, shots, layer_features, lightweight)
+_FILES = (
+    *(sentence_pairs, sharing, replaced_tokens, masking_rate),
+    *(bert_size, model_size, shots, layer_features, lightweight),
+)
 EXPERIMENTS: dict[str, Experiment] = {file.EXPERIMENT.name: file.EXPERIMENT for file in _FILES}
