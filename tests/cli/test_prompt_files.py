@@ -147,6 +147,8 @@ def test_sentiment(gpt_directory: Path, tmp_path: Path) -> None:
     assert first == Question("the peace of the nation", ["good"], ["bad", "good"])
     with pytest.raises(DataError, match="example 1: expected a label of 0, 2, got '1'"):
         read_prompts([tmp_path / "dev.tsv"], "classify", labels={"0": "bad", "2": "good"})
+    (tmp_path / "own.jsonl").write_text(json.dumps({"input": "the peace of the nation", "output": "good"}))
+    assert read_prompts([tmp_path / "own.jsonl"], "classify", labels=words) == [first]
     (tmp_path / "test.tsv").write_text("index\tsentence\n0\ta text\n")
     with pytest.raises(DataError, match="example 1: expected a label, got none"):
         read_prompts([tmp_path / "test.tsv"], "classify")

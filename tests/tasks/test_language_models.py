@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fasttfm.cli.main import main
 from fasttfm.data import DataError, Tokenizer
 from fasttfm.models import CheckpointError
 from fasttfm.tasks.language_models import LanguageModel, load_language_model
+from fasttfm.tasks.masking_rates import accuracy_by_rate, fill_at_rates
 
 TEXTS = ["The state of the union is strong.", "war", "", "peace and commerce with all nations, and an army"]
 
@@ -193,3 +195,59 @@ def test_score_of_continuations(
     (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
     assert called("score", gpt_directory, "--data", tmp_path / "a.jsonl", "--format", "jsonl") == 0
     assert json.loads(capsys.readouterr().out) == found
+
+
+# ---- masking rates ---------------------------------------------------------------------------------------------------
+
+
+def test_texts_masked_at_several_rates(masked: LanguageModel) -> None:
+    text = "The state of the union is strong, and peace is with all of the nations."
+    ids, special = masked.tokenizer.encode(text), masked.tokenizer.special
+    ((low, middle, high),) = fill_at_rates(masked, [text], [0.15, 0.5, 1.0], seed=3)
+    assert [each.tokens for each in (low, middle, high)] == [round(rate * len(ids)) for rate in (0.15, 0.5, 1.0)]
+    assert [each.masked.count("[MASK]") for each in (low, middle, high)] == [low.tokens, middle.tokens, len(ids)]
+    at_low, at_middle = (
+        {place for place, id in enumerate(masked.tokenizer.encode(each.masked)) if id == special.mask}
+        for each in (low, middle)
+    )
+    assert at_low < at_middle  # what is masked at a rate is masked at higher ones
+    read = [special.cls, *(special.mask if place in at_middle else id for place, id in enumerate(ids)), special.sep]
+    best = log_likelihoods(masked, read)[1:-1].argmax(-1).tolist()  # type: ignore[arg-type]
+    assert middle.right == sum(best[place] == ids[place] for place in at_middle)
+    shown = re.findall(r"\[([^\]]*)\]", middle.filled)
+    decode = masked.tokenizer.decode
+    assert [each.partition(", not ")[0] for each in shown] == [decode([best[place]]) for place in sorted(at_middle)]
+    assert list(fill_at_rates(masked, [text], [0.5], seed=3)) == [[middle]]
+    assert list(fill_at_rates(masked, [text], [0.5], seed=4)) != [[middle]]
+
+
+def test_right_and_wrong_predictions_are_shown(masked: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    war, peace = masked.tokenizer.encode("war peace")
+    monkeypatch.setattr(LanguageModel, "best_at", lambda self, features: [war] * sum(len(at) for _, at in features))
+    found = list(fill_at_rates(masked, ["war, war & peace", "peace"], [1.0]))
+    assert [each.filled for (each,) in found] == [
+        "[war][war, not ,] [war] [war, not &] [war, not peace]",
+        "[war, not peace]",
+    ]
+    assert accuracy_by_rate(found) == [{"rate": 1.0, "tokens": 6, "right": 2, "accuracy": 2 / 6}]
+    assert peace != war
+
+
+def test_fill_mask_at_rates(bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("The state of the union.\nWe have peace.\n")
+    call = ["fill-mask", "--model", str(bert_directory), "--device", "cpu", "--quiet", "--rates", "0.25,1"]
+    assert main([*call, "--data", str(tmp_path / "a.txt"), "--output", str(tmp_path / "a.csv")]) == 0
+    with (tmp_path / "a.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["rate"], row["tokens"]) for row in rows] == [("0.25", "2"), ("1.0", "6"), ("0.25", "1"), ("1.0", "4")]
+    right = sum(int(row["right"]) for row in rows[1::2])
+    assert f"| 1.000 | 10 | {right} | {right / 10:.3f} |" in capsys.readouterr().out
+    assert main([*call, "--text", "We have peace."]) == 0
+    assert "\n 100%  [MASK] [MASK] [MASK][MASK]\n" in capsys.readouterr().out
+    for wrong, expected in (("0,1", "--rates: expected numbers above 0 and up to 1"), ("x", "got 'x'")):
+        with pytest.raises(SystemExit):
+            main([*call, "--text", "a", "--rates", wrong])
+        assert expected in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*call, "--text", "the [MASK]"])
+    assert "text 1: expected words and no [MASK], which --rates puts in, got the [MASK]" in capsys.readouterr().err

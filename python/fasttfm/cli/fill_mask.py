@@ -2,9 +2,11 @@
 
   fasttfm fill-mask --model DIR --text "The state of the [MASK] is strong."
   fasttfm fill-mask --model RUN --data texts.txt --top-k 10 --output words.csv
+  fasttfm fill-mask --model RUN --text "The state of the union is strong." --rates 0.15,0.3,0.45,0.6
 
 The model is a masked language model. For a pre-training run, its newest checkpoint is used; for ELECTRA, the generator.
-Write the mask as in the model's vocabulary: [MASK], or <mask> for RoBERTa.
+Write the mask as in the model's vocabulary: [MASK], or <mask> for RoBERTa. With --rates, texts have no masks: random
+tokens are masked at each rate, and the predictions are compared with them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ def add_parser(subparsers: Any) -> None:
     )
     add_language_model_options(parser)
     parser.add_argument("--top-k", type=int, default=5, metavar="K", help="number of words per mask")
+    parser.add_argument(
+        "--rates", metavar="RATE,...", help="mask random tokens at these rates, and show how many are predicted"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the tokens that --rates masks")
     parser.set_defaults(refuse=parser.error)
 
 
@@ -59,7 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
         texts, again = itertools.tee(each["text"] for each in texts_of(arguments))
+        rates = None if arguments.rates is None else _rates(arguments.rates)
         model = language_model_of(arguments, masked=True)
+        if rates is not None:
+            _fill_at_rates(arguments, model, texts, again, rates)
+            return 0
 
         def records() -> Iterator[dict[str, Any]]:
             for text, masks in zip(again, model.fill_mask(texts, arguments.top_k), strict=True):
@@ -67,6 +77,45 @@ def run(arguments: argparse.Namespace) -> int:
 
         write_records(arguments, model, records(), _rows, _lines)
     return 0
+
+
+def _rates(given: str) -> list[float]:
+    try:
+        rates = [float(part) for part in given.split(",")]
+    except ValueError:
+        rates = [0.0]
+    if not all(0 < rate <= 1 for rate in rates):
+        raise ValueError(f"--rates: expected numbers above 0 and up to 1, such as 0.15,0.3, got {given!r}")
+    return rates
+
+
+def _fill_at_rates(
+    arguments: argparse.Namespace, model: Any, texts: Iterator[str], again: Iterator[str], rates: list[float]
+) -> None:
+    """Writes texts that are masked at several rates, and a table of the rates if there are several texts."""
+    from fasttfm.tasks.experiments.lab import table
+    from fasttfm.tasks.masking_rates import accuracy_by_rate, fill_at_rates
+
+    kept: list[Any] = []
+
+    def records() -> Iterator[dict[str, Any]]:
+        for text, found in zip(again, fill_at_rates(model, texts, rates, seed=arguments.seed), strict=True):
+            kept.append([each._replace(masked="", filled="") for each in found])
+            yield {"text": text, "rates": [each._asdict() for each in found]}
+
+    def rows(record: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"text": record["text"], **each} for each in record["rates"]]
+
+    def lines(record: dict[str, Any]) -> str:
+        shown = [record["text"]]
+        for each in record["rates"]:
+            shown += [f"{each['rate']:>5.0%}  {each['masked']}"]
+            shown += [f"{'':5}  {each['filled']}  ({each['right']} of {each['tokens']})"]
+        return "\n".join(shown)
+
+    count = write_records(arguments, model, records(), rows, lines)
+    if count > 1:
+        print(f"\n{table(accuracy_by_rate(kept))}", file=sys.stderr if arguments.output is None else sys.stdout)
 
 
 def _rows(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -104,6 +104,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME,...",
         help="accuracy, f1, exact_match, answer_f1, bleu, rouge, perplexity (default: the task's)",
     )
+    _add_run_options(parser)
+    parser.set_defaults(refuse=parser.error)
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of the drawn examples")
     group.add_argument("--seeds", type=int, default=1, metavar="N", help="repeat with this many seeds, from --seed on")
@@ -115,7 +120,6 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--overwrite", action="store_true", help="write to --output even if it has files")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
     add_device_option(group)
-    parser.set_defaults(refuse=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -133,7 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
         about = {"labels": _labels(arguments, preset), "direction": arguments.direction}
         questions = read_prompts(arguments.data, preset.files, **about)[: arguments.limit]
         shots = [] if arguments.shots is None else read_prompts(arguments.shots, preset.files, **about)
-        folder, rows = None, []
+        folder: Path | None = None
+        rows: list[dict[str, Any]] = []
         for model, name in zip(arguments.model, _names(arguments.model), strict=True):
             evaluation = _evaluation(arguments, model, preset)
             folder = folder or output_of(arguments, "prompt-eval")

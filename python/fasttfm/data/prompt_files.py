@@ -116,11 +116,12 @@ def _labelled(files: Sequence[Path], labels: Any) -> Iterator[Question]:
 
 
 def _with_labels(question: Question, labels: Mapping[str, str], where: str) -> Question:
-    """The question with words for its labels."""
+    """The question with words for its labels, which may have them already."""
+    words = {word: word for word in labels.values()} | dict(labels)
     for label in question.outputs:
-        if label not in labels:
+        if label not in words:
             raise data_error(where, f"a label of {', '.join(labels)}", repr(label))
-    return Question(question.input, [labels[label] for label in question.outputs], list(labels.values()))
+    return Question(question.input, [words[label] for label in question.outputs], list(labels.values()))
 
 
 def _choices(files: Sequence[Path], _: Any) -> Iterator[Question]:

@@ -120,6 +120,25 @@ class LanguageModel:
             self.truncated += tokens.cut > 0
             yield Feature(number - 1, [tokens], positions)
 
+    def sequence(self, ids: Sequence[int]) -> tuple[Tokens, int]:
+        """The sequence of a text's ids as a masked LM reads it, and the position of the first; long ones are truncated
+        and counted."""
+        assert self._form is not None
+        tokens = self._form.one(ids)
+        self.truncated += tokens.cut > 0
+        return tokens, len(self._form.first)
+
+    def best_at(self, features: Sequence[tuple[Feature, Sequence[int]]]) -> list[int]:
+        """The most likely token at these positions of each feature, one after the other."""
+        starts = itertools.accumulate((feature.tokens for feature, _ in features), initial=0)
+        rows = [start + position for (_, each), start in zip(features, starts, strict=False) for position in each]
+        states = self._states([feature for feature, _ in features])
+        best: list[int] = []
+        for part in torch.tensor(rows, device=self._device, dtype=torch.int64).split(_ROWS):
+            with torch.inference_mode():
+                best += self._head(states.index_select(0, part)).argmax(-1).tolist()
+        return best
+
     # ---- likelihoods -------------------------------------------------------------------------------------------------
 
     def score(self, texts: Iterable[str | tuple[str, str]], *, stride: int | None = None) -> Iterator[TextScore]:
