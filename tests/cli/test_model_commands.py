@@ -20,6 +20,7 @@ from fasttfm import models
 from fasttfm._extras import how_to_install
 from fasttfm.cli.main import COMMANDS, main
 from fasttfm.data import Tokenizer, load_tokenizer
+from fasttfm.data.texts import shipped_task
 from fasttfm.generate import generate
 from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
@@ -267,7 +268,18 @@ def test_wrong_arguments_are_reported(
         (("finetune", "--task", "tag", "--model", gpt_directory), 2, "openai-gpt has no head for it"),
         ((*finetune, "pair", "--data", tmp_path / "none.tsv"), 1, "none.tsv"),
         ((*finetune, "tag", "--values"), 2, "values: expected with the tasks classify and pair, got tag"),
-        ((*finetune, "classify", "--epochs", "-1"), 2, "epochs: expected a number from 0 on, got -1"),
+        ((*finetune, "classify", "--epochs", "0"), 2, "--epochs: expected a number from 1 on, got 0"),
+        (
+            ("glue", "--model", bert_directory, "--data", tmp_path, "--epochs", "0"),
+            2,
+            "--epochs: expected a number from 1",
+        ),
+        ((*finetune, "classify", "--auxiliary", "0.5"), 2, "expected a GPT-1, or a GPT with choice"),
+        (
+            (*finetune, "qa", "--data", shipped_task("classify")["train"]),
+            1,
+            "line 1: expected JSON of questions in the format of SQuAD",
+        ),
         (
             (*finetune, "classify", "--layer-decay", "2"),
             2,

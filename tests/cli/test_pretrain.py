@@ -40,6 +40,20 @@ def test_a_run_prints_its_results(corpus: dict[str, Path], tmp_path: Path, capsy
         assert (tmp_path / "run" / name).exists()
 
 
+def test_a_quiet_run_prints_its_results_without_a_progress_bar(
+    corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(corpus, tmp_path / "run", "--quiet")) == 0
+    said = capsys.readouterr()
+    assert "step 2/2" not in said.err
+    assert "validation: loss" in said.out
+    assert str(tmp_path / "run" / "checkpoint-000002") in said.out
+    with pytest.raises(SystemExit):
+        main(["pretrain", "--resume", "--steps", "1", "--output", str(tmp_path / "run")])
+    expected = "--steps: expected with --resume the 2 steps of the run, which --more-steps extends, got 1"
+    assert expected in capsys.readouterr().err
+
+
 def test_a_step_is_timed_against_plain_torch(
     corpus: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,15 +66,18 @@ def test_a_step_is_timed_against_plain_torch(
     pretrain.add_parser(parser.add_subparsers())
     for given, expected in (
         (["--data", "x"], False),
+        (["--quiet"], False),
         ([], True),
         (["gpt2"], True),
         (["--no-compare"], False),
         (["roberta"], False),
     ):
         parsed = parser.parse_args(["pretrain", "--output", "x", *given])
-        assert pretrain._compares(parsed.compare, pretrain._settings(parsed)[0]) == expected
+        assert pretrain._compares(parsed, pretrain._settings(parsed)[0]) == expected
+    parsed = parser.parse_args(["pretrain", "albert", "--compare"])
+    settings, _ = pretrain._settings(parsed)
     with pytest.raises(ValueError, match="--compare: expected with bert or gpt2, got albert"):
-        pretrain._compares(True, pretrain._settings(parser.parse_args(["pretrain", "albert"]))[0])
+        pretrain._compares(parsed, settings)
 
 
 def test_a_run_without_a_size_is_small() -> None:

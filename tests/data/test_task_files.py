@@ -170,7 +170,17 @@ def test_columns_without_a_header(tmp_path: Path) -> None:
         (read_conll, "", "expected words with tags, one per line, got none"),
         (read_conll, "Ahab B-PER\nsails\n", "line 2: expected 2 columns, as in the previous lines, got 'sails'"),
         (read_conll, "Ahab\n", "line 1: expected a word and a tag, got 'Ahab'"),
-        (read_questions, "{\n{", "file, line 2: expected JSON, got Expecting property name"),
+        (
+            read_questions,
+            "{\n{",
+            r"file, line 2: expected JSON of questions in the format of SQuAD.*got '{' \(Expecting prop",
+        ),
+        (
+            read_questions,
+            "why\tbecause\n",
+            r"file, line 1: expected JSON of .*got 'why\\tbecause' \(Expecting value, col",
+        ),
+        (read_questions, "", "file, line 1: expected JSON of questions .*, got an empty file"),
         (read_questions, "[]", "file, the file: expected an object with 'data', got list"),
         (read_questions, "{}", "file, the file: expected a list 'data', got an empty object"),
         (read_questions, '{"data": []}', "expected questions, got none"),

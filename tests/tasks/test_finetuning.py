@@ -192,6 +192,18 @@ def test_the_weight_of_the_auxiliary_loss_is_an_option(gpt_directory: Path) -> N
     assert losses[1] > losses[0]
 
 
+@pytest.mark.parametrize(("family", "task"), [("gpt2", "classify"), ("bert", "choice")])
+def test_models_without_an_auxiliary_loss_refuse_its_weight(
+    family: str, task: str, bpe: Tokenizer, wordpiece: Tokenizer, tmp_path: Path
+) -> None:
+    tokenizer = bpe if family == "gpt2" else wordpiece
+    directory = save_small(family, tokenizer, tmp_path)
+    examples = PEACE if task == "classify" else [ChoiceExample("peace", "", ["a", "b"], 0)]
+    assert not prepare(task, directory, examples)[1].has_auxiliary
+    with pytest.raises(ValueError, match=rf"auxiliary: expected a GPT-1, .* got .* with {task}"):
+        prepare(task, directory, examples, auxiliary=0.5)
+
+
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 

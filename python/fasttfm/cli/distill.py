@@ -62,6 +62,30 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument(
         "--held-out", type=float, default=0.02, metavar="FRACTION", help="fraction of documents in the validation set"
     )
+    _add_student(parser)
+    training = add_training_options(parser, rate=5e-4, about_rate="peak learning rate")
+    training.add_argument("--steps", type=int, default=1000, metavar="N", help="optimizer steps on a corpus")
+    group = parser.add_argument_group("task")
+    tasks = tuple(name for name, task in TASKS.items() if task.distills)
+    group.add_argument("--task", choices=tasks, help="run tinybert's second stage on this task")
+    group.add_argument(
+        "--dev", type=Path, metavar="FILE", help="dev set (default: the directory's, or a tenth of the examples)"
+    )
+    group.add_argument(
+        "--epochs", type=int, default=10, metavar="N", help="epochs on embeddings, attention maps and hidden states"
+    )
+    group.add_argument("--prediction-epochs", type=int, default=3, metavar="N", help="epochs on predictions")
+    group.add_argument(
+        "--augment",
+        metavar="MODEL",
+        help=f"classify, pair: also train on copies with words that this masked LM proposes: {MODEL_HELP}",
+    )
+    group.add_argument("--copies", type=int, default=20, metavar="N", help="copies of each example with --augment")
+    add_run_options(parser)
+    parser.set_defaults(refuse=parser.error)
+
+
+def _add_student(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("student")
     group.add_argument("--layers", type=int, metavar="N", help="layers of the student (default: half of the teacher's)")
     group.add_argument("--width", type=int, metavar="N", help="tinybert: hidden size (default: half of the teacher's)")
@@ -102,26 +126,6 @@ def add_parser(subparsers: Any) -> None:
         help="tinybert: one loss of layers and predictions (on a corpus: soft targets of the vocabulary); default: the "
         "layers only, and with --task the predictions after them",
     )
-    training = add_training_options(parser, rate=5e-4, about_rate="peak learning rate")
-    training.add_argument("--steps", type=int, default=1000, metavar="N", help="optimizer steps on a corpus")
-    group = parser.add_argument_group("task")
-    tasks = tuple(name for name, task in TASKS.items() if task.distills)
-    group.add_argument("--task", choices=tasks, help="run tinybert's second stage on this task")
-    group.add_argument(
-        "--dev", type=Path, metavar="FILE", help="dev set (default: the directory's, or a tenth of the examples)"
-    )
-    group.add_argument(
-        "--epochs", type=int, default=10, metavar="N", help="epochs on embeddings, attention maps and hidden states"
-    )
-    group.add_argument("--prediction-epochs", type=int, default=3, metavar="N", help="epochs on predictions")
-    group.add_argument(
-        "--augment",
-        metavar="MODEL",
-        help=f"classify, pair: also train on copies with words that this masked LM proposes: {MODEL_HELP}",
-    )
-    group.add_argument("--copies", type=int, default=20, metavar="N", help="copies of each example with --augment")
-    add_run_options(parser)
-    parser.set_defaults(refuse=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -34,6 +34,7 @@ from fasttfm.cli.options import (
     add_column_options,
     add_run_options,
     add_training_options,
+    check_epochs,
     check_output,
     columns_of,
     domain_table,
@@ -134,9 +135,8 @@ def _add_training(group: Any) -> None:
     group.add_argument(
         "--auxiliary",
         type=float,
-        default=0.5,
         metavar="WEIGHT",
-        help="GPTs: weight of the auxiliary causal LM loss; GPT-2 has none in classify and pair",
+        help="GPT-1, and GPTs with choice: weight of the auxiliary causal LM loss (default: 0.5)",
     )
     group.add_argument(
         "--both-orders",
@@ -229,6 +229,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for options that do not fit together."""
+    check_epochs(arguments.epochs)
     if arguments.resume and arguments.output is None:
         raise ValueError("--resume: expected --output, the directory of the run to resume")
     if arguments.resume and arguments.overwrite:
@@ -416,6 +417,7 @@ class Session:
         found |= {"device": str(self.world.device), "processes": self.world.size, "class_weights": work.class_weights}
         found |= {"optimizer": settings.optimizer.name, "betas": list(settings.optimizer.betas)}
         found |= {"epsilon": settings.optimizer.epsilon}
+        found |= {"auxiliary": work.task.auxiliary if work.task.has_auxiliary else None}
         return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
 
     def _write(

@@ -25,6 +25,7 @@ from fasttfm.cli.options import (
     Formatter,
     add_run_options,
     add_training_options,
+    check_epochs,
     check_output,
     device_of,
     exit_on_user_error,
@@ -66,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         from fasttfm.tasks.glue import GLUE, find_tasks
         from fasttfm.train.settings import random_seed
 
+        check_epochs(arguments.epochs)
         random_seed(arguments.seed)
         folders = find_tasks(arguments.data, arguments.tasks)
         results = _earlier(arguments)

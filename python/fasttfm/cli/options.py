@@ -97,6 +97,11 @@ def columns_of(arguments: argparse.Namespace) -> Any:
     return Columns(*names, header=not arguments.no_header)
 
 
+def check_epochs(epochs: int | None) -> None:
+    if epochs is not None and epochs < 1:
+        raise ValueError(f"--epochs: expected a number from 1 on, got {epochs}")
+
+
 def settings_of(arguments: argparse.Namespace, device: Any, rate: float, **changes: Any) -> Any:
     """The settings of a run: those of ``add_training_options`` with this learning rate, and ``changes``."""
     from fasttfm.tasks.finetuning import FinetuneSettings

@@ -242,7 +242,7 @@ def _add_run(group: Any) -> None:
     group.add_argument(
         "--compare",
         action=argparse.BooleanOptionalAction,
-        help="at the end, time a training step of bert or gpt2 and of plain torch (default: without --data)",
+        help="at the end, time a step of bert or gpt2 and of plain torch (default: without --data and --quiet)",
     )
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -265,9 +265,9 @@ def run(arguments: argparse.Namespace) -> int:
     begun = time.perf_counter()
     with exit_on_user_error(arguments):
         settings, where = _settings(arguments)
-        compares = _compares(arguments.compare, settings)
+        compares = _compares(arguments, settings)
         summary = pretrain(settings, where)
-        if summary is not None and not arguments.quiet:
+        if summary is not None:
             print(_report(summary, time.perf_counter() - begun))
             if summary.learnt is not None:
                 print(f"\n{summary.learnt}")
@@ -276,11 +276,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _compares(asked: bool | None, settings: Any) -> bool:
+def _compares(arguments: argparse.Namespace, settings: Any) -> bool:
     """Whether a step is timed against plain torch: by default where the package's own model and text are tried."""
+    asked: bool | None = arguments.compare
     own = settings.family in _COMPARED and settings.objective is None and settings.init is None
     if asked is None:
-        return own and not settings.data
+        return own and not settings.data and not arguments.quiet
     if asked and not own:
         got = settings.family if settings.family not in _COMPARED else "--objective or --init"
         raise ValueError(f"--compare: expected with {' or '.join(_COMPARED)}, got {got}")
@@ -316,6 +317,9 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
     own: dict[str, Any] = {}
     if arguments.resume:
         base, own = read_settings(arguments.output)
+        if arguments.steps not in (None, base.schedule.steps):
+            expected = f"the {base.schedule.steps} steps of the run, which --more-steps extends"
+            raise ValueError(f"--steps: expected with --resume {expected}, got {arguments.steps}")
         if arguments.more_steps is not None:
             more = dataclasses.replace(base.schedule, steps=base.schedule.steps + arguments.more_steps)
             base = dataclasses.replace(base, schedule=more)

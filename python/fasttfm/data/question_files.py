@@ -21,6 +21,10 @@ from fasttfm.data.task_files import Answer, QuestionExample
 _TURNS = 2  # how many earlier turns of a conversation are appended to a question
 _EVIDENCE_WORDS = 800  # of a TriviaQA document, as in its authors' conversion to SQuAD's format
 _ROWS = (".jsonl", ".jsonl.gz", ".parquet")
+_EXPECTED = (
+    "JSON of questions in the format of SQuAD, CoQA or TriviaQA, or a .jsonl or .parquet file with the columns "
+    "question, context and answers"
+)
 # CoQA's sources by the names of the domains that its evaluation reports.
 _DOMAINS = {
     "mctest": "children's stories",
@@ -59,7 +63,7 @@ def read_questions(path: str | Path, turns: Turns = latest_first) -> list[Questi
     if path.name.endswith(_ROWS) or is_dataset(path):
         examples = list(_questions_of_rows(path, turns))
     else:
-        root = read_json(path)
+        root = read_json(path, _EXPECTED)
         if isinstance(root, dict) and "Data" in root:
             examples = _triviaqa(path, root)
         elif isinstance(root, dict) and any(

@@ -181,13 +181,15 @@ class JsonList(Table):
             yield number, row
 
 
-def read_json(path: Path) -> Any:
-    """The value of a JSON file."""
-    text = "\n".join(line for _, line in read_lines(path))
+def read_json(path: Path, expected: str = "JSON") -> Any:
+    """The value of a JSON file; ``expected`` describes its format in error messages."""
+    lines = [line for _, line in read_lines(path)]
     try:
-        return json.loads(text)
+        return json.loads("\n".join(lines))
     except json.JSONDecodeError as error:
-        raise data_error(path, "JSON", error.msg, line=error.lineno) from None
+        start = max(0, error.colno - 30)
+        got = repr(lines[error.lineno - 1][start : start + 60]) if lines else "an empty file"
+        raise data_error(path, expected, f"{got} ({error.msg}, column {error.colno})", line=error.lineno) from None
     except RecursionError as error:
         raise data_error(path, "JSON", str(error)) from None
 

@@ -45,7 +45,7 @@ def read_weights(task: Task, path: Path) -> list[float]:
 def _check(task: Task) -> None:
     if not task.labels or task.configuration().get("problem_type") == "multi_label_classification":
         raise ValueError(f"class_weights: expected a task with one label for each text or word, got {task.name}")
-    if task.auxiliary and "auxiliary_loss_weight" in task.configuration():
+    if task.has_auxiliary and task.auxiliary:
         raise ValueError("class_weights: expected an auxiliary weight of 0 (--auxiliary 0) with GPT-1")
 
 

@@ -217,6 +217,7 @@ class FineTuning:
         class_weights: Sequence[float] | str | None = None,
         world: World | None = None,
     ) -> None:
+        at_least("epochs", settings.epochs, 1)
         self.model, self.task, self.settings = model, task, settings
         self.world = world or World(next(model.parameters()).device)
         self.features = task.features(train)

@@ -84,9 +84,11 @@ class ClassifyTask(Task):
         return {"num_labels": len(self.labels), "problem_type": "single_label_classification", **self._auxiliary()}
 
     def _auxiliary(self) -> dict[str, Any]:
-        """The weight of GPT-1's auxiliary causal LM loss, which later models do not have."""
-        known = hasattr(self.language.family.config, "auxiliary_loss_weight")
-        return {"auxiliary_loss_weight": self.auxiliary} if known else {}
+        return {"auxiliary_loss_weight": self.auxiliary} if self.has_auxiliary else {}
+
+    @property
+    def has_auxiliary(self) -> bool:
+        return hasattr(self.language.family.config, "auxiliary_loss_weight")  # GPT-1's; later models have none
 
     def example(self, given: Any) -> Any:
         if isinstance(given, TextExample):
@@ -148,7 +150,7 @@ class ClassifyTask(Task):
                 [feature.target for feature in batch.features], dtype=self.target_dtype, device="cpu"
             )
         }
-        if self._auxiliary() and self.auxiliary:
+        if self.has_auxiliary and self.auxiliary:
             targets["lm_labels"] = batch.input_ids
         return targets
 
@@ -517,6 +519,10 @@ class ChoiceTask(Task):
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         labels = torch.tensor([feature.target for feature in batch.features], dtype=torch.int64, device="cpu")
         return {"mc_labels" if self.language.family.causal else "labels": labels}
+
+    @property
+    def has_auxiliary(self) -> bool:
+        return self.language.family.causal
 
     def _called(self, model: Any, batch: TaskBatch, targets: dict[str, Tensor], choices: int | None) -> Any:
         """Calls the model. With ``labels``, causal models do not compute the logits of every token."""

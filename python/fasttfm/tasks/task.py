@@ -44,7 +44,8 @@ class Task(ABC):
         language: The model's input.
         train: The training examples, which define the labels; None for a model that is already trained.
         known: The labels of the trained model, in its order.
-        auxiliary: In causal models, the weight of the causal LM loss of the examples (GPT-1).
+        auxiliary: The weight of the causal LM loss of the examples, for models with such a loss (``has_auxiliary``);
+            0.5 by default.
     """
 
     name: ClassVar[str]
@@ -62,14 +63,28 @@ class Task(ABC):
     distills: ClassVar[bool] = True  # whether a student can learn from a teacher's logits
 
     def __init__(
-        self, language: Language, train: Sequence[Any] | None, *, known: Sequence[str] = (), auxiliary: float = 0.5
+        self,
+        language: Language,
+        train: Sequence[Any] | None,
+        *,
+        known: Sequence[str] = (),
+        auxiliary: float | None = None,
     ) -> None:
         if train is not None and not train:
             raise DataError(f"{self.name}: expected training examples, got none")
-        at_least("auxiliary", auxiliary, 0)
         self.language = language
-        self.auxiliary = auxiliary
+        if auxiliary is not None:
+            at_least("auxiliary", auxiliary, 0)
+            if not self.has_auxiliary:
+                expected = "a GPT-1, or a GPT with choice (others have no auxiliary loss)"
+                raise ValueError(f"auxiliary: expected {expected}, got {language.family.title} with {self.name}")
+        self.auxiliary = 0.5 if auxiliary is None else auxiliary
         self.labels = list(known) if train is None else self.labels_of(train, known)
+
+    @property
+    def has_auxiliary(self) -> bool:
+        """Whether fine-tuning adds the causal LM loss of the examples, as for GPT-1."""
+        return False
 
     @classmethod
     def for_values(cls) -> type[Task] | None:
