@@ -78,9 +78,36 @@ def test_every_task_with_files(
     assert again["MRPC"]["dev"]["MRPC"].keys() == {"f1", "accuracy"}
 
 
+def test_the_best_of_several_trainings_is_kept(
+    glue: Path, bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["glue", "--model", str(bert_directory), "--data", str(glue), "--device", "cpu", "--quiet"]
+    given += ["--epochs", "1", "--max-length", "16", "--tasks", "STS-B", "--save-models"]
+    several = [*given, "--search", "1e-9,1e-2", "--restarts", "2", "--output", str(tmp_path / "several")]
+    assert main(several) == 0
+    result = json.loads((tmp_path / "several" / "glue.json").read_text())["tasks"]["STS-B"]
+    trials = result["trials"]
+    assert [(each["learning_rate"], each["seed"]) for each in trials] == [(1e-9, 0), (1e-9, 1), (1e-2, 0), (1e-2, 1)]
+    assert len({each["score"] for each in trials}) > 1
+    best = max(trials, key=lambda each: each["score"])
+    assert result["score"] == best["score"]
+    said = capsys.readouterr().out
+    assert f"  * learning rate {best['learning_rate']:g}, seed {best['seed']}: score {best['score']:.3f}" in said
+    assert len(list((tmp_path / "several" / "STS-B").glob("rate-*/log.csv"))) == 4
+    # The same training by itself leaves the same model and submission.
+    rate, seed = str(best["learning_rate"]), str(best["seed"])
+    one = [*given, "--learning-rate", rate, "--seed", seed, "--output", str(tmp_path / "one")]
+    assert main(one) == 0
+    for name in ("STS-B/model.safetensors", "submission/STS-B.tsv"):
+        assert (tmp_path / "several" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
+        (["--search", "1e-4", "--learning-rate", "1e-4"], "--search: expected without --learning-rate"),
+        (["--search", "1e-4,1e-4"], "search: expected different learning rates, got 0.0001, 0.0001"),
+        (["--restarts", "0"], "restarts: expected a number from 1 on, got 0"),
         (["--tasks", "RTE"], "expected a folder for RTE, got CoLA, MNLI, MRPC, STS-B, diagnostic"),
         (["--tasks", "SQuAD"], "tasks: expected some of CoLA, SST-2"),
         (["--data", "/nowhere"], "/nowhere: expected a directory with the folders of GLUE's tasks, got no directory"),

@@ -34,8 +34,10 @@ from fasttfm.cli.options import (
     add_column_options,
     add_run_options,
     add_training_options,
+    add_trial_options,
     check_epochs,
     check_output,
+    check_trials,
     columns_of,
     domain_table,
     draw_curves,
@@ -69,7 +71,7 @@ def add_parser(subparsers: Any) -> None:
         about_rate="peak learning rate (default: 5e-5 for a width of 768, higher for narrower models)",
     )
     _add_training(training)
-    _add_trials(parser.add_argument_group("several runs"))
+    add_trial_options(parser.add_argument_group("several runs"))
     group = parser.add_argument_group("questions")
     group.add_argument(
         "--stride", type=int, metavar="N", help="tokens between the starts of two windows (default: 128)"
@@ -174,19 +176,6 @@ def _add_similarity(group: Any) -> None:
     )
 
 
-def _add_trials(group: Any) -> None:
-    group.add_argument(
-        "--search", type=_rates, metavar="A,B,...", help="train with each of these learning rates and keep the best"
-    )
-    group.add_argument(
-        "--restarts",
-        type=int,
-        default=1,
-        metavar="N",
-        help="train with N seeds, keep the best, and report mean and standard deviation",
-    )
-
-
 def _add_run(group: Any) -> None:
     group.add_argument("--resume", action="store_true", help="continue the interrupted run in --output")
     group.add_argument(
@@ -202,13 +191,6 @@ def _add_run(group: Any) -> None:
         choices=("tensorboard", "wandb"),
         help="also report to TensorBoard (always, if installed) or Weights & Biases",
     )
-
-
-def _rates(text: str) -> list[float]:
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected learning rates with commas between them, got {text!r}") from None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -236,8 +218,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("--resume: expected without --overwrite, which starts a new run")
     if arguments.output is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("--output: expected under torchrun")
-    if arguments.search is not None and arguments.learning_rate is not None:
-        raise ValueError("--search: expected without --learning-rate")
+    check_trials(arguments)
     for task in TASKS.values():
         for name in set(task.options) - set(TASKS[arguments.task].options):
             if getattr(arguments, name) != arguments.default_of(name):

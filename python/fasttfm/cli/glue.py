@@ -2,6 +2,8 @@
 
   fasttfm glue --model bert-base --data glue_data/                        all tasks in glue_data
   fasttfm glue --model bert-base --data glue_data/ --tasks RTE MRPC --epochs 5
+  fasttfm glue --model bert-base --data glue_data/ --search 5e-5,4e-5,3e-5,2e-5     the best on each dev set, as BERT
+  fasttfm glue --model bert-base --data glue_data/ --tasks RTE MRPC --restarts 5
   fasttfm glue --model bert-base --data glue_data/ --output run --resume  only the missing tasks
 
 --data contains one folder per task, as downloaded: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI, RTE, WNLI, and diagnostic
@@ -25,8 +27,10 @@ from fasttfm.cli.options import (
     Formatter,
     add_run_options,
     add_training_options,
+    add_trial_options,
     check_epochs,
     check_output,
+    check_trials,
     device_of,
     exit_on_user_error,
     output_of,
@@ -55,6 +59,7 @@ def add_parser(subparsers: Any) -> None:
     )
     training.add_argument("--epochs", type=int, default=3, metavar="N", help="epochs of each task")
     training.add_argument("--batch-size", type=int, default=32, metavar="N", help="examples per batch")
+    add_trial_options(parser.add_argument_group("several runs", "of each task, whose best one on the dev set is kept"))
     parser.add_argument("--save-models", action="store_true", help="save the model of each task")
     parser.add_argument("--resume", action="store_true", help="train only the tasks without scores in --output")
     add_run_options(parser)
@@ -65,9 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
         from fasttfm.tasks.glue import GLUE, find_tasks
+        from fasttfm.tasks.trials import plan
         from fasttfm.train.settings import random_seed
 
         check_epochs(arguments.epochs)
+        check_trials(arguments)
+        plan(arguments.search or [0.0], arguments.seed, arguments.restarts)  # raises for a wrong number
         random_seed(arguments.seed)
         folders = find_tasks(arguments.data, arguments.tasks)
         results = _earlier(arguments)
@@ -80,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             results[each.name] = _train(arguments, each, folders[each.name], output)
             write_json(output / _RESULTS, {"model": str(arguments.model), "tasks": results})
             print(f"{each.name}: {sentence(_flat(results[each.name]))}, {results[each.name]['seconds']:.0f} s")
+            _print_trials(results[each.name].get("trials", []))
         ordered = {each.name: results[each.name] for each in GLUE if each.name in results}
         _write(output, arguments, ordered)
     return 0
@@ -107,23 +116,32 @@ def _earlier(arguments: argparse.Namespace) -> dict[str, Any]:
 def _train(arguments: argparse.Namespace, each: Any, folder: Path, output: Path) -> dict[str, Any]:
     from fasttfm.tasks.glue import train_task
     from fasttfm.tasks.rates import default_rate
+    from fasttfm.tasks.trials import Trial, plan
     from fasttfm.train.logs import RunLog
     from fasttfm.train.progress import Progress
 
     device = device_of(arguments)
 
-    def settings(model: Any) -> Any:
+    def settings(model: Any) -> list[Any]:
         rate = default_rate(model) if arguments.learning_rate is None else arguments.learning_rate
-        return settings_of(arguments, device, rate, epochs=arguments.epochs, batch_size=arguments.batch_size)
+        sizes = {"epochs": arguments.epochs, "batch_size": arguments.batch_size}
+        planned = plan(arguments.search or [rate], arguments.seed, arguments.restarts)
+        return [settings_of(arguments, device, trial.rate, seed=trial.seed, **sizes) for trial in planned]
 
     logs: list[RunLog] = []
-    (output / each.name).mkdir(exist_ok=True)
+    several = arguments.restarts > 1 or len(arguments.search or ()) > 1
 
     def watch(work: Any) -> Any:
+        trial = Trial(work.settings.rates.rate, work.settings.seed)
+        directory = output / each.name / trial.name if several else output / each.name
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"{each.name} {trial.name}" if several else each.name
         progress = None if arguments.quiet else Progress(work.steps)
         if progress is not None:
-            progress.note(f"{each.name}: {work.steps} steps" + (f"; {work.truncation}" if work.truncation else ""))
-        logs.append(RunLog(output / each.name, (each.task,), steps=work.steps, progress=progress))
+            progress.note(f"{name}: {work.steps} steps" + (f"; {work.truncation}" if work.truncation else ""))
+        for log in logs:
+            log.close()
+        logs[:] = [RunLog(directory, (each.task,), steps=work.steps, progress=progress)]
         return logs[0].add
 
     begun = time.perf_counter()
@@ -133,6 +151,7 @@ def _train(arguments: argparse.Namespace, each: Any, folder: Path, output: Path)
             folder,
             arguments.model,
             settings,
+            seed=arguments.seed,
             device=device,
             max_length=arguments.max_length,
             output=output / each.name if arguments.save_models else None,
@@ -145,7 +164,18 @@ def _train(arguments: argparse.Namespace, each: Any, folder: Path, output: Path)
         (output / "submission").mkdir(exist_ok=True)
         write_text(output / "submission" / name, text)
     seconds = round(time.perf_counter() - begun, 1)
-    return {"score": result.score, "dev": result.dev, "examples": result.examples, "seconds": seconds}
+    trials = {"trials": result.trials} if several else {}
+    return {"score": result.score, "dev": result.dev, "examples": result.examples, "seconds": seconds, **trials}
+
+
+def _print_trials(trials: list[dict[str, float]]) -> None:
+    """The score of each training of a task; * marks the one that is kept."""
+    from fasttfm.tasks.trials import best
+
+    kept = best([each["score"] for each in trials]) if trials else None
+    for number, each in enumerate(trials):
+        mark = "*" if number == kept else " "
+        print(f"  {mark} learning rate {each['learning_rate']:g}, seed {each['seed']}: score {each['score']:.3f}")
 
 
 def _flat(result: dict[str, Any]) -> dict[str, float]:

@@ -97,6 +97,32 @@ def columns_of(arguments: argparse.Namespace) -> Any:
     return Columns(*names, header=not arguments.no_header)
 
 
+def add_trial_options(group: Any) -> None:
+    """Adds the options for several trainings, of which the best is kept; ``tasks.trials.plan`` reads them."""
+    group.add_argument(
+        "--search", type=_rates, metavar="A,B,...", help="train with each of these learning rates and keep the best"
+    )
+    group.add_argument(
+        "--restarts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="train with N seeds, keep the best, and report mean and standard deviation",
+    )
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected learning rates with commas between them, got {text!r}") from None
+
+
+def check_trials(arguments: argparse.Namespace) -> None:
+    if arguments.search is not None and arguments.learning_rate is not None:
+        raise ValueError("--search: expected without --learning-rate")
+
+
 def check_epochs(epochs: int | None) -> None:
     if epochs is not None and epochs < 1:
         raise ValueError(f"--epochs: expected a number from 1 on, got {epochs}")

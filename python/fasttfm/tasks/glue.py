@@ -10,12 +10,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from fasttfm.data.lines import data_error
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare, save
 from fasttfm.tasks.metrics import Scores
 from fasttfm.tasks.reading import part_files, read_files
+from fasttfm.tasks.trials import best
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class GlueResult:
     examples: int
     dev: dict[str, Scores]  # by the leaderboard's name of the dev set
     submission: dict[str, str] = field(default_factory=dict)  # the leaderboard's files: names and contents
+    trials: list[dict[str, float]] = field(default_factory=list)  # learning rate, seed and score of every training
 
     @property
     def score(self) -> float:
@@ -101,8 +105,9 @@ def train_task(
     glue: GlueTask,
     folder: Path,
     model: str | Path,
-    settings: Callable[[Any], FinetuneSettings],
+    settings: Callable[[Any], Sequence[FinetuneSettings]],
     *,
+    seed: int = 0,
     device: Any = "cpu",
     max_length: int | None = None,
     output: Path | None = None,
@@ -113,28 +118,58 @@ def train_task(
     Args:
         folder: The task's folder, as downloaded.
         model: The model's directory.
-        settings: Called with the prepared model.
+        settings: Called with the prepared model; returns the settings of one training or of several, of which the one
+            with the best score on the dev set is kept.
+        seed: That of the first training, which also initializes the head.
         output: The directory for the fine-tuned model; by default it is not saved.
-        watch: Called with the training before it starts; its result is called with the results of steps.
+        watch: Called with each training before it starts; its result is called with the results of steps.
     """
     train = read_files(glue.task, _files(folder, "train", ""))
     dev_sets = {ending: read_files(glue.task, _files(folder, "dev", part)) for part, ending in glue.parts}
-    network, task = prepare(glue.task, model, train, values=glue.values, max_length=max_length)
-    work = FineTuning(network.to(device), task, train, settings(network))
-    work.run(watch(work))
-    options: dict[str, Any] = {"precision": work.settings.step.precision}
-    dev = {}
-    for ending, examples in dev_sets.items():
-        found = predict(work.model, task, examples, **options)
-        gold = [example.label for example in examples]
-        dev[glue.name + ending] = glue.scores(gold, found, task.scores(examples, found))
+
+    def prepared(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)  # of the head
+        network, task = prepare(glue.task, model, train, values=glue.values, max_length=max_length)
+        return network.to(device), task
+
+    first = prepared(seed)
+    planned = settings(first[0])
+    trials, kept = [], []
+    for number, each in enumerate(planned):
+        network, task = prepared(each.seed) if number else first
+        work = FineTuning(network, task, train, each)
+        work.run(watch(work))
+        found = _Trained(work, {glue.name + ending: _scores(glue, work, rows) for ending, rows in dev_sets.items()})
+        trials.append({"learning_rate": each.rates.rate, "seed": each.seed, "score": found.score})
+        kept = [found] if best([one["score"] for one in trials]) == number else kept
+    work = kept[0].work
     submission = {}
     for name, path in _test_sets(glue, folder).items():
-        found = predict(work.model, task, read_files(glue.task, [path]), **options)
-        submission[f"{name}.tsv"] = submission_text(found, values=glue.values)
+        predictions = _predictions(work, read_files(glue.task, [path]))
+        submission[f"{name}.tsv"] = submission_text(predictions, values=glue.values)
     if output is not None:
-        save(work.model, task, output)
-    return GlueResult(glue.name, len(train), dev, submission)
+        save(work.model, work.task, output)
+    return GlueResult(glue.name, len(train), kept[0].dev, submission, trials)
+
+
+class _Trained(NamedTuple):
+    """A training and its scores by the leaderboard's name of the dev set."""
+
+    work: FineTuning
+    dev: dict[str, Scores]
+
+    @property
+    def score(self) -> float:
+        return mean([value for scores in self.dev.values() for value in scores.values()])
+
+
+def _predictions(work: FineTuning, examples: Sequence[Any]) -> Any:
+    return predict(work.model, work.task, examples, precision=work.settings.step.precision)
+
+
+def _scores(glue: GlueTask, work: FineTuning, examples: Sequence[Any]) -> Scores:
+    found = _predictions(work, examples)
+    return glue.scores([example.label for example in examples], found, work.task.scores(examples, found))
 
 
 def submission_text(predictions: Sequence[Any], *, values: bool) -> str:

@@ -81,10 +81,7 @@ class ClassifyTask(Task):
             raise DataError(f"{source}: expected labels of the training examples ({some(self.labels)}), got {got}")
 
     def configuration(self) -> dict[str, Any]:
-        return {"num_labels": len(self.labels), "problem_type": "single_label_classification", **self._auxiliary()}
-
-    def _auxiliary(self) -> dict[str, Any]:
-        return {"auxiliary_loss_weight": self.auxiliary} if self.has_auxiliary else {}
+        return {"num_labels": len(self.labels), "problem_type": "single_label_classification", **self.auxiliary_field()}
 
     @property
     def has_auxiliary(self) -> bool:
@@ -225,7 +222,7 @@ class ValueTask(ClassifyTask):
         return {**super().description(), "values": True}
 
     def configuration(self) -> dict[str, Any]:
-        return {"num_labels": 1, "problem_type": "regression", **self._auxiliary()}
+        return {"num_labels": 1, "problem_type": "regression", **self.auxiliary_field()}
 
     def _target(self, example: Any) -> float | None:
         return None if example.label is None else _number(example.label)

@@ -86,6 +86,10 @@ class Task(ABC):
         """Whether fine-tuning adds the causal LM loss of the examples, as for GPT-1."""
         return False
 
+    def auxiliary_field(self) -> dict[str, Any]:
+        """The field of the model's configuration for ``auxiliary``, if the model has such a loss."""
+        return {"auxiliary_loss_weight": self.auxiliary} if self.has_auxiliary else {}
+
     @classmethod
     def for_values(cls) -> type[Task] | None:
         """The regression variant of the task; None if there is none."""
