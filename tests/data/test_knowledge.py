@@ -13,6 +13,7 @@ import torch
 from small_models import addresses
 
 from fasttfm.data import DataError, Tokenizer, shipped_task, train_tokenizer
+from fasttfm.data.entity_linking import EntityLinker, read_entity_names
 from fasttfm.data.knowledge import (
     Span,
     align,
@@ -177,3 +178,44 @@ def test_dev_sets_are_about_places_that_training_sets_do_not_name() -> None:
     assert {example.label for example in parts["train"]} == {example.label for example in parts["dev"]}
     types = {part: read_types(path) for part, path in shipped_task("entity-typing").items()}
     assert not {each.mention.entity for each in types["train"]} & {each.mention.entity for each in types["dev"]}
+
+
+# ---- names in plain text ---------------------------------------------------------------------------------------------
+
+
+def test_names_are_linked(tmp_path: Path) -> None:
+    """The longest name at the start of a word, with Korean particles, and anywhere in scripts without spaces."""
+    table = written(
+        tmp_path / "names.tsv", "White Whale\tMoby Dick", "Moby\tMoby Dick", "한강\tHan", "한\tOne", "花\tflower"
+    )
+    linker = EntityLinker({**read_entity_names(table), "Moby Dick Inn": "Inn"})
+
+    def found(text: str) -> list[tuple[str, str | None]]:
+        return [(text[span.start : span.end], span.entity) for span in linker.link(text)]
+
+    assert found("Moby's inn: the Moby Dick Inn, Mobyish whales, a White Whale!") == [
+        ("Moby", "Moby Dick"),
+        ("Moby Dick Inn", "Inn"),
+        ("White Whale", "Moby Dick"),
+    ]
+    assert found("한강은 길다. 한강에서도, 남한강에서는 한강변을") == [("한강", "Han"), ("한강", "Han")]
+    assert found("桜の花が咲く") == [("花", "flower")]
+    for row, message in (
+        ("Moby", "line 1: expected a name and its entity, separated by a tab, got 'Moby'"),
+        ("", "expected names and their entities, one per line, got none"),
+        ("Moby\tA\nMoby\tB", "line 2: expected one entity for the name 'Moby', got 'A' and 'B'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_entity_names(written(tmp_path / "bad.tsv", row))
+
+
+def test_mentions_of_plain_text(tmp_path: Path) -> None:
+    link = EntityLinker({"Ahab": "Ahab"}).link
+    path = tmp_path / "texts.txt"
+    path.write_text("Ahab sails.\nHe hunts.\n\nNobody sails.\n")
+    assert [each.entities for each in read_mentions(path, link)] == [[Span(0, 4, "Ahab")], []]
+    with pytest.raises(DataError, match=r"texts.txt: expected JSON lines with the entities of each text, got plain"):
+        read_mentions(path)
+    rows = [{"text": "Ahab sails."}, {"text": "Ahab sails.", "entities": []}]
+    found = read_mentions(written(tmp_path / "texts.jsonl", *rows), link)
+    assert [each.entities for each in found] == [[Span(0, 4, "Ahab")], []]  # stated mentions are kept

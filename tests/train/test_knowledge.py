@@ -162,6 +162,39 @@ def test_from_a_graph_to_a_fine_tuned_model(tmp_path: Path, capsys: pytest.Captu
         assert message in capsys.readouterr().err
 
 
+def test_plain_text_is_linked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rivers = ["서울\thas\t한강", "평양\thas\t대동강", "부산\thas\t낙동강", "서울\tnear\t부산"]
+    (tmp_path / "rivers.tsv").write_text("\n".join(rivers) + "\n")
+    text = "서울에는 한강이 흐른다. 한강은 길다.\n\n부산의 강은 낙동강이다. 강물은 바다로 간다.\n\n"
+    text += "큰물은 깊다. 낙동강도 깊다.\n\n"
+    (tmp_path / "texts.txt").write_text(text * 4)
+    (tmp_path / "names.tsv").write_text("큰물\t한강\n")
+    kg = str(tmp_path / "kg")
+    graph = ["--data", str(tmp_path / "rivers.tsv"), "--width", "8", "--epochs", "2"]
+    assert main(["transe", *graph, "--quiet", "--output", kg]) == 0
+    options = [
+        "--steps",
+        "2",
+        "--tokens-per-step",
+        "128",
+        "--max-length",
+        "32",
+        "--vocabulary",
+        "200",
+        "--device",
+        "cpu",
+    ]
+    files = ["--entities", kg, "--data", str(tmp_path / "texts.txt")]
+    for more, mentions in (([], 24), (["--names", str(tmp_path / "names.tsv")], 28)):
+        output = str(tmp_path / f"ernie{mentions}")
+        assert main(["pretrain-knowledge", *files, *more, *options, "--output", output]) == 0
+        assert f"12 texts, 12 with mentions of entities, {mentions} mentions" in capsys.readouterr().out
+    (tmp_path / "names.tsv").write_text("Han\tHan River\n")
+    with pytest.raises(SystemExit):
+        main(["pretrain-knowledge", *files, *more, *options])
+    assert "names.tsv: expected names of the 6 entities of the graph, got 'Han River'" in capsys.readouterr().err
+
+
 def test_a_run_starts_from_a_bert(tokenizer: Tokenizer, tmp_path: Path) -> None:
     save_bert(tokenizer, tmp_path)
     with pytest.warns(UserWarning, match="next_sentence"):

@@ -4,16 +4,18 @@
   fasttfm pretrain-knowledge --entities kg --steps 300 --output ernie
   fasttfm finetune --task relation --model ernie
 
-Losses: masked LM, next sentence, and the denoising entity auto-encoder. A line of the data is a text of two sentences
-or more with the entities that it mentions: {{"text": "...", "entities": [{{"start": 0, "end": 4, "entity": "Ahab"}}]}}.
-Mentions of entities that the graph does not have are read as plain words. The output directory holds the model with its
-entities, its tokenizer, log.csv, curves.png and metrics.json.
+Losses: masked LM, next sentence, and the denoising entity auto-encoder. The data are texts of two sentences or more:
+plain text (.txt, blank lines between texts), in which names of entities are found, the longest first; or lines with
+stated mentions, {{"text": "...", "entities": [{{"start": 0, "end": 4, "entity": "Ahab"}}]}}. --names adds other names
+of the entities, a line each: name, tab, entity. Mentions of entities that the graph does not have are read as plain
+words. The output directory holds the model with its entities, its tokenizer, log.csv, curves.png and metrics.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--entities", type=Path, required=True, metavar="DIR", help="entity vectors, written by fasttfm transe"
     )
-    parser.add_argument("--data", type=Path, metavar="FILE", help="texts with mentions (default: the shipped texts)")
+    parser.add_argument(
+        "--data", type=Path, metavar="FILE", help="plain text or texts with mentions (default: the shipped texts)"
+    )
+    parser.add_argument("--names", type=Path, metavar="FILE", help="other names of the entities: name, tab, entity")
     parser.add_argument(
         "--init",
         metavar="MODEL",
@@ -89,8 +94,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
         names, vectors = read_entities(arguments.entities)
         source = arguments.data or shipped_knowledge("mentions")
-        examples = read_mentions(source)
+        examples = read_mentions(source, _linker(arguments.names, names).link)
         check_known(examples, names, str(source))
+        known = set(names)
+        found = [sum(span.entity in known for span in example.entities) for example in examples]
+        if not arguments.quiet:
+            print(
+                f"{len(examples):,} texts, {sum(map(bool, found)):,} with mentions of entities, {sum(found):,} mentions"
+            )
         tokenizer = _tokenizer(arguments, examples)
         model = _model(arguments, tokenizer, vectors.shape[1])
         model.set_entities(names, vectors)
@@ -104,6 +115,17 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"validation {sentence(losses)}")
         print(f"output     {output}")
     return 0
+
+
+def _linker(table: Path | None, entities: Sequence[str]) -> Any:
+    """A linker of the entities by their own names and those of a table."""
+    from fasttfm.data.entity_linking import EntityLinker, read_entity_names
+    from fasttfm.data.lines import data_error
+
+    given = {} if table is None else read_entity_names(table)
+    if table is not None and set(given.values()).isdisjoint(entities):
+        raise data_error(table, f"names of the {len(entities)} entities of the graph", repr(next(iter(given.values()))))
+    return EntityLinker({**{name: name for name in entities}, **given})
 
 
 def _tokenizer(arguments: argparse.Namespace, examples: Any) -> Any:

@@ -178,6 +178,11 @@ def words_of(text: str) -> list[str]:
     return [word.removesuffix("'s").removesuffix("\u2019s") for word in words if word]
 
 
+def without_spaces(letter: str) -> bool:
+    """Whether a character is of a script without spaces between words."""
+    return _WITHOUT_SPACES.match(letter) is not None
+
+
 def _is_part(letter: str) -> bool:
     """Whether a character can be a part of a word: a letter, a mark, a number, an apostrophe or a hyphen."""
     return unicodedata.category(letter)[0] in "LMN" or letter in _APOSTROPHES

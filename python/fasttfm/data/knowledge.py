@@ -2,7 +2,9 @@
 
 triples     .tsv, a line ``head<TAB>relation<TAB>tail`` for each fact; names are any texts without tabs
 mentions    JSONL, a line for each text: {"text": "Ahab sails the Pequod.", "entities": [{"start": 0, "end": 4,
-            "entity": "Ahab"}, ...]}; a mention has the characters from ``start`` up to, but without, ``end``
+            "entity": "Ahab"}, ...]}; a mention has the characters from ``start`` up to, but without, ``end``. In lines
+            without "entities", and in plain text (.txt, blank lines between texts), names are linked with entities
+            (``data.entity_linking``)
 
 Spans are inside their text and do not overlap; they may be in any order. Mentions of entities that the graph does not
 have are ignored. Files may be compressed (.gz).
@@ -11,6 +13,7 @@ have are ignored. Files may be compressed (.gz).
 from __future__ import annotations
 
 import itertools
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from fasttfm.data.graphs import ConceptGraph
 from fasttfm.data.lines import DataError, data_error, read_json_lines, read_lines
+from fasttfm.data.texts import read_documents
 from fasttfm.data.tokenizer import Tokenizer
 
 Example = TypeVar("Example")
@@ -121,16 +125,31 @@ class MentionExample:
     entities: list[Span]  # in their order in the text
 
 
-def read_mentions(path: str | Path) -> list[MentionExample]:
-    """The texts of a file with their aligned mentions."""
+def read_mentions(path: str | Path, link: Callable[[str], list[Span]] | None = None) -> list[MentionExample]:
+    """The texts of a file with their aligned mentions. ``link`` finds the mentions of a text that has none stated, as
+    ``EntityLinker.link``."""
     path = Path(path)
-    found = []
-    for line, row in json_rows(path):
-        text = text_of(path, line, row)
-        found.append(MentionExample(text, spans_of(path, line, row, text)))
+    if path.name.endswith((".txt", ".txt.gz")):
+        if link is None:
+            raise data_error(path, "JSON lines with the entities of each text", "plain text, and no names to link")
+        found = [linked(text, link) for text in read_documents(path)]
+    else:
+        found = []
+        for line, row in json_rows(path):
+            text = text_of(path, line, row)
+            if link is None or "entities" in row:
+                found.append(MentionExample(text, spans_of(path, line, row, text)))
+            else:
+                found.append(linked(text, link))
     if not found:
         raise data_error(path, "texts with entities, one per line", "none")
     return found
+
+
+def linked(text: str, link: Callable[[str], list[Span]]) -> MentionExample:
+    """A text with the mentions that ``link`` finds."""
+    text = unicodedata.normalize("NFC", text)
+    return MentionExample(text, link(text))
 
 
 def json_rows(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:

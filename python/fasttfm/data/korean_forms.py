@@ -60,6 +60,11 @@ def is_hangul(word: str) -> bool:
     return all("가" <= letter <= "힣" for letter in word)
 
 
+def are_particles(text: str) -> bool:
+    """Whether a text consists of particles that may follow a noun."""
+    return _PARTICLES.fullmatch(text) is not None
+
+
 def korean_forms(word: str) -> Iterator[str]:
     """The nouns of which the word may be a form, the longest first, then the verbs and adjectives with their 다."""
     for end in range(len(word) - 1, 0, -1):

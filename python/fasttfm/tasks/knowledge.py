@@ -100,13 +100,18 @@ class MarkedTask(ClassifyTask):
         for index, example in enumerate(examples):
             marked = self.marked(example)
             others = [each for each in example.entities if all(_are_disjoint(each, mark.span) for mark in marked)]
-            spans = sorted([*others, *(each.span for each in marked)])
+            spans = sorted(self._named(example.text, span) for span in (*others, *(each.span for each in marked)))
             ids, entities = self._with_marks(align(tokenizer, example.text, spans, self.entities), marked)
             start = self._start(ids, room)
             tokens = form.one(ids[start : start + room])._replace(cut=max(0, len(ids) - room))
             own = [*[-1] * len(form.first), *entities[start : start + room], *[-1] * len(form.last)]
             found.append(EntityFeature(index, [tokens], self._target(example), own))
         return found
+
+    def _named(self, text: str, span: Span) -> Span:
+        """The span; without a stated entity, that of the same name."""
+        name = text[span.start : span.end]
+        return span if span.entity is not None or name not in self.entities else span._replace(entity=name)
 
     def _with_marks(self, text: AlignedTokens, marked: Sequence[MarkedSpan]) -> tuple[list[int], list[int]]:
         """The ids and entities, with marks inserted around the spans."""
