@@ -1,8 +1,8 @@
 """``EntityLinker``: finds the entities of a knowledge graph in plain text, by a table of their names.
 
 A table has one name per line: ``name<TAB>entity``, for example ``the White Whale<TAB>Moby Dick``. From left to right,
-the longest name that starts at a word is taken, as it is written. In Korean, particles may follow a name (한강은: 한강);
-in scripts without spaces a name may be anywhere.
+the longest name that starts at a word is taken, as it is written. In Korean, particles may follow a name (한강은:
+한강); in scripts without spaces a name may be anywhere.
 """
 
 from __future__ import annotations
