@@ -158,6 +158,40 @@ def test_long_texts_are_read_in_pieces_and_special_characters_stay(
     assert body.count("&lt;") == body.count("&amp;") == 20
 
 
+def test_the_generator_of_the_run_replaces_tokens(
+    electra: tuple[Path, Any], wordpiece: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, joint = electra
+    text = "The war of the nations is the peace, and peace is the war of all the nations."
+    ids = wordpiece.encode(text)
+    options = ("--model", run, "--text", text, "--replace", 0.3)
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert predicted(*options, "--seed", seed, "--output", tmp_path / f"{name}.jsonl") == 0
+    first, again, other = (json.loads((tmp_path / f"{name}.jsonl").read_text()) for name in "abc")
+    assert first == again != other
+    assert first["original"] == text
+    assert len(first["tokens"]) == len(ids)
+    assert 0 < sum(first["gold"]) <= round(0.3 * len(ids))
+    originals = [wordpiece.decode([id]) for id in ids]
+    for token, original, replaced in zip(first["tokens"], originals, first["gold"], strict=True):
+        assert (token.lower() != original) == replaced
+    spans = [(start, start + len(token)) for start, token in zip(first["starts"], first["tokens"], strict=True)]
+    assert [first["text"][begin:end] for begin, end in spans] == first["tokens"]
+    changed = [
+        wordpiece.backend.token_to_id(token) if replaced else id
+        for id, token, replaced in zip(ids, first["tokens"], first["gold"], strict=True)
+    ]
+    with torch.no_grad():
+        around = torch.tensor([[wordpiece.special.cls, *changed, wordpiece.special.sep]])
+        values = joint.discriminator(around).logits[0, 1:-1].sigmoid().tolist()
+    assert first["probabilities"] == pytest.approx(values, abs=1e-4)
+    capsys.readouterr()
+    for wrong, expected in ((["--replace", "2"], "up to 1, got 2.0"), (["--replace", "x"], "invalid float value")):
+        with pytest.raises(SystemExit):
+            predicted("--model", run, "--text", text, *wrong)
+        assert expected in capsys.readouterr().err
+
+
 def test_scores_of_replaced_tokens(wordpiece: Tokenizer) -> None:
     task: Any = object.__new__(ReplacedTokensTask)
     examples = [ReplacedExample("a", [True, False, False]), ReplacedExample("b", [True])]
@@ -197,6 +231,7 @@ def test_the_run_says_which_pairs_it_was_trained_on(
     [
         (["--text", FIRST], "expected two texts with a tab between them"),
         (["--task", "replaced-tokens", "--text", "a"], "replaced-tokens, got BERT, which has next-sentence"),
+        (["--replace", "0.1", "--text", "a", "b"], "--replace: expected with replaced-tokens, got next-sentence"),
         (["--format", "html", "--text", "a", "b"], "--format: expected csv or jsonl for the task next-sentence"),
         ([], "--data: expected a file of examples, or the texts of one with --text, got neither"),
         (["--data", "a.txt", "--text", "a"], "got both"),

@@ -6,6 +6,7 @@
   fasttfm predict --model BERT-RUN --text "The war is over." "We have peace."       is the second the next sentence?
   fasttfm predict --model ALBERT-RUN --text "The war is over." "We have peace."     are they in their order?
   fasttfm predict --model ELECTRA-RUN --data texts.txt --output replaced.html       which tokens were replaced?
+  fasttfm predict --model ELECTRA-RUN --data texts.txt --replace 0.15               which has its generator replaced?
 
 The model's directory states the task, its labels, the maximum length and the threshold for questions without an answer.
 Examples come from files of the task's format, with or without labels, or from .txt files, .jsonl files and stdin (-),
@@ -28,7 +29,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,13 @@ def add_parser(subparsers: Any) -> None:
         choices=tuple(PRETRAINED_TASKS),
         help="the head of a pre-trained checkpoint (default: the task or head that the model's directory states)",
     )
+    parser.add_argument(
+        "--replace",
+        type=float,
+        metavar="RATE",
+        help="replaced-tokens: the run's generator replaces this fraction of the tokens before, as in pre-training",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of --replace")
     parser.add_argument("--output", type=Path, metavar="FILE", help="output file (default: print to the terminal)")
     parser.add_argument(
         "--format",
@@ -128,6 +136,8 @@ def run(arguments: argparse.Namespace) -> int:
             examples, total = read_inputs(task, arguments.data, columns)
         else:
             examples, total = Inputs(iter([task.example_of_line("\t".join(arguments.text))]), 1)
+        if arguments.replace is not None:
+            examples = _replaced(arguments, task, examples)
         found: Any = predictor.stream(examples)
         if not arguments.quiet and arguments.text is None:
             found = tracked(found, "examples", total=total)
@@ -155,6 +165,21 @@ def _format(arguments: argparse.Namespace, task: Any) -> str:
         raise ValueError(f"--format: expected csv or jsonl for the task {task.name}, got html")
     terminal = arguments.format is None and arguments.output is None
     return "marked" if replaced and terminal else form
+
+
+def _replaced(arguments: argparse.Namespace, task: Any, examples: Iterator[Any]) -> Iterator[Any]:
+    """The examples with tokens that the generator has replaced."""
+    from fasttfm.tasks.generator import replaced_by_generator
+    from fasttfm.tasks.language_models import load_language_model
+
+    if task.name != ReplacedTokensTask.name:
+        raise ValueError(f"--replace: expected with {ReplacedTokensTask.name}, got {task.name}")
+    if not 0 < arguments.replace <= 1:
+        raise ValueError(f"--replace: expected a number above 0 and up to 1, got {arguments.replace}")
+    generator = load_language_model(
+        arguments.model, masked=True, tokenizer=arguments.tokenizer, device=arguments.device
+    )
+    return replaced_by_generator(generator, examples, arguments.replace, seed=arguments.seed)
 
 
 def _writer(arguments: argparse.Namespace, form: str, file: Any, task: Any) -> Any:

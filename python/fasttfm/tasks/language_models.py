@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,14 +130,20 @@ class LanguageModel:
 
     def best_at(self, features: Sequence[tuple[Feature, Sequence[int]]]) -> list[int]:
         """The most likely token at these positions of each feature, one after the other."""
+        return self.picked_at(features, lambda logits: logits.argmax(-1))
+
+    def picked_at(
+        self, features: Sequence[tuple[Feature, Sequence[int]]], pick: Callable[[Tensor], Tensor]
+    ) -> list[int]:
+        """The tokens that ``pick`` chooses of the logits [positions, vocabulary] at these positions of each feature."""
         starts = itertools.accumulate((feature.tokens for feature, _ in features), initial=0)
         rows = [start + position for (_, each), start in zip(features, starts, strict=False) for position in each]
         states = self._states([feature for feature, _ in features])
-        best: list[int] = []
+        found: list[int] = []
         for part in torch.tensor(rows, device=self._device, dtype=torch.int64).split(_ROWS):
             with torch.inference_mode():
-                best += self._head(states.index_select(0, part)).argmax(-1).tolist()
-        return best
+                found += pick(self._head(states.index_select(0, part)).float()).tolist()
+        return found
 
     # ---- likelihoods -------------------------------------------------------------------------------------------------
 

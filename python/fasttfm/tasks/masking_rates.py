@@ -76,6 +76,7 @@ class _Masked(NamedTuple):
 def _features(model: LanguageModel, texts: Iterable[str], rates: Sequence[float], seed: int) -> Iterator[Feature]:
     mask = model.tokenizer.special.mask
     name = model.mask  # raises if the model has none
+    assert mask is not None
     for number, text in enumerate(texts, 1):
         ids, spans = model.tokenizer.encode_with_offsets(text)
         sequence, first = model.sequence(ids)

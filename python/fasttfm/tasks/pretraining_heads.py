@@ -83,10 +83,15 @@ class SentenceOrderTask(SentencePairTask):
 
 @dataclass(frozen=True)
 class ReplacedExample:
-    """A text, and which of its tokens were replaced; None if this is not known."""
+    """A text, which of its tokens were replaced, and the original text; None if this is not known."""
 
     text: str
     replaced: list[bool] | None
+    original: str | None = None
+    # The ids of the text and the characters of its tokens, if a generator has replaced some: the tokenizer might divide
+    # the text into others.
+    ids: list[int] | None = None
+    spans: list[tuple[int, int]] | None = None
 
 
 class ReplacedTokensTask(Task):
@@ -130,14 +135,14 @@ class ReplacedTokensTask(Task):
         if len(ids) != len(others):
             expected = f"an original of {len(ids)} tokens, as its text has"
             raise DataError(f"{self.name}: expected {expected}, got {len(others)}: {original!r:.60}")
-        return ReplacedExample(text, [id != other for id, other in zip(ids, others, strict=True)])
+        return ReplacedExample(text, [id != other for id, other in zip(ids, others, strict=True)], original)
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         form = self.language.format
         room = form.max_length - len(form.first) - len(form.last)
         found = []
         for index, example in enumerate(examples):
-            ids = self.language.tokenizer.encode(example.text)
+            ids = self.language.tokenizer.encode(example.text) if example.ids is None else example.ids
             for start in range(0, max(1, len(ids)), room):
                 found.append(Feature(index, [form.one(ids[start : start + room])]))
         return found
@@ -163,7 +168,7 @@ class ReplacedTokensTask(Task):
             probabilities[feature.example] += values
         found = []
         for example, values in zip(examples, probabilities, strict=True):
-            _, spans = self.language.tokenizer.encode_with_offsets(example.text)
+            spans = example.spans or self.language.tokenizer.encode_with_offsets(example.text)[1]
             tokens = [example.text[begin:end] for begin, end in spans]
             starts = [begin for begin, _ in spans]
             found.append(ReplacedResult(tokens, starts, values, [value > 0.5 for value in values]))
@@ -173,7 +178,7 @@ class ReplacedTokensTask(Task):
         return result.replaced
 
     def inputs(self, example: Any) -> dict[str, Any]:
-        return {"text": example.text}
+        return {"text": example.text, **({} if example.original is None else {"original": example.original})}
 
     def gold(self, example: Any) -> Any:
         return example.replaced
@@ -190,7 +195,7 @@ class ReplacedTokensTask(Task):
         ]
 
     def without_text(self, example: Any) -> Any:
-        return replace(example, text="")
+        return replace(example, text="", original=None, ids=None, spans=None)
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         """Accuracy over all tokens; precision, recall and F1 of the replaced ones."""

@@ -24,8 +24,8 @@ _BEGIN = """<!doctype html>
 <body>
 <h1>$TITLE</h1>
 <p class="about">The darker a token, the more probable it is that it was replaced; tokens above one half are underlined.
-The number is shown when the pointer is on a token. A dashed frame marks a token that is judged wrongly, if the original
-text is known.</p>
+The number is shown when the pointer is on a token. If the original text is known, it is below
+in grey, and a dashed frame marks a token that is judged wrongly.</p>
 <p class="scale">$SCALE</p>
 """
 _END = "</body>\n</html>\n"
@@ -73,7 +73,9 @@ class Page:
             names = ["marked"] * found + ["wrong"] * (gold is not None and gold[index] != found)
             return _span(html.escape(text), record["probabilities"][index], " ".join(names))
 
-        self.file.write(f'<p class="text">{_with_tokens(record, html.escape, token)}</p>\n')
+        original = record.get("original")
+        below = "" if original is None else f'<small class="about">\n{html.escape(original)}</small>'
+        self.file.write(f'<p class="text">{_with_tokens(record, html.escape, token)}{below}</p>\n')
 
     def close(self) -> None:
         self.file.write(_END)
