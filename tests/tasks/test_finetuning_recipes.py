@@ -36,7 +36,7 @@ def test_the_numbers_are_printed_and_options_replace_them(
     bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "train.jsonl"
-    rows = [{"context": "The sky is", "endings": ["blue.", "a fish."], "label": 0} for _ in range(20)]
+    rows = [{"ctx": "The sky is", "endings": ["blue.", "a fish."], "label": 0} for _ in range(20)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     given = ["finetune", "--task", "choice", "--model", str(bert_directory), "--data", str(path), "--device", "cpu"]
     assert main([*given, "--epochs", "1", "--max-length", "16", "--output", str(tmp_path / "run")]) == 0
