@@ -43,8 +43,8 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 STARTS = [page for page in sorted(ROOT.glob("docs/start/*.md")) if page.stem != "write_kernels"]
 TUTORIALS = [ROOT / "README.md", *sorted(ROOT.glob("docs/tutorials/*.md"))]
 OP_PAGES = sorted(ROOT.glob("docs/ops/*.md"))
-# Pages that are printed from files which their own tests run: test_layer_norm_steps.py.
-PRINTED = [ROOT / "docs/start/write_kernels.md"]
+# Pages whose code their own tests run: test_layer_norm_steps.py, test_course.py.
+PRINTED = [ROOT / "docs/start/write_kernels.md", *sorted(ROOT.glob("docs/course/**/*.md"))]
 BLOCKS = [
     pytest.param(page, number, id=f"{page.relative_to(ROOT / 'docs')}-{number}", marks=pytest.mark.slow)
     for page in sorted(ROOT.glob("docs/**/*.md"))
