@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from fasttfm.data.question_files import read_questions
+from fasttfm.data.task_files import Answer as RightAnswer
+from fasttfm.data.task_files import QuestionExample
 from fasttfm.tasks.answers import Window, Windows, best_of_windows, best_span, span_of_characters
+from fasttfm.tasks.finetuning import prepare
 from fasttfm.tasks.inputs import Format, Tokens
-from fasttfm.tasks.metrics import answer_f1, answer_scores, best_threshold, exact_match, normalized
+from fasttfm.tasks.metrics import ANSWER_RULES, answer_f1, answer_scores, best_threshold, exact_match, normalized
+from fasttfm.tasks.questions import Answer
 
 CLS, SEP = 101, 102
 BERT = Format([CLS], [SEP], [SEP], max_length=12)
@@ -101,6 +109,42 @@ def test_windows_share_one_answer() -> None:
     assert found.span == (3, 4, 7.0)  # in the second window, by the context's numbers
     assert found.none == -0.5  # the smaller of 3.0 and -0.5
     assert found.no_answer == -7.5
+
+
+# ---- KorQuAD's definitions -------------------------------------------------------------------------------------------
+
+
+def test_korean_answers_are_compared_by_characters() -> None:
+    """By hand, after KorQuAD 1.0's evaluation."""
+    rules = ANSWER_RULES["korquad"]
+    assert rules.normalized("《충무공  이순신》(李舜臣), a \u2018장군\u2019.") == "충무공 이순신 李舜臣 a 장군"
+    assert exact_match("이순신", "\u2018이순신\u2019", rules) == 1.0
+    assert exact_match("이순신 장군", "이순신장군", rules) == 0.0  # spaces count for the exact match
+    assert answer_f1("이순신 장군", "이순신장군", rules) == 1.0  # and not for F1
+    assert answer_f1("이순신", "이순신은", rules) == pytest.approx(2 * 3 / (3 + 4))  # the words differ
+    assert answer_f1("이순신", "이순신은") == 0.0
+    assert answer_f1("1592년 4월", "1592년", rules) == pytest.approx(2 * 5 / (7 + 5))
+    assert answer_f1("세종", "정조", rules) == 0.0
+
+
+def test_korean_questions_are_scored_as_korquad(bert_directory: Path, tmp_path: Path) -> None:
+    context = "이순신은 1592년에 한산도에서 싸웠다."
+    qas = [{"id": "1", "question": "누가 싸웠는가?", "answers": [{"answer_start": 0, "text": "이순신"}]}]
+    root = {
+        "version": "KorQuAD_v1.0_dev",
+        "data": [{"paragraphs": [{"context": context, "qas": qas}], "title": "한산도"}],
+    }
+    (tmp_path / "dev.json").write_text(json.dumps(root, ensure_ascii=False))
+    examples = read_questions(tmp_path / "dev.json")
+    found = [Answer("이순신은", -9.0)]
+    for score, f1 in ((None, 6 / 7), ("korquad", 6 / 7), ("squad", 0.0)):
+        _, task = prepare("qa", bert_directory, examples, max_length=64, answer_score=score)
+        assert task.scores(examples, found) == pytest.approx({"exact": 0.0, "f1": f1})
+    english = [QuestionExample("2", "Who?", "The king.", [RightAnswer("king", 4)], False)]
+    _, task = prepare("qa", bert_directory, examples, max_length=64)
+    assert task.scores(english, [Answer("kings", -9.0)])["f1"] == 0.0
+    with pytest.raises(ValueError, match="answer_score: expected one of squad, korquad, got 'words'"):
+        prepare("qa", bert_directory, examples, answer_score="words")
 
 
 # ---- SQuAD's definitions ---------------------------------------------------------------------------------------------

@@ -78,6 +78,11 @@ def add_parser(subparsers: Any) -> None:
     )
     group.add_argument("--max-question", type=int, metavar="N", help="max tokens per question (default: 64)")
     group.add_argument("--max-answer", type=int, default=30, metavar="N", help="max tokens per answer")
+    group.add_argument(
+        "--answer-score",
+        choices=("squad", "korquad"),
+        help="F1 over words or over characters (default: characters, as KorQuAD, if most questions are Korean)",
+    )
     _add_graph(parser.add_argument_group("commonsense"))
     _add_similarity(parser.add_argument_group("similarity"))
     _add_run(add_run_options(parser))

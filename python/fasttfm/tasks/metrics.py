@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from fasttfm import _extras
 
@@ -113,10 +114,11 @@ def type_scores(gold: Sequence[Collection[str]], predicted: Sequence[Collection[
     }
 
 
-# ---- answers to questions (SQuAD) ------------------------------------------------------------------------------------
+# ---- answers to questions (SQuAD, KorQuAD) ---------------------------------------------------------------------------
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_QUOTES = str.maketrans(dict.fromkeys("'\"\u300a\u300b<>\u3008\u3009()\u2018\u2019", " "))
 
 
 def normalized(answer: str) -> str:
@@ -124,13 +126,34 @@ def normalized(answer: str) -> str:
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
-def exact_match(gold: str, answer: str) -> float:
-    return float(normalized(gold) == normalized(answer))
+def normalized_korean(answer: str) -> str:
+    """An answer as KorQuAD compares it: lower case, spaces for quotation marks and brackets, no other punctuation."""
+    return " ".join(answer.translate(_QUOTES).lower().translate(_PUNCTUATION).split())
 
 
-def answer_f1(gold: str, answer: str) -> float:
-    """F1 of the common words, counted with multiplicity; if either answer is empty, whether both are."""
-    wanted, found = normalized(gold).split(), normalized(answer).split()
+def _characters(text: str) -> list[str]:
+    return list("".join(text.split()))
+
+
+class AnswerRules(NamedTuple):
+    """How answers are compared."""
+
+    normalized: Callable[[str], str]
+    units: Callable[[str], list[str]]  # of a normalized answer: F1 counts those that two answers have in common
+
+
+# SQuAD's evaluation counts words. KorQuAD's counts characters, because particles belong to the words of Korean.
+ANSWER_RULES = {"squad": AnswerRules(normalized, str.split), "korquad": AnswerRules(normalized_korean, _characters)}
+SQUAD = ANSWER_RULES["squad"]
+
+
+def exact_match(gold: str, answer: str, rules: AnswerRules = SQUAD) -> float:
+    return float(rules.normalized(gold) == rules.normalized(answer))
+
+
+def answer_f1(gold: str, answer: str, rules: AnswerRules = SQUAD) -> float:
+    """F1 of the common units, counted with multiplicity; if either answer is empty, whether both are."""
+    wanted, found = (rules.units(rules.normalized(each)) for each in (gold, answer))
     if not wanted or not found:
         return float(wanted == found)
     common = sum((Counter(wanted) & Counter(found)).values())
@@ -140,20 +163,20 @@ def answer_f1(gold: str, answer: str) -> float:
 Gold = Sequence[str] | Sequence[Sequence[str]]
 
 
-def answer_scores(gold: Mapping[Any, Gold], answers: Mapping[Any, str]) -> Scores:
-    """SQuAD's exact match and F1: means over all questions and, if both kinds exist, over those with and without an
-    answer.
+def answer_scores(gold: Mapping[Any, Gold], answers: Mapping[Any, str], rules: AnswerRules = SQUAD) -> Scores:
+    """Exact match and F1: means over all questions and, if both kinds exist, over those with and without an answer.
 
     Args:
         gold: The right answers of every question by its id or number; an empty list if it has no answer (SQuAD 2.0). If
             there are several lists of answers, the score is the mean over the lists (CoQA).
         answers: One answer for each id, empty for none.
+        rules: How answers are compared.
     """
-    exact, f1 = _best(gold, answers, exact_match), _best(gold, answers, answer_f1)
+    exact, f1 = (_best(gold, answers, partial(score, rules=rules), rules) for score in (exact_match, answer_f1))
     scores = {"exact": _mean(exact, gold), "f1": _mean(f1, gold)}
     kinds = {
-        "answerable": [key for key in gold if _answerable(gold[key])],
-        "unanswerable": [key for key in gold if not _answerable(gold[key])],
+        "answerable": [key for key in gold if _answerable(gold[key], rules)],
+        "unanswerable": [key for key in gold if not _answerable(gold[key], rules)],
     }
     if all(kinds.values()):
         for kind, keys in kinds.items():
@@ -161,7 +184,9 @@ def answer_scores(gold: Mapping[Any, Gold], answers: Mapping[Any, str]) -> Score
     return scores
 
 
-def best_threshold(gold: Mapping[Any, Gold], answers: Mapping[Any, str], no_answer: Mapping[Any, float]) -> float:
+def best_threshold(
+    gold: Mapping[Any, Gold], answers: Mapping[Any, str], no_answer: Mapping[Any, float], rules: AnswerRules = SQUAD
+) -> float:
     """The threshold of ``no_answer`` above which a question counts as unanswered, chosen to maximize F1 (SQuAD's
     ``best_f1_thresh``). Tune it on other questions than those that are scored.
 
@@ -169,8 +194,10 @@ def best_threshold(gold: Mapping[Any, Gold], answers: Mapping[Any, str], no_answ
         gold: As in ``answer_scores``.
         answers: The best nonempty answer of each question.
         no_answer: The score of "no answer" minus the score of that answer.
+        rules: How answers are compared.
     """
-    f1, none = _best(gold, answers, answer_f1), _best(gold, dict.fromkeys(gold, ""), answer_f1)
+    score_of = partial(answer_f1, rules=rules)
+    f1, none = (_best(gold, each, score_of, rules) for each in (answers, dict.fromkeys(gold, "")))
     order = sorted(gold, key=lambda key: no_answer[key])
     score = best = sum(none.values())  # with no question answered
     threshold = min(no_answer.values(), default=0.0) - 1
@@ -182,25 +209,25 @@ def best_threshold(gold: Mapping[Any, Gold], answers: Mapping[Any, str], no_answ
     return float(threshold)
 
 
-def _lists(right: Gold) -> list[list[str]]:
+def _lists(right: Gold, rules: AnswerRules) -> list[list[str]]:
     """The lists of right answers, with an empty answer if there is none. SQuAD ignores answers that are empty after
     normalization, unless there are no others."""
     lists = [list(each) for each in right if not isinstance(each, str)]
-    texts = [each for each in right if isinstance(each, str) and normalized(each)]
+    texts = [each for each in right if isinstance(each, str) and rules.normalized(each)]
     return lists or [texts or [""]]
 
 
-def _answerable(right: Gold) -> bool:
-    return any(normalized(answer) for answers in _lists(right) for answer in answers)
+def _answerable(right: Gold, rules: AnswerRules) -> bool:
+    return any(rules.normalized(answer) for answers in _lists(right, rules) for answer in answers)
 
 
-def _best(gold: Mapping[Any, Gold], answers: Mapping[Any, str], score: Any) -> dict[Any, float]:
+def _best(gold: Mapping[Any, Gold], answers: Mapping[Any, str], score: Any, rules: AnswerRules) -> dict[Any, float]:
     """Each question's best score over its right answers."""
     if missing := [key for key in gold if key not in answers]:
         raise ValueError(f"answer_scores: answers: expected one for every question, got none for {missing[0]!r}")
 
     def of(right: Gold, answer: str) -> float:
-        lists = _lists(right)
+        lists = _lists(right, rules)
         return sum(max(score(each, answer) for each in answers) for answers in lists) / len(lists)
 
     return {key: of(right, answers[key]) for key, right in gold.items()}

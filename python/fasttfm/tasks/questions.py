@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,10 +20,12 @@ from fasttfm.nn import PackedBatch
 from fasttfm.tasks.answers import Found, Offsets, Window, Windows, best_of_windows, span_of_characters
 from fasttfm.tasks.given import unusable
 from fasttfm.tasks.inputs import Feature, TaskBatch
-from fasttfm.tasks.metrics import Gold, Scores, answer_scores, best_threshold, most_common
+from fasttfm.tasks.metrics import ANSWER_RULES, AnswerRules, Gold, Scores, answer_scores, best_threshold, most_common
 from fasttfm.tasks.results import AnswerResult
 from fasttfm.tasks.task import Language, Predictions, Task
-from fasttfm.train.settings import at_least
+from fasttfm.train.settings import at_least, one_of
+
+_HANGUL = re.compile("[가-힣]")
 
 
 class SpanTarget(NamedTuple):
@@ -44,6 +47,8 @@ class QuestionTask(Task):
         stride: The number of tokens between the starts of two windows over a long context.
         max_question: The maximum number of tokens of a question; longer ones are truncated.
         max_answer: The maximum number of tokens of an answer.
+        answer_score: How answers are compared, "squad" (words) or "korquad" (characters); by default as KorQuAD does if
+            most questions have Hangul.
         threshold: A question is answered if the score of "no answer" exceeds that of its best span by at most this
             much. ``tune`` sets it; by default every question is answered, as in SQuAD 1.1.
     """
@@ -56,7 +61,7 @@ class QuestionTask(Task):
     read_file = staticmethod(read_questions)
     head = Head.QUESTION_ANSWERING
     max_length = 384
-    options = ("stride", "max_question", "max_answer")
+    options = ("stride", "max_question", "max_answer", "answer_score")
     kept = (*options, "threshold")
     main_score = "f1"
 
@@ -68,6 +73,7 @@ class QuestionTask(Task):
         stride: int | None = None,
         max_question: int | None = None,
         max_answer: int = 30,
+        answer_score: str | None = None,
         threshold: float | None = None,
         **options: Any,
     ) -> None:
@@ -83,6 +89,9 @@ class QuestionTask(Task):
             )
         self.windows = Windows(form, min(128, max(1, room // 2)) if stride is None else stride, max_question)
         self.max_answer = max_answer
+        if answer_score is not None:
+            one_of("answer_score", answer_score, tuple(ANSWER_RULES))
+        self.answer_score = answer_score
         self.threshold = threshold
 
     def example(self, given: Any) -> Any:
@@ -194,12 +203,17 @@ class QuestionTask(Task):
         gold = {number: _right(example) for number, example in enumerate(examples)}
         texts = {number: answer.text for number, answer in enumerate(predictions)}
         scores = {number: answer.no_answer for number, answer in enumerate(predictions)}
-        self.threshold = best_threshold(gold, texts, scores)
+        self.threshold = best_threshold(gold, texts, scores, self.rules(examples))
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         """The scores. Questions are identified by their numbers, because ids may be missing or repeated."""
         gold = {number: _right(example) for number, example in enumerate(examples)}
-        return answer_scores(gold, dict(enumerate(self._texts(predictions))))
+        return answer_scores(gold, dict(enumerate(self._texts(predictions))), self.rules(examples))
+
+    def rules(self, examples: Sequence[Any]) -> AnswerRules:
+        """How the answers to these questions are compared."""
+        korean = sum(_HANGUL.search(example.question) is not None for example in examples)
+        return ANSWER_RULES[self.answer_score or ("korquad" if 2 * korean > len(examples) else "squad")]
 
     def domain_scores(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, Scores]:
         """Exact match and F1 of every domain, as CoQA's evaluation reports them, with its number of questions."""
@@ -217,7 +231,8 @@ class QuestionTask(Task):
 
     def description(self) -> dict[str, Any]:
         windows = {"stride": self.windows.stride, "max_question": self.windows.max_question}
-        return {**super().description(), **windows, "max_answer": self.max_answer, "threshold": self.threshold}
+        own = {"max_answer": self.max_answer, "answer_score": self.answer_score, "threshold": self.threshold}
+        return {**super().description(), **windows, **own}
 
     def labelled(self, examples: Sequence[Any]) -> bool:
         return any(example.answers for example in examples)
