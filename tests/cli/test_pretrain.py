@@ -65,7 +65,7 @@ def test_a_step_is_timed_against_plain_torch(
     parser = argparse.ArgumentParser()
     pretrain.add_parser(parser.add_subparsers())
     for given, expected in (
-        (["--data", "x"], False),
+        (["--data", str(corpus["data"])], False),
         (["--quiet"], False),
         ([], True),
         (["gpt2"], True),

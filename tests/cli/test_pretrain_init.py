@@ -195,7 +195,7 @@ def test_a_run_resumes_with_its_own_settings(
     assert main(resume) == 0
     assert (run / "checkpoint-000003").is_dir()
     assert "seed was 3, is 4" in fails([*resume, "--seed", "4"], capsys)
-    assert "steps was 3, is 5" in fails([*resume, "--steps", "5"], capsys)
+    assert "--steps: expected with --resume the 3 steps of the run" in fails([*resume, "--steps", "5"], capsys)
     assert main([*resume, "--more-steps", "2"]) == 0
     assert read_state(run / "latest")["settings"]["steps"] == 5
     assert [row["step"] for row in read_rows(run / "log.csv")][-1] == "5"

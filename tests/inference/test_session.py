@@ -278,6 +278,7 @@ def test_a_prompt_that_is_excluded_from_pooling(wordpiece: Tokenizer, tmp_path: 
         (lambda s: Session(torch.nn.Linear(2, 2)), "model: expected a model of fasttfm.models, .*, got Linear"),
         (lambda s: Session(vit()), "model: expected one that reads tokens, got ViTModel"),
         (lambda s: Session(s.network.model, dtype="float16"), "dtype: expected a floating-point type .*'float16'"),
+        (lambda s: Session(s.network.model, device="cpu", dtype=torch.float16), "dtype: .* on a CPU, .*got float16"),
         (lambda s: Session(s.network.model, dtype=torch.int8), "dtype: expected a floating-point type .*torch.int8"),
         (lambda s: Session(s.network.model, max_tokens="9"), "max_tokens: expected a number from 1 on, got '9'"),
         (lambda s: s.submit([1, -1]), "inputs: expected ids from 0 to 299, got -1 to 1"),

@@ -68,7 +68,8 @@ def add_parser(subparsers: Any) -> None:
     training = add_training_options(
         parser,
         rate=None,
-        about_rate="peak learning rate (default: 5e-5 for a width of 768, higher for narrower models)",
+        about_rate="peak learning rate (default, for a width of 768: 5e-5; choice: 2e-5; GPTs: 6.25e-5; higher for "
+        "narrower models)",
     )
     _add_training(training)
     add_trial_options(parser.add_argument_group("several runs"))
@@ -101,7 +102,11 @@ def _add_data(group: Any) -> None:
     )
     group.add_argument("--max-length", type=int, metavar="N", help="max tokens per sequence (default: 128, for qa 384)")
     group.add_argument(
-        "--batch-size", type=int, default=32, metavar="N", help="examples per batch, summed over all processes"
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="examples per batch, summed over all processes (default: by the paper's recipe: 32; choice: 16; qa with "
+        "unanswerable questions: 48)",
     )
     group.add_argument(
         "--tokens-per-batch", type=int, metavar="N", help="max tokens per packed batch, instead of --batch-size"
@@ -111,7 +116,12 @@ def _add_data(group: Any) -> None:
 
 
 def _add_training(group: Any) -> None:
-    group.add_argument("--epochs", type=int, metavar="N", help="epochs (default: 3; 10 on the shipped sample)")
+    group.add_argument(
+        "--epochs",
+        type=int,
+        metavar="N",
+        help="epochs (default: 3; qa with unanswerable questions: 2; on the shipped sample: 10)",
+    )
     group.add_argument(
         "--keep", choices=("best", "last"), default="best", help="keep the model of the best or of the last epoch"
     )
@@ -243,6 +253,7 @@ class Session:
     """Everything that the trainings of one command share: the data, the plan, and what is written and printed."""
 
     def __init__(self, arguments: argparse.Namespace, world: Any) -> None:
+        from fasttfm.tasks.finetuning_recipes import recipe_of
         from fasttfm.tasks.rates import default_rate
         from fasttfm.tasks.reading import read_examples, read_files
         from fasttfm.tasks.trials import plan
@@ -254,7 +265,8 @@ class Session:
         model, task = self._first = self._prepare(arguments.seed)
         task.check_labels(self.examples.dev, f"{self.examples.source}, dev set")
         task.check_labels(self.test or [], str(arguments.test))
-        rate = default_rate(model) if arguments.learning_rate is None else arguments.learning_rate
+        self.recipe = recipe_of(task.language.family, task, self.examples.train)
+        rate = default_rate(model, self.recipe.rate) if arguments.learning_rate is None else arguments.learning_rate
         self.trials = plan(arguments.search or [rate], arguments.seed, arguments.restarts)
         for trial in self.trials:
             self._settings(trial)  # raises for numbers outside their range
@@ -272,6 +284,7 @@ class Session:
         # Before the training, so that a missing scikit-learn is reported right away.
         self.majority = task.scores(examples.dev, task.majority(examples.train, examples.dev))
         self._say(f"{len(examples.train)} training examples, {len(examples.dev)} in the dev set: {examples.source}")
+        self._say(self._numbers())
         if self.arguments.resume and self._finished(output):
             self._say(f"{output}: this run is finished")
             return
@@ -280,6 +293,23 @@ class Session:
                 self._train_all(output)
         else:
             self._train_all(output)
+
+    def _numbers(self) -> str:
+        """The numbers of the training, next to those of the paper where they differ."""
+        settings, recipe = self._settings(self.trials[0]), self.recipe
+        rates = " or ".join(f"{rate:g}" for rate in dict.fromkeys(trial.rate for trial in self.trials))
+        tokens = settings.tokens_per_batch
+        rows = (
+            (f"{settings.epochs} epochs", settings.epochs, recipe.epochs),
+            (f"{settings.batch_size} examples per batch", settings.batch_size, recipe.batch_size)
+            if tokens is None
+            else (f"{tokens:,} tokens per batch", None, f"{recipe.batch_size} examples"),
+            (f"learning rate {rates}", rates, f"{recipe.rate:g}"),
+        )
+        if not recipe.paper:
+            return ", ".join(text for text, *_ in rows)
+        parts = [text if own == paper else f"{text} (paper: {paper})" for text, own, paper in rows]
+        return f"recipe of {recipe.paper}: {', '.join(parts)}"
 
     def _train_all(self, output: Path) -> None:
         if len(self.trials) == 1:
@@ -326,7 +356,7 @@ class Session:
 
     def _settings(self, trial: Any) -> Any:
         arguments = self.arguments
-        epochs = 3 if arguments.data else 10
+        epochs, batch_size = self.recipe.epochs if arguments.data else 10, self.recipe.batch_size
         return settings_of(
             arguments,
             self.world.device,
@@ -334,7 +364,7 @@ class Session:
             seed=trial.seed,
             rates={"head_rate": arguments.head_rate, "layer_decay": arguments.layer_decay},
             epochs=epochs if arguments.epochs is None else arguments.epochs,
-            batch_size=arguments.batch_size,
+            batch_size=batch_size if arguments.batch_size is None else arguments.batch_size,
             tokens_per_batch=arguments.tokens_per_batch,
         )
 
@@ -399,6 +429,7 @@ class Session:
         found = {name: value for name, value in vars(self.arguments).items() if name not in left_out}
         settings = work.settings
         found |= {"learning_rate": settings.rates.rate, "seed": settings.seed, "epochs": settings.epochs}
+        found |= {"batch_size": settings.batch_size, "recipe": self.recipe.paper}
         found |= {"max_length": work.task.language.format.max_length, "precision": settings.step.precision}
         found |= {"device": str(self.world.device), "processes": self.world.size, "class_weights": work.class_weights}
         found |= {"optimizer": settings.optimizer.name, "betas": list(settings.optimizer.betas)}

@@ -15,8 +15,10 @@ from fasttfm.cli.options import MODEL_HELP, Formatter, exit_on_user_error, new_d
 from fasttfm.models.families import FAMILIES, objectives_of, trained_on_text
 
 _COMPARED = ("bert", "gpt2")  # whose training step is timed against plain torch
-_DEFAULT_RATES = {"tiny": 1e-3, "mini": 1e-3, "small": 5e-4, "medium": 5e-4}  # the others': 1e-4
 _INIT_RATE = 5e-5  # of a model that has been trained before
+_BATCHES = {"cuda": 1 << 15, "cpu": 1 << 13}  # the maximum number of tokens in a batch, unless numbers are given
+_LANGUAGE = "--language: expected without --data: it selects the text that ships with the package"
+_FIRST_SHARE = 0.9  # of the steps that have --first-length
 
 # Options whose names are fields of the settings: of the whole run, of its parts, and of where it runs.
 _FIELDS = (
@@ -31,7 +33,8 @@ _FIELDS = (
         "tokens_per_step",
         "accumulation",
     ),
-    *("max_length", "masking", "mask_share", "random_share", "whole_word", "ngram", "spans", "dropout", "seed"),
+    *("max_length", "first_length", "first_steps"),
+    *("masking", "mask_share", "random_share", "whole_word", "ngram", "spans", "dropout", "seed"),
 )
 _OPTIMIZER = {"optimizer": "name", "learning_rate": "learning_rate", "weight_decay": "weight_decay", "betas": "betas"}
 _SCHEDULE = {"steps": "steps", "warmup": "warmup", "schedule": "kind"}
@@ -65,6 +68,12 @@ def add_parser(commands: Any) -> None:
         "model", nargs="?", choices=tuple(trained_on_text()), help="model family (default: bert, or that of --init)"
     )
     parser.add_argument("--size", help="a named size of the family, for example base (default: tiny)")
+    parser.add_argument(
+        "--recipe",
+        choices=("fitted", "paper"),
+        help="numbers of the family's paper: fitted to the size of the data, which the first lines print, or all of "
+        "them as they are, also the number of steps (default: fitted)",
+    )
     parser.add_argument(
         "--init",
         metavar="MODEL",
@@ -112,7 +121,10 @@ def _add_data(group: Any) -> None:
         help="a folder, tokenizer.json, vocab.txt, vocab.json or .model (default: that of --init, or a trained one)",
     )
     group.add_argument(
-        "--vocabulary", type=int, metavar="N", help="vocabulary size of a trained tokenizer (default: 4000)"
+        "--vocabulary",
+        type=int,
+        metavar="N",
+        help="vocabulary size of a trained tokenizer (default: by --recipe; 4000 for little text)",
     )
     group.add_argument(
         "--vocabulary-kind", metavar="KIND", help="wordpiece, bpe or unigram (default: the family's own kind)"
@@ -128,7 +140,21 @@ def _add_data(group: Any) -> None:
         metavar="FRACTION",
         help="fraction of the documents in the validation set (default: 0.02)",
     )
-    group.add_argument("--max-length", type=int, metavar="N", help="max tokens per sequence (default: 128)")
+    group.add_argument(
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="max tokens per sequence (default: by --recipe; 128 for little text)",
+    )
+    group.add_argument(
+        "--first-length",
+        type=int,
+        metavar="N",
+        help="max tokens per sequence in the first steps, as BERT was trained (default: by --recipe)",
+    )
+    group.add_argument(
+        "--first-steps", type=int, metavar="N", help="steps with --first-length (default: 90%% of all steps)"
+    )
     group.add_argument(
         "--workers", type=int, metavar="N", help="data loading processes (default: 2 with a GPU, else 0)"
     )
@@ -136,7 +162,10 @@ def _add_data(group: Any) -> None:
 
 def _add_masking(group: Any) -> None:
     group.add_argument(
-        "--masking", type=float, metavar="FRACTION", help="fraction of each sequence that is predicted (default: 0.15)"
+        "--masking",
+        type=float,
+        metavar="FRACTION",
+        help="fraction of each sequence that is predicted (default: by --recipe, mostly 0.15)",
     )
     group.add_argument(
         "--mask-share",
@@ -150,9 +179,14 @@ def _add_masking(group: Any) -> None:
         metavar="FRACTION",
         help="of these, the fraction that becomes a random token (default: 0.1; 0 for rtd)",
     )
-    group.add_argument("--whole-word", action="store_true", default=None, help="mask whole words")
     group.add_argument(
-        "--ngram", type=int, metavar="N", help="mask n-grams of up to this length (default: 1; 10 with --spans)"
+        "--whole-word", action=argparse.BooleanOptionalAction, help="mask whole words (default: only albert)"
+    )
+    group.add_argument(
+        "--ngram",
+        type=int,
+        metavar="N",
+        help="mask n-grams of up to this length (default: 1; albert: 3; 10 with --spans)",
     )
     group.add_argument(
         "--spans",
@@ -163,36 +197,46 @@ def _add_masking(group: Any) -> None:
 
 
 def _add_training(group: Any) -> None:
-    group.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: 400)")
+    group.add_argument(
+        "--steps", type=int, metavar="N", help="optimizer steps (default: 400; those of the paper with --recipe paper)"
+    )
     group.add_argument(
         "--tokens-per-step",
         type=int,
         metavar="N",
-        help="tokens per optimizer step, summed over all processes (default: 2048)",
+        help="tokens per optimizer step, summed over all processes (default: by --recipe; 2048 for little text)",
     )
     group.add_argument(
-        "--accumulation", type=int, metavar="N", help="gradient accumulation steps per process (default: 1)"
+        "--accumulation",
+        type=int,
+        metavar="N",
+        help="gradient accumulation steps per process (default: 1; by --recipe without --tokens-per-step)",
     )
-    group.add_argument("--optimizer", metavar="NAME", help="adamw or lamb (default: adamw)")
+    group.add_argument("--optimizer", metavar="NAME", help="adamw or lamb (default: by --recipe)")
     group.add_argument(
         "--learning-rate",
         type=float,
         metavar="RATE",
-        help="peak learning rate (default: 0.001 to 0.0001 by size; 0.00005 with --init)",
+        help="peak learning rate (default: by --recipe; 0.00005 with --init)",
     )
     group.add_argument(
         "--weight-decay",
         type=float,
         metavar="RATE",
-        help="weight decay, except for biases and LayerNorms (default: 0.01)",
+        help="weight decay, except for biases and LayerNorms (default: by --recipe, mostly 0.01)",
     )
-    group.add_argument("--betas", type=float, nargs=2, metavar="B", help="Adam betas (default: 0.9 0.999)")
+    group.add_argument("--betas", type=float, nargs=2, metavar="B", help="Adam betas (default: by --recipe)")
     group.add_argument(
-        "--schedule", metavar="NAME", help="learning rate schedule: linear, cosine or constant (default: linear)"
+        "--schedule", metavar="NAME", help="learning rate schedule: linear, cosine or constant (default: by --recipe)"
     )
-    group.add_argument("--warmup", type=int, metavar="N", help="warmup steps (default: a tenth of all steps)")
     group.add_argument(
-        "--clip", type=float, metavar="NORM", help="max gradient norm; 0 disables clipping (default: 1.0)"
+        "--warmup", type=int, metavar="N", help="warmup steps (default: those of the paper, at most a tenth of all)"
+    )
+    group.add_argument(
+        "--clip",
+        type=float,
+        metavar="NORM",
+        help="max gradient norm; 0 disables clipping (default: by --recipe, mostly 1.0)",
     )
     group.add_argument("--dropout", type=float, metavar="P", help="dropout probability (default: that of the size)")
     group.add_argument(
@@ -266,6 +310,8 @@ def run(arguments: argparse.Namespace) -> int:
     with exit_on_user_error(arguments):
         settings, where = _settings(arguments)
         compares = _compares(arguments, settings)
+        if not arguments.quiet and int(os.environ.get("RANK", 0)) == 0 and (text := _recipe(arguments, settings)):
+            print(text, flush=True)
         summary = pretrain(settings, where)
         if summary is not None:
             print(_report(summary, time.perf_counter() - begun))
@@ -274,6 +320,16 @@ def run(arguments: argparse.Namespace) -> int:
             if compares:
                 print(f"\n{_step_times(summary, settings.family, where.device)}")
     return 0
+
+
+def _recipe(arguments: argparse.Namespace, settings: Any) -> str | None:
+    """The numbers of a new run next to those of its paper."""
+    from fasttfm.train.recipes import described
+
+    recipe = _recipe_of(settings.family, settings.size)
+    if arguments.resume or recipe is None:
+        return None
+    return described(recipe, settings, _corpus_tokens(arguments))
 
 
 def _compares(arguments: argparse.Namespace, settings: Any) -> bool:
@@ -307,7 +363,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from fasttfm.train.run_directory import read_settings
     from fasttfm.train.settings import RunSettings
 
-    for name in ("overwrite", "init"):
+    for name in ("overwrite", "init", "recipe"):
         if arguments.resume and getattr(arguments, name):
             raise ValueError(f"--resume: expected without --{name}, which starts a new run")
     if arguments.resume and arguments.output is None:
@@ -346,29 +402,79 @@ def _given(arguments: argparse.Namespace, fields: Mapping[str, str]) -> dict[str
 
 def _new_settings(arguments: argparse.Namespace) -> Any:
     """The settings of a new run, where the command line does not say otherwise."""
+    from fasttfm.train.recipes import STEPS
     from fasttfm.train.settings import OptimizerSettings, PretrainSettings, ScheduleSettings, StepSettings
 
+    if arguments.language is not None and arguments.data:
+        raise ValueError(_LANGUAGE)
     family, size, objective, init = arguments.model or "bert", arguments.size, None, None
     if arguments.init is not None:
         if size is not None:
             raise ValueError("--size: expected without --init, whose checkpoint has a size")
-        for option in ("vocabulary", "vocabulary_kind", "cased", "strip_accents"):
+        for option in ("recipe", "vocabulary", "vocabulary_kind", "cased", "strip_accents"):
             if getattr(arguments, option) is not None:
                 raise ValueError(f"--{option.replace('_', '-')}: expected without --init, whose tokenizer is used")
         family, objective, init = _checkpoint(arguments.init, arguments.model, arguments.objective)
     if size is None:
         size = "" if init else FAMILIES[family].default_size
-    steps = 400 if arguments.steps is None else arguments.steps
-    device = arguments.device or _default_device()
+    if init is None and (recipe := _recipe_of(family, size)) is not None:
+        return dataclasses.replace(_of_recipe(arguments, family, size, recipe), objective=objective)
+    steps = STEPS if arguments.steps is None else arguments.steps
     return PretrainSettings(
         family,
         size,
         ScheduleSettings(steps, max(0, steps // 10)),
-        OptimizerSettings(learning_rate=_INIT_RATE if init else _DEFAULT_RATES.get(size, 1e-4)),
-        StepSettings(precision="bfloat16" if device.startswith("cuda") else "float32"),
+        OptimizerSettings(learning_rate=_INIT_RATE if init else 1e-4),
+        StepSettings(precision="bfloat16" if _on_gpu(arguments) else "float32"),
         init=init,
         objective=objective,
     )
+
+
+def _of_recipe(arguments: argparse.Namespace, family: str, size: str, recipe: Any) -> Any:
+    """The settings of a recipe, fitted to the data unless it is pinned."""
+    from fasttfm.train.recipes import STEPS, fitted, settings_of, steps_of
+
+    tokens, pinned = _corpus_tokens(arguments), arguments.recipe == "paper"
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    given = _given(arguments, {name: name for name in ("vocabulary", "max_length", "tokens_per_step")})
+    given = {name: value for name, value in given.items() if value > 0}  # the settings refuse the others
+    chosen = recipe if pinned else fitted(recipe, tokens, given, processes * (arguments.accumulation or 1))
+    steps = arguments.steps
+    if steps is None:
+        steps = steps_of(recipe, tokens) if pinned else STEPS
+    if arguments.cuda_graph or "max_length" in given:
+        chosen = dataclasses.replace(chosen, first_length=None)
+    if arguments.spans:
+        chosen = dataclasses.replace(chosen, ngram=1)
+    on_gpu = _on_gpu(arguments)
+    return settings_of(
+        family,
+        size,
+        chosen,
+        steps=steps,
+        processes=processes,
+        largest=recipe.tokens_per_step if "tokens_per_step" in given else _BATCHES["cuda" if on_gpu else "cpu"],
+        precision="bfloat16" if on_gpu else "float32",
+    )
+
+
+def _recipe_of(family: str, size: str) -> Any:
+    """The recipe of the paper; None for families and sizes without one."""
+    from fasttfm.train.recipes import RECIPES
+
+    return RECIPES.get(family, {}).get(size)
+
+
+def _corpus_tokens(arguments: argparse.Namespace) -> int:
+    from fasttfm.data import shipped_corpus
+    from fasttfm.train.recipes import estimated_tokens
+
+    return estimated_tokens(arguments.data or shipped_corpus(arguments.language or "english"))
+
+
+def _on_gpu(arguments: argparse.Namespace) -> bool:
+    return bool((arguments.device or _default_device()).startswith("cuda"))
 
 
 def _checkpoint(name: str, family: str | None, asked: str | None) -> tuple[str, str | None, str]:
@@ -402,6 +508,8 @@ def _checkpoint(name: str, family: str | None, asked: str | None) -> tuple[str, 
 def _changed(base: Any, arguments: argparse.Namespace) -> Any:
     """The settings with what the command line states."""
     changes = _given(arguments, {name: name for name in _FIELDS})
+    if "first_length" in changes and changes.get("first_steps", base.first_steps) is None:
+        changes["first_steps"] = round(_FIRST_SHARE * (arguments.steps or base.schedule.steps))
     parts = {"optimizer": _OPTIMIZER, "schedule": _SCHEDULE, "step": _STEP}
     for part, fields in parts.items():
         given = _given(arguments, fields)
@@ -422,7 +530,7 @@ def _changed(base: Any, arguments: argparse.Namespace) -> Any:
         is_path = os.path.exists(arguments.tokenizer)  # or else a model of the hub
         changes["tokenizer"] = os.path.abspath(arguments.tokenizer) if is_path else arguments.tokenizer
     if arguments.language is not None and (arguments.data or base.data):
-        raise ValueError("--language: expected without --data: it selects the text that ships with the package")
+        raise ValueError(_LANGUAGE)
     return dataclasses.replace(base, **changes)
 
 

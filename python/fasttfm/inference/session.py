@@ -130,6 +130,9 @@ class Session:
                 raise ValueError(f"Session: {name}: expected a number from {least} on, got {value!r}")
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise ValueError(f"Session: dtype: expected a floating-point type such as torch.float32, got {dtype!r}")
+        if self.dtype == torch.float16 and self.device.type == "cpu":
+            expected = "expected float32 or bfloat16 on a CPU, or precision='int8'"
+            raise ValueError(f"Session: dtype: {expected}, got float16, whose GEMMs are many times slower there")
         if not isinstance(model, (PretrainedModel, str, Path)):
             got = type(model).__name__
             raise TypeError(f"Session: model: expected a model of fasttfm.models, a directory or a hub id, got {got}")

@@ -59,9 +59,9 @@ class Rates:
             yield parameter, self.layer_decay**below
 
 
-def default_rate(model: PretrainedModel) -> float:
-    """BERT-base's learning rate, scaled by the inverse of the model's width."""
-    return 5e-5 * 768 / stack_of(model).encoder.in_order()[0].width
+def default_rate(model: PretrainedModel, rate: float = 5e-5) -> float:
+    """The learning rate of BERT-base or of another model of its width, scaled by the inverse of the model's width."""
+    return rate * 768 / stack_of(model).encoder.in_order()[0].width
 
 
 def freeze(model: PretrainedModel, layers: int | None = None) -> None:

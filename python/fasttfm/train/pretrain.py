@@ -31,12 +31,14 @@ from fasttfm.train.loop import Objective, Trainer, check_finite
 from fasttfm.train.optimizers import make_optimizer
 from fasttfm.train.pretrain_parts import (
     Corpus,
+    Phase,
     check_model,
     longest_sequence,
     make_model,
     masking,
     objective,
     open_corpus,
+    phases,
 )
 from fasttfm.train.progress import Progress, peak_flops
 from fasttfm.train.run_directory import SETTINGS, RunError, not_a_run, run_lock, write_settings
@@ -117,8 +119,8 @@ class _Run:
         optimizer = make_optimizer(module, settings.optimizer, capturable=settings.step.cuda_graph)
         schedule = Schedule(optimizer, settings.schedule)
         self.trainer = Trainer(module, Objective.of(self.objective), optimizer, schedule, settings.step, world=world)
-        self.batch_tokens = self._batch_tokens()
-        self.stream = self._stream(self.corpus.training, self._workers())
+        self.phases = phases(settings, world.size * settings.accumulation)
+        self.streams = [self._stream(self.corpus.training, phase, self._workers()) for phase in self.phases]
         self.evaluation = self._evaluation_batches()
         torch.manual_seed(settings.seed + 1 + world.rank)
         self.start = self._resume() if run.resume else 0
@@ -177,25 +179,20 @@ class _Run:
         if (output / _NEW_TOKENIZER).is_dir():
             os.rename(output / _NEW_TOKENIZER, output / _TOKENIZER)
 
-    def _batch_tokens(self) -> int:
-        settings, parts = self.settings, self.world.size * self.settings.accumulation
-        tokens = settings.tokens_per_step // parts
-        if tokens < settings.max_length:
-            raise RunError(
-                f"tokens per step: {settings.tokens_per_step} in {parts} batches (ranks times accumulation) are "
-                f"{tokens} each, fewer than one sequence of {settings.max_length}"
-            )
-        return tokens
+    def _phase(self) -> int:
+        """The number of the next step's phase."""
+        running = (number for number, phase in enumerate(self.phases) if self.trainer.completed < phase.until)
+        return next(running, len(self.phases) - 1)
 
-    def _stream(self, shards: data.TokenShards, workers: int) -> data.BatchStream:
+    def _stream(self, shards: data.TokenShards, phase: Phase, workers: int) -> data.BatchStream:
         settings = self.settings
         kind: Any = objective(settings).sequences
         with _too_small(shards):
             return data.BatchStream(
                 shards,
-                data.SequenceFormat(kind, settings.max_length),
+                data.SequenceFormat(kind, phase.max_length),
                 masking(settings),
-                tokens_per_batch=self.batch_tokens,
+                tokens_per_batch=phase.tokens,
                 seed=settings.seed,
                 rank=self.world.rank,
                 world_size=self.world.size,
@@ -226,7 +223,7 @@ class _Run:
         write_model = self.files.writer()
         collect = self.world.main or self.world.parallel == "fsdp"
         optimizer = files.optimizer_state(self.trainer.optimizer) if collect else {}
-        own = {"random": files.random_state(self.world.device), "data": self.stream.state_dict()}
+        own = {"random": files.random_state(self.world.device), "data": self.streams[self._phase()].state_dict()}
         state = {
             "settings": self._facts(),
             "trainer": self.trainer.state_dict(),
@@ -259,7 +256,7 @@ class _Run:
             self.files.read(found)
             files.load_optimizer_state(self.trainer.optimizer, state["optimizer"])
             self.trainer.load_state_dict(state["trainer"])
-            self.stream.load_state_dict(own["data"])
+            self.streams[self._phase()].load_state_dict(own["data"])
             files.set_random_state(own["random"], self.world.device)
         except (KeyError, IndexError, TypeError) as error:
             raise RunError(f"{found / files.STATE}: not the state of a pre-training run: {error!r}") from error
@@ -276,7 +273,7 @@ class _Run:
             progress.note(self._description())
         terms = self.objective.terms
         with _too_small(self.corpus.training):
-            batches = _begun(self._batches())
+            batches = _begun(self._batches(progress))
         log = None
         self.world.gather(None)  # until every process has read the files that are replaced now
         if main:
@@ -305,15 +302,22 @@ class _Run:
             progress.close()
         return None if log is None else self._finish(log, checkpoint)
 
-    def _batches(self) -> Iterator[data.Batch]:
-        if not self.settings.step.cuda_graph:
-            return iter(self.stream)
-        tokens, padding = self.batch_tokens, self.corpus.tokenizer.special.pad or 0
+    def _batches(self, progress: Progress | None) -> Iterator[data.Batch]:
+        begin = self._phase()
+        for phase, stream in zip(self.phases[begin:], self.streams[begin:], strict=True):
+            if progress is not None and len(self.phases) > 1:
+                progress.note(f"sequences of up to {phase.max_length} tokens until step {phase.until}")
+            batches = self._of_one_shape(phase, stream) if self.settings.step.cuda_graph else iter(stream)
+            while self.trainer.completed < phase.until:
+                yield next(batches)
+
+    def _of_one_shape(self, phase: Phase, stream: data.BatchStream) -> Iterator[data.Batch]:
+        tokens, padding = phase.tokens, self.corpus.tokenizer.special.pad or 0
         # Some sequences are short: the shape has twice as many as full-length ones; larger batches run without the
         # graph.
-        sequences = 2 * math.ceil(tokens / self.settings.max_length) + 8
-        shape = Shape(tokens, sequences, self.stream.max_predictions or 0, padding)
-        return (filled(batch, shape) for batch in self.stream)
+        sequences = 2 * math.ceil(tokens / phase.max_length) + 8
+        shape = Shape(tokens, sequences, stream.max_predictions or 0, padding)
+        return (filled(batch, shape) for batch in stream)
 
     def _pause(self, log: RunLog | None, evaluates: bool, saves: bool) -> Path | None:
         """Evaluates and saves; the time does not count as training."""
@@ -329,10 +333,10 @@ class _Run:
             return self.save() if saves else None
 
     def _evaluation_batches(self) -> list[data.Batch]:
-        """The validation batches, the same in each evaluation. They are made before the first step, so that a
-        validation set that is too small raises then."""
+        """The validation batches, the same in each evaluation, with sequences as in the last phase. They are made
+        before the first step, so that a validation set that is too small raises then."""
         shards = self.corpus.held_out
-        stream = self._stream(shards, workers=0)
+        stream = self._stream(shards, self.phases[-1], workers=0)
         with _too_small(shards):
             return list(itertools.islice(stream, self.run.evaluation_batches))
 
@@ -401,8 +405,8 @@ def _paused(log: RunLog | None) -> contextlib.AbstractContextManager[None]:
 
 
 def _begun(batches: Iterator[data.Batch]) -> Iterator[data.Batch]:
-    """The same batches, of which the first is computed now."""
-    return itertools.chain([next(batches)], batches)
+    """The same batches, of which the first, if there is one, is computed now."""
+    return itertools.chain(list(itertools.islice(batches, 1)), batches)
 
 
 @contextlib.contextmanager

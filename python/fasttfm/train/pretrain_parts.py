@@ -6,7 +6,7 @@ import difflib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,6 +95,32 @@ def masking(settings: PretrainSettings) -> data.Masking | None:
     return data.Masking(
         settings.masking, settings.whole_word or settings.spans, ngram, mask_share, random_share, spans=settings.spans
     )
+
+
+# ---- phases ----------------------------------------------------------------------------------------------------------
+
+
+class Phase(NamedTuple):
+    """Steps with sequences of one maximum length."""
+
+    until: int  # the number of completed steps at its end
+    max_length: int
+    tokens: int  # the maximum number of tokens in a batch of one process
+
+
+def phases(settings: PretrainSettings, parts: int) -> list[Phase]:
+    """The phases of a run, whose steps have ``parts`` batches (ranks times accumulation)."""
+    tokens = settings.tokens_per_step // parts
+    if tokens < settings.max_length:
+        raise RunError(
+            f"tokens per step: {settings.tokens_per_step} in {parts} batches (ranks times accumulation) are "
+            f"{tokens} each, fewer than one sequence of {settings.max_length}"
+        )
+    last = Phase(settings.schedule.steps, settings.max_length, tokens)
+    if settings.first_length is None or settings.first_steps is None:
+        return [last]
+    first = settings.first_length
+    return [Phase(settings.first_steps, first, tokens * first // settings.max_length), last]
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

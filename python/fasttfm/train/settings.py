@@ -96,6 +96,8 @@ class PretrainSettings:
     tokens_per_step: int = 2048  # over all ranks and all batches of a step
     accumulation: int = 1  # batches per rank and step
     max_length: int = 128  # the maximum number of tokens in a sequence
+    first_length: int | None = None  # a smaller maximum in the first steps (BERT), with as many sequences per step
+    first_steps: int | None = None  # the number of these steps; with ``first_length``
     masking: float = 0.15  # the fraction of tokens that masked LM predicts
     mask_share: float | None = None  # the fraction of these that [MASK] replaces; 0.8 by default, 1 for ELECTRA
     random_share: float | None = None  # the fraction that a random token replaces; 0.1 by default, 0 for ELECTRA
@@ -109,6 +111,7 @@ class PretrainSettings:
     def __post_init__(self) -> None:
         for name in ("accumulation", "tokens_per_step", "max_length", "ngram", "vocabulary"):
             at_least(name, getattr(self, name), 1)
+        self._check_phases()
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out: expected the validation set's fraction, between 0 and 1, got {self.held_out}")
         if not 0 < self.masking <= 1:
@@ -120,6 +123,20 @@ class PretrainSettings:
         one_of("language", self.language, tuple(LANGUAGES))
         if self.dropout is not None and not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: expected a number in [0, 1), got {self.dropout}")
+
+    def _check_phases(self) -> None:
+        if (self.first_length is None) != (self.first_steps is None):
+            raise ValueError("first_length: expected together with first_steps, the number of steps with this length")
+        if self.first_length is None or self.first_steps is None:
+            return
+        if not 1 <= self.first_length < self.max_length:
+            got = f"{self.first_length} with a max_length of {self.max_length}"
+            raise ValueError(f"first_length: expected a length below max_length, got {got}")
+        if not 0 < self.first_steps < self.schedule.steps:
+            got = f"{self.first_steps} of {self.schedule.steps}"
+            raise ValueError(f"first_steps: expected a number of steps above 0 and below all steps, got {got}")
+        if self.step.cuda_graph:
+            raise ValueError("first_length: expected without cuda_graph, whose step has one shape")
 
 
 @dataclass(frozen=True)
