@@ -341,6 +341,19 @@ def test_wrong_options(
     assert expected in capsys.readouterr().err
 
 
+def test_all_models_are_checked_before_the_first_answers(
+    gpt_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dev.tsv").write_text(SST2)
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    options = ("--data", tmp_path / "dev.tsv", "--output", tmp_path / "run")
+    with pytest.raises(SystemExit):
+        main(command("--model", gpt_directory, tmp_path / "bert", *options))
+    assert "next tokens: expected a model of" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_files_only_translate(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="files: expected one, or two to translate, got 2"):
         read_prompts([tmp_path / "a", tmp_path / "b"], "reading")

@@ -129,6 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
         for model in arguments.model:
             check_output(arguments, model=model)
         from fasttfm.data.prompt_files import read_prompts
+        from fasttfm.inference.opening import family_of, model_class
+        from fasttfm.models.family import Head
         from fasttfm.tasks.prompt_eval import PRESETS, check_metrics
 
         preset = PRESETS[arguments.task]
@@ -137,6 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
         about = {"labels": _labels(arguments, preset), "direction": arguments.direction}
         questions = read_prompts(arguments.data, preset.files, **about)[: arguments.limit]
         shots = [] if arguments.shots is None else read_prompts(arguments.shots, preset.files, **about)
+        for model in arguments.model:  # before any of them answers
+            model_class(family_of(model), Head.CAUSAL_LM)
         folder: Path | None = None
         rows: list[dict[str, Any]] = []
         for model, name in zip(arguments.model, _names(arguments.model), strict=True):
@@ -258,7 +262,9 @@ def _report(arguments: argparse.Namespace, folder: Path, rows: list[dict[str, An
     settings = {key: _plain(value) for key, value in settings.items()}
     write_json(folder / "metrics.json", {"curve": curve, "runs": rows, "examples": examples, "settings": settings})
     write_text(folder / "table.csv", csv_text(curve))
-    print(f"\n{table(curve)}\n")
+    several = any(row[f"{name}_deviation"] for row in curve for name in names)
+    shown = [{key: value for key, value in row.items() if several or not key.endswith("_deviation")} for row in curve]
+    print(f"\n{table(shown)}\n")
     files = ["metrics.json", "table.csv", "answers.jsonl"]
     if len(curve) > 1:
         try:
