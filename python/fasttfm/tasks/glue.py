@@ -134,7 +134,8 @@ def train_task(
 
     first = prepared(seed)
     planned = settings(first[0])
-    trials, kept = [], []
+    trials: list[dict[str, float]] = []
+    kept: list[_Trained] = []
     for number, each in enumerate(planned):
         network, task = prepared(each.seed) if number else first
         work = FineTuning(network, task, train, each)

@@ -28,6 +28,7 @@ from fasttfm.train.fixed_shapes import Shape, filled
 from fasttfm.train.learnt import Learnt, learnt
 from fasttfm.train.logs import EVENTS, RunLog
 from fasttfm.train.loop import Objective, Trainer, check_finite
+from fasttfm.train.memory import check_memory
 from fasttfm.train.optimizers import make_optimizer
 from fasttfm.train.pretrain_parts import (
     Corpus,
@@ -72,6 +73,8 @@ def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
     """Pre-trains a model and returns its results in the main process, None in others."""
     check_model(model_source(settings, run))
     world = join(run.device, run.parallel)
+    shards = world.size if world.parallel == "fsdp" else 1
+    check_memory(model_source(settings, run), world.device, processes=world.size, shards=shards)
     if settings.step.cuda_graph and (world.device.type != "cuda" or world.size > 1):
         raise ValueError("cuda_graph: expected one process with a GPU")
     try:

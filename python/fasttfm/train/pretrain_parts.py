@@ -132,7 +132,8 @@ def check_model(settings: PretrainSettings) -> None:
     if known is not None and not known.trains_on_text:
         raise ValueError(f"model: {known.title} has no pre-training objective on text")
     one_of("model", settings.family, tuple(trained_on_text()))
-    chosen, family = objective(settings), FAMILIES[settings.family]
+    family = FAMILIES[settings.family]
+    objective(settings)
     masking(settings)
     if settings.vocabulary_kind is not None:
         one_of("vocabulary_kind", settings.vocabulary_kind, data.tokenizer_training.KINDS)
@@ -145,12 +146,21 @@ def check_model(settings: PretrainSettings) -> None:
             f"max_length: expected up to {longest}, for which {settings.init} has positions, got {settings.max_length}"
         )
     try:
-        with torch.device("meta"):
-            family.models[chosen.head](config)
+        blank_model(settings)
     except RuntimeError as error:
         raise ValueError(
             f"{settings.family}: expected sizes of a model that torch can make: {first_line(error)}"
         ) from error
+
+
+def blank_model(settings: PretrainSettings) -> PretrainedModel:
+    """The model without memory for its parameters; its vocabulary is that of a tokenizer that is trained, or else the
+    configuration's."""
+    config = _config(settings)
+    if settings.init is None and settings.tokenizer is None and "vocab_size" not in settings.changes:
+        config.vocab_size = settings.vocabulary
+    with torch.device("meta"):
+        return FAMILIES[settings.family].models[objective(settings).head](config)
 
 
 def longest_sequence(settings: PretrainSettings) -> int:
