@@ -13,6 +13,7 @@ import torch
 
 from fasttfm import models
 from fasttfm.cli.main import main
+from fasttfm.data import Masking
 from fasttfm.tasks.experiments import shots
 from fasttfm.tasks.experiments.lab import Lab, Row, _draw_curves, _draw_values, parameters, table
 from fasttfm.tasks.experiments.registry import EXPERIMENTS
@@ -73,6 +74,17 @@ def test_an_interrupted_command_keeps_its_rows(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "model-size.png").exists()
 
 
+def test_masking_is_that_of_the_training_set(lab: Lab) -> None:
+    """Models that are trained at different rates are validated with the same masks."""
+    (low, masked), (high, also_masked) = (
+        lab.batches(lab.wordpiece, "single", masking=Masking(rate)) for rate in (0.15, 0.6)
+    )
+    first, second = next(iter(low)), next(iter(high))
+    assert torch.equal(first.cu_seqlens, second.cu_seqlens)
+    assert second.predictions == pytest.approx(4 * first.predictions, rel=0.1)
+    assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(masked, also_masked, strict=True))
+
+
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_table(lab: Lab) -> None:
     experiment = EXPERIMENTS["model-size"]
@@ -123,14 +135,16 @@ def test_close_values_are_points_and_others_are_bars_from_zero() -> None:
 
 def test_points_of_curves_show_the_label_unless_it_names_the_curves() -> None:
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="it draws")
-    figure, (labelled, plain) = pyplot.subplots(1, 2)
+    figure, (labelled, plain, by_x) = pyplot.subplots(1, 3)
     rows = [{"sharing": "all", "embedding_size": 32, "parameters": 4e5, "masked_lm_loss": 6.5}]
     rows.append({**rows[0], "embedding_size": 64, "parameters": 8e5})
     experiment = EXPERIMENTS["sharing"]
     _draw_curves(labelled, experiment, rows, "masked_lm_loss")
     _draw_curves(plain, dataclasses.replace(experiment, label="sharing"), rows, "masked_lm_loss")
+    _draw_curves(by_x, dataclasses.replace(experiment, label="parameters"), rows, "masked_lm_loss")
     assert [text.get_text() for text in labelled.texts] == ["32", "64"]
     assert labelled.get_xlabel() == "parameters (at the points: embedding size)"
-    assert (len(plain.texts), plain.get_xlabel()) == (0, "parameters")
+    for panel in (plain, by_x):
+        assert (len(panel.texts), panel.get_xlabel()) == (0, "parameters")
     assert labelled.xaxis.get_major_formatter()(8e5, 0) == "800k"
     pyplot.close(figure)

@@ -94,7 +94,7 @@ class Masking:
         vocabulary: Vocabulary,
         generator: np.random.Generator,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Selects text tokens of each sequence: its n-grams in a random order, until the next word does not fit, so
+        """Selects text tokens of each sequence: its n-grams in a random order, until a word does not fit, so
         that the last n-gram may be shorter. Returns their indices in ``text`` and their n-grams."""
         words = self._words(ids, text, vocabulary)
         firsts = np.flatnonzero(np.diff(words, prepend=-1))  # the first token of each word
