@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from fasttfm._atomic_files import atomic_write, write_text
+from fasttfm._fonts import fonts_for
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.opening import base_of, longest_input
 from fasttfm.models.pretrained import PretrainedModel
@@ -83,6 +84,10 @@ class AttentionMaps:
         except ImportError:
             raise ImportError("a picture needs matplotlib: pip install matplotlib; .html needs nothing") from None
         matplotlib.use("Agg")
+        with fonts_for((*self.tokens, title)):
+            self._draw(path, title)
+
+    def _draw(self, path: Path, title: str) -> None:
         from matplotlib import pyplot
 
         rows, columns = self.weights.shape[:2]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fasttfm._atomic_files import atomic_write
+from fasttfm._fonts import fonts_for
 from fasttfm.data.graphs import ConceptGraph
 from fasttfm.tasks.commonsense import ChosenAnswer, CommonsenseTask, WeightedPath, path_text
 
@@ -41,6 +42,12 @@ def draw_explanation(graph: ConceptGraph, example: Any, found: ChosenAnswer, pat
     except ImportError:
         raise ImportError("the picture of a schema graph needs matplotlib: pip install fasttfm[train]") from None
     matplotlib.use("Agg")
+    concepts = [graph.concepts[concept] for each in found.paths[found.choice][:paths] for concept in each.path.concepts]
+    with fonts_for((example.context, example.endings[found.choice], *concepts, *graph.relations)):
+        _draw(graph, example, found, path, paths)
+
+
+def _draw(graph: ConceptGraph, example: Any, found: ChosenAnswer, path: Path, paths: int) -> None:
     from matplotlib import pyplot
 
     best = found.paths[found.choice][:paths]

@@ -8,6 +8,7 @@ from typing import Any
 
 from fasttfm import _extras
 from fasttfm._atomic_files import atomic_write
+from fasttfm._fonts import fonts_for
 
 CONFUSION = "confusion.png"
 _MAX_LABELS = 40
@@ -32,6 +33,11 @@ def write_confusion(path: Path, counts: Sequence[Sequence[int]], labels: Sequenc
     except ImportError:
         raise _extras.missing("the picture of the confusions", "matplotlib", "train") from None
     matplotlib.use("Agg")
+    with fonts_for((*labels, title)):
+        _draw_confusion(path, counts, labels, title)
+
+
+def _draw_confusion(path: Path, counts: Sequence[Sequence[int]], labels: Sequence[str], title: str) -> None:
     from matplotlib import pyplot
 
     fractions = [[count / max(1, sum(row)) for count in row] for row in counts]
