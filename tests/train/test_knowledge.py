@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from fasttfm.data.knowledge import MentionExample, Span, read_mentions
 from fasttfm.data.knowledge_batches import EntityNoise, KnowledgeStream
 from fasttfm.data.texts import shipped_knowledge
 from fasttfm.models.ernie_knowledge import KnowledgePretraining
+from fasttfm.train import Trainer
 
 TEXTS = [
     MentionExample("Trade with Spain grew. That with Cuba did not.", [Span(11, 16, "Spain"), Span(33, 37, "Cuba")]),
@@ -193,6 +196,43 @@ def test_plain_text_is_linked(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["pretrain-knowledge", *files, *more, *options])
     assert "names.tsv: expected names of the 6 entities of the graph, got 'Han River'" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_continues_with_the_same_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, whole, part = (str(tmp_path / name) for name in ("kg", "whole", "part"))
+    assert main(["transe", "--width", "8", "--epochs", "1", "--quiet", "--output", graph]) == 0
+    call = ["pretrain-knowledge", "--entities", graph, "--steps", "5", "--tokens-per-step", "256", "--max-length", "32"]
+    call += ["--vocabulary", "400", "--device", "cpu", "--quiet", "--checkpoint-every", "2", "--output"]
+    assert main([*call, whole]) == 0
+    assert not list((tmp_path / "whole").glob("checkpoint-*"))
+    step = Trainer.step
+
+    def stopped_at(number: int, trainer: Trainer, batches: Any) -> Any:
+        if trainer.completed == number:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(trainer, batches)
+
+    monkeypatch.setattr(Trainer, "step", lambda trainer, batches: stopped_at(2, trainer, batches))
+    with pytest.raises(SystemExit) as stopped:
+        main([*call, part])
+    assert stopped.value.code == 1
+    expected = f"stopped by a signal after step 3; {part}/checkpoint-000003 was written; --resume continues from there"
+    assert expected in capsys.readouterr().err
+    monkeypatch.setattr(Trainer, "step", step)
+    models.ErnieKnowledgeForPreTraining.from_pretrained(part)  # a model as well
+    with pytest.raises(SystemExit):
+        main([*call, part, "--resume", "--seed", "1"])
+    assert "is of a run with other settings: seed was 0, is 1" in capsys.readouterr().err
+    assert main([*call, part, "--resume"]) == 0
+    for name in ("model.safetensors", "metrics.json"):
+        assert (tmp_path / "part" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    steps = [line.split(",")[0] for line in (tmp_path / "part" / "log.csv").read_text().splitlines()]
+    assert steps == ["step", "2", "3", "4", "5"]
+    with pytest.raises(SystemExit):
+        main([*call, part, "--resume"])
+    assert f"{part}: expected a checkpoint to resume from, got none" in capsys.readouterr().err
 
 
 def test_a_run_starts_from_a_bert(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -165,6 +165,22 @@ def check_output(arguments: argparse.Namespace, **sources: Any) -> None:
         raise ValueError(f"--output: expected a new or empty directory, got {got}; --overwrite writes to it")
 
 
+def check_resumed_output(arguments: argparse.Namespace, **sources: Any) -> None:
+    """``check_output`` for commands with ``--resume``, whose run must be in ``--output``."""
+    if not arguments.resume:
+        check_output(arguments, **sources)
+    elif arguments.output is None:
+        raise ValueError("--resume: expected --output, the directory of the run to resume")
+    elif arguments.overwrite:
+        raise ValueError("--resume: expected without --overwrite, which starts a new run")
+
+
+def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that a resumed run must share with the run that it continues."""
+    others = {"command", "refuse", "output", "overwrite", "resume", "checkpoint_every", "quiet", "device"}
+    return {name: value for name, value in vars(arguments).items() if name not in others}
+
+
 def check_output_file(arguments: argparse.Namespace) -> None:
     """Raises ValueError if the file ``--output`` is the model's or that of the data, or exists and there is no
     ``--overwrite``, and OSError if it cannot be written. Makes its directory."""

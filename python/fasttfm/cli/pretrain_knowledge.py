@@ -9,6 +9,7 @@ plain text (.txt, blank lines between texts), in which names of entities are fou
 stated mentions, {{"text": "...", "entities": [{{"start": 0, "end": 4, "entity": "Ahab"}}]}}. --names adds other names
 of the entities, a line each: name, tab, entity. Mentions of entities that the graph does not have are read as plain
 words. The output directory holds the model with its entities, its tokenizer, log.csv, curves.png and metrics.json.
+--resume continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from fasttfm.cli.options import (
     Formatter,
     add_run_options,
     add_training_options,
-    check_output,
+    check_resumed_output,
     device_of,
     draw_curves,
     exit_on_user_error,
+    facts_of,
     output_of,
     precision_of,
     sentence,
@@ -69,7 +71,16 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--steps", type=int, default=300, metavar="N", help="optimizer steps")
     group.add_argument("--tokens-per-step", type=int, default=2048, metavar="N", help="tokens per optimizer step")
     group.add_argument("--max-length", type=int, default=128, metavar="N", help="max tokens per sequence")
-    add_run_options(parser)
+    group = add_run_options(parser)
+    group.add_argument(
+        "--resume", action="store_true", help="continue the interrupted run in --output, with the same options"
+    )
+    group.add_argument(
+        "--checkpoint-every",
+        type=int,
+        metavar="STEPS",
+        help="checkpoint interval (default: a fifth of the run, at most 1000); interrupted runs write one too",
+    )
     parser.set_defaults(refuse=parser.error)
 
 
@@ -80,8 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
         from fasttfm.models.entity_files import read_entities
         from fasttfm.train import OptimizerSettings, ScheduleSettings, StepSettings
         from fasttfm.train.knowledge import KnowledgeSettings, pretrain_knowledge
+        from fasttfm.train.step_checkpoints import StepCheckpoints
 
-        check_output(arguments, entities=arguments.entities, init=arguments.init)
+        check_resumed_output(arguments, entities=arguments.entities, init=arguments.init)
         device = device_of(arguments)
         settings = KnowledgeSettings(
             ScheduleSettings(arguments.steps, warmup=round(arguments.warmup_share * arguments.steps)),
@@ -106,12 +118,30 @@ def run(arguments: argparse.Namespace) -> int:
         model = _model(arguments, tokenizer, vectors.shape[1])
         model.set_entities(names, vectors)
         output = output_of(arguments, "pretrain-knowledge")
-        with _log(arguments, output, model) as log:
-            losses = pretrain_knowledge(model.to(device), tokenizer, examples, settings, on_results=log.add)
+
+        def save(directory: Path) -> None:
+            model.save_pretrained(directory)
+            tokenizer.save(directory, model_max_length=model.config.max_position_embeddings, config=model.config)
+
+        def save_checkpoint(directory: Path) -> None:
+            log.write()  # so that a resumed run has all rows up to here
+            save(directory)
+
+        checkpoints = StepCheckpoints(
+            output,
+            {**facts_of(arguments), "tokenizer": tokenizer.fingerprint, "texts": len(examples)},
+            save_checkpoint,
+            resume=arguments.resume,
+            every=arguments.checkpoint_every,
+        )
+        with _log(arguments, output, checkpoints.start) as log:
+            losses = pretrain_knowledge(
+                model.to(device), tokenizer, examples, settings, on_results=log.add, checkpoints=checkpoints
+            )
         draw_curves(log.path, f"{FAMILY.title}, {settings.tokens_per_step:,} tokens per step")
-        model.save_pretrained(output)
-        tokenizer.save(output, model_max_length=model.config.max_position_embeddings, config=model.config)
+        save(output)
         write_json(output / "metrics.json", {"data": str(source), "steps": arguments.steps, "validation": losses})
+        checkpoints.remove()
         print(f"validation {sentence(losses)}")
         print(f"output     {output}")
     return 0
@@ -155,15 +185,15 @@ def _model(arguments: argparse.Namespace, tokenizer: Any, width: int) -> Any:
         return ErnieKnowledgeForPreTraining.from_bert(arguments.init, entity_embedding_size=width)
 
 
-def _log(arguments: argparse.Namespace, output: Path, model: Any) -> Any:
+def _log(arguments: argparse.Namespace, output: Path, start: int) -> Any:
     import contextlib
 
     from fasttfm.models.ernie_knowledge import KnowledgePretraining
     from fasttfm.train.logs import RunLog
     from fasttfm.train.progress import Progress
 
-    progress = None if arguments.quiet else Progress(arguments.steps)
-    log = RunLog(output, KnowledgePretraining.terms, steps=arguments.steps, progress=progress)
+    progress = None if arguments.quiet else Progress(arguments.steps, start=start)
+    log = RunLog(output, KnowledgePretraining.terms, steps=arguments.steps, start=start, progress=progress)
 
     @contextlib.contextmanager
     def closing() -> Any:

@@ -17,6 +17,7 @@ from fasttfm.train.loop import Objective, StepResult, Trainer, check_finite
 from fasttfm.train.optimizers import make_optimizer
 from fasttfm.train.schedule import Schedule
 from fasttfm.train.settings import OptimizerSettings, ScheduleSettings, StepSettings, at_least, random_seed
+from fasttfm.train.step_checkpoints import StepCheckpoints
 
 _EVALUATED = 4  # batches of the validation set
 
@@ -47,6 +48,7 @@ def pretrain_knowledge(
     settings: KnowledgeSettings,
     *,
     on_results: Callable[[list[StepResult]], Any] = lambda results: None,
+    checkpoints: StepCheckpoints | None = None,
 ) -> dict[str, float]:
     """Trains the model, on its device, and returns the validation losses.
 
@@ -56,6 +58,7 @@ def pretrain_knowledge(
         examples: Texts with aligned mentions.
         settings: The settings of the training.
         on_results: Called with the results of steps as they become available.
+        checkpoints: Where the training is saved, and continued; by default it is not.
     """
     order = torch.randperm(
         len(examples), generator=torch.Generator("cpu").manual_seed(settings.seed), device="cpu"
@@ -80,8 +83,13 @@ def pretrain_knowledge(
     trainer = Trainer(module, objective, optimizer, Schedule(optimizer, settings.schedule), settings.step)
     torch.manual_seed(settings.seed)
     batches = iter(training)
-    while trainer.completed < settings.schedule.steps:
-        on_results(trainer.step(list(itertools.islice(batches, settings.accumulation))))
+    groups = (list(itertools.islice(batches, settings.accumulation)) for _ in itertools.count())
+    steps = settings.schedule.steps
+    if checkpoints is not None:
+        checkpoints.train(trainer, groups, steps, on_results)
+    else:
+        for group in itertools.islice(groups, steps):
+            on_results(trainer.step(group))
     on_results(trainer.finish())
     check_finite(model)
     found = trainer.evaluate(itertools.islice(validation, _EVALUATED))
