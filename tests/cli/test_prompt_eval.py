@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from fasttfm.cli import prompt_eval as command
 from fasttfm.cli.main import main
 from fasttfm.data import load_tokenizer
 from fasttfm.data.lines import DataError
 from fasttfm.data.prompt_files import Question, read_prompts
 from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
-from fasttfm.tasks.prompt_eval import Evaluation, prompt_scores
+from fasttfm.tasks.prompt_eval import PRESETS, Evaluation, prompt_scores
 from fasttfm.tasks.prompts import Prompt
 
 LABELS = ("peace", "war", "commerce with all nations")
@@ -164,3 +166,14 @@ def test_lines_that_are_no_examples(line: str, sentence: str, tmp_path: Path) ->
     path.write_text(line)
     with pytest.raises(DataError, match=sentence):
         read_prompts([path], "classify")
+
+
+def test_summaries_have_up_to_100_tokens(gpt_directory: Path, tmp_path: Path) -> None:
+    """As in GPT-2's paper; an option has priority."""
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    data = written(tmp_path / "data.jsonl", QUESTIONS)
+    for task, more, expected in (("tldr", [], 100), ("reading", [], 50), ("tldr", ["--max-new-tokens", "7"], 7)):
+        given = ["--model", str(gpt_directory), "--data", str(data), "--device", "cpu", "--task", task, *more]
+        arguments = parser.parse_args(["prompt-eval", *given])
+        assert command._evaluation(arguments, str(gpt_directory), PRESETS[task]).max_new_tokens == expected

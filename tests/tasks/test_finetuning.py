@@ -192,6 +192,21 @@ def test_the_weight_of_the_auxiliary_loss_is_an_option(gpt_directory: Path) -> N
     assert losses[1] > losses[0]
 
 
+@pytest.mark.parametrize("name", ["classify", "choice"])
+def test_results_have_gpt_1s_losses(name: str, gpt_directory: Path) -> None:
+    """L2 of the labels and L1 of the tokens; the loss is L3, their weighted sum."""
+    examples = PEACE if name == "classify" else [ChoiceExample("the state", "", ["of war", "of peace"], 1)]
+    model, task = prepare(name, gpt_directory, examples, auxiliary=0.25)
+    results: list[Any] = []
+    FineTuning(model, task, examples, FinetuneSettings(epochs=1)).run(results.extend)
+    terms = results[0].terms
+    assert list(terms) == [f"L2_{name}", "L1_causal_lm"]
+    assert results[0].loss == pytest.approx(terms[f"L2_{name}"] + 0.25 * terms["L1_causal_lm"])
+    assert terms["L1_causal_lm"] > 2 * terms[f"L2_{name}"]  # near the logarithm of the vocabulary's size
+    _, alone = prepare(name, gpt_directory, examples, auxiliary=0.0)
+    assert (alone.terms, alone.weights) == ((name,), (1.0,))
+
+
 @pytest.mark.parametrize(("family", "task"), [("gpt2", "classify"), ("bert", "choice")])
 def test_models_without_an_auxiliary_loss_refuse_its_weight(
     family: str, task: str, bpe: Tokenizer, wordpiece: Tokenizer, tmp_path: Path

@@ -413,6 +413,8 @@ class Session:
         if world.main and not resume and task.head is Head.NONE:  # without a new head, the model has a score already
             untrained = {"untrained": task.scores(examples.dev, run.predict(examples.dev, run.dev_features))}
         run.train(list(self.majority))
+        if run.loss_sum:
+            self._say(f"training loss {run.loss_sum}")
         if not world.main:
             return {}
         return self._write(run, directory, options, lora, untrained)

@@ -97,7 +97,9 @@ def add_parser(subparsers: Any) -> None:
         help="how the log-likelihoods of choices are compared: as sums, means over tokens or bytes, or, as in GPT-3, "
         "minus the choice's log-likelihood without the question",
     )
-    group.add_argument("--max-new-tokens", type=int, default=50, metavar="N", help="max tokens of a generated answer")
+    group.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="max tokens of a generated answer (default: 50; tldr: 100)"
+    )
     group.add_argument("--stop", metavar="TEXT", help="text that ends a generated answer (default: the task's)")
     group.add_argument(
         "--metrics",
@@ -205,7 +207,7 @@ def _evaluation(arguments: argparse.Namespace, model: str, preset: Any) -> Any:
         Prompt(unescaped(arguments.description), (), template, separator),
         arguments.answer or preset.answer,
         arguments.normalization,
-        arguments.max_new_tokens,
+        preset.max_new_tokens if arguments.max_new_tokens is None else arguments.max_new_tokens,
         stop if arguments.stop is None else unescaped(arguments.stop),
         arguments.tokens_per_batch,
         preset.truncated,

@@ -94,8 +94,8 @@ class Masking:
         vocabulary: Vocabulary,
         generator: np.random.Generator,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Selects text tokens of each sequence: its n-grams in a random order, until a word does not fit, so
-        that the last n-gram may be shorter. Returns their indices in ``text`` and their n-grams."""
+        """Selects text tokens of each sequence: its n-grams in a random order, until one of their words does not
+        fit, so that the last n-gram may be shorter. Returns their indices in ``text`` and their n-grams."""
         words = self._words(ids, text, vocabulary)
         firsts = np.flatnonzero(np.diff(words, prepend=-1))  # the first token of each word
         grams = self._grams(text, firsts, generator)

@@ -28,7 +28,7 @@ from fasttfm.models.gpt import (
     names_of,
 )
 from fasttfm.models.objectives import CausalLM
-from fasttfm.models.outputs import ClassifierOutput
+from fasttfm.models.outputs import AuxiliaryClassifierOutput
 from fasttfm.nn.lm_heads import next_token_loss
 
 if TYPE_CHECKING:
@@ -89,14 +89,16 @@ class OpenAIGPTForSequenceClassification(GPT2ForSequenceClassification):
         lm_labels: Tensor | None = None,
         num_orders: int = 1,
         **layout: Unpack[Layout],
-    ) -> ClassifierOutput:
+    ) -> AuxiliaryClassifierOutput:
         encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
         logits, loss = self.classify(encoded, input_ids, labels, num_orders)
+        classification, words = loss, None
         if loss is not None and lm_labels is not None:
             batch, table = encoded.batch, self.transformer.embeddings.word.weight
             words = next_token_loss(encoded.x, table, None, batch.pack(lm_labels), batch.cu_seqlens)
             loss = loss + self.config.auxiliary_loss_weight * words
-        return ClassifierOutput(loss, logits, **encoded.returned())
+        losses = {} if words is None else {"classification_loss": classification, "lm_loss": words}
+        return AuxiliaryClassifierOutput(loss, logits, **encoded.returned(), **losses)
 
 
 def task_sequence(*texts: Sequence[int], start: int, delimiter: int, extract: int) -> list[int]:

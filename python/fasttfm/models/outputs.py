@@ -107,6 +107,14 @@ class ClassifierOutput(ModelOutput):
 
 
 @dataclass
+class AuxiliaryClassifierOutput(ClassifierOutput):
+    """With GPT-1's losses, whose weighted sum is ``loss``."""
+
+    classification_loss: Tensor | None = None
+    lm_loss: Tensor | None = None
+
+
+@dataclass
 class MaskedImageOutput(ModelOutput):
     """The pixels of images, with those of masked patches reconstructed."""
 

@@ -89,6 +89,7 @@ class FinetuneRun:
         self.dev_features = self.task.features(dev)
         self.epochs: list[Epoch] = []
         self.kept: Kept | None = None
+        self.loss_sum = ""  # the training loss of the last row of the log, with its terms
         self.checkpoints = Checkpoints(options.output, keep=1)
         self._facts = {**dict(facts or {}), **self._settings()}
         self._saved = time.monotonic()
@@ -122,7 +123,8 @@ class FinetuneRun:
                 self.checkpoints.remove()  # of an earlier run that is overwritten
             log = RunLog(
                 self.options.output,
-                (self.task.name,),
+                self.task.terms,
+                weights=self.task.weights,
                 steps=self.work.steps,
                 start=start,
                 progress=progress,
@@ -140,6 +142,7 @@ class FinetuneRun:
         finally:
             self._thread.shutdown()
             if log is not None:
+                self.loss_sum = log.loss_sum
                 log.close()
             if progress is not None:
                 progress.close()

@@ -241,7 +241,7 @@ class FineTuning:
         """The training loop, created on first use, with the parameters that require gradients at that time."""
         return trainer_of(
             share_out(self.model, self.world),
-            Objective((self.task.name,), lambda batch: (self._count(batch),), lambda *given: (self._sum(*given),)),
+            Objective(self.task.terms, self._counts, self._sums, weights=self.task.weights),
             self.settings.rates.groups(self.model),
             self.settings,
             max(1, self.steps),
@@ -303,17 +303,17 @@ class FineTuning:
             batch.count = 0.0
         return batch
 
-    def _count(self, batch: TaskBatch) -> float:
-        """The divisor of a step's loss."""
+    def _counts(self, batch: TaskBatch) -> tuple[float, ...]:
+        """The divisors of a step's losses."""
         if self._weights is None or batch.count == 0:
-            return batch.count
-        return weight_of(batch.targets["labels"], self._weights)
+            return (batch.count,) * len(self.task.terms)
+        return (weight_of(batch.targets["labels"], self._weights),)
 
-    def _sum(self, module: Any, batch: TaskBatch) -> Tensor:
+    def _sums(self, module: Any, batch: TaskBatch) -> tuple[Tensor, ...]:
         if self._device_weights is None:
-            return self.task.loss(module, batch) * batch.count
+            return tuple(loss * batch.count for loss in self.task.losses(module, batch))
         logits, labels = self.task.logits(module, batch), batch.targets["labels"]
-        return weighted_sum(logits, labels, self._device_weights) * bool(batch.count)
+        return (weighted_sum(logits, labels, self._device_weights) * bool(batch.count),)
 
 
 def trainer_of(

@@ -118,9 +118,8 @@ class ClassifyTask(Task):
             found.append(Feature(index, sequences, self._target(example)))
         return found
 
-    def loss(self, model: Any, batch: TaskBatch) -> Tensor:
-        loss: Tensor = model(**batch.inputs(), **batch.targets, **self._orders()).loss
-        return loss
+    def losses(self, model: Any, batch: TaskBatch) -> tuple[Tensor, ...]:
+        return self.terms_of(model(**batch.inputs(), **batch.targets, **self._orders()))
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
         logits: Tensor = model(**batch.inputs(), **self._orders()).logits
@@ -526,10 +525,8 @@ class ChoiceTask(Task):
         words = {"labels": batch.input_ids} if self.language.family.causal else {}
         return model(**batch.inputs(), **targets, **words, num_choices=choices)
 
-    def loss(self, model: Any, batch: TaskBatch) -> Tensor:
-        output = self._called(model, batch, batch.targets, self.choices)
-        loss: Tensor = output.mc_loss + self.auxiliary * output.loss if self.language.family.causal else output.loss
-        return loss
+    def losses(self, model: Any, batch: TaskBatch) -> tuple[Tensor, ...]:
+        return self.terms_of(self._called(model, batch, batch.targets, self.choices))
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
         """[features, endings], padded with -inf."""

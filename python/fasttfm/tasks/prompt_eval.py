@@ -44,6 +44,7 @@ class Preset:
         stop: The text at which a generated answer ends; by default the separator.
         labels: The words for the labels of the files.
         truncated: The part of a question that is left out if it does not fit: its ``"end"`` or its ``"start"``.
+        max_new_tokens: The maximum number of tokens of a generated answer.
     """
 
     files: str
@@ -54,6 +55,7 @@ class Preset:
     stop: str | None = None
     labels: Mapping[str, str] | None = None
     truncated: str = "start"
+    max_new_tokens: int = 50
 
 
 _SENTIMENT = {"0": "negative", "1": "positive"}  # SST-2's labels
@@ -71,7 +73,9 @@ PRESETS = {
     ),
     "choice": Preset("choice", None, "\n\n", "likelihood", ("accuracy",)),
     "last-word": Preset("last-word", "{input} {output}", "\n\n", "last-word", ("accuracy", "perplexity")),
-    "tldr": Preset("summary", "{input}\nTL;DR: {output}", "\n\n", "generate", ("rouge",), truncated="end"),
+    "tldr": Preset(
+        "summary", "{input}\nTL;DR: {output}", "\n\n", "generate", ("rouge",), truncated="end", max_new_tokens=100
+    ),
     "translate": Preset("translate", "{input} = {output}", "\n", "generate", ("bleu",)),
     "reading": Preset("reading", "{input}\nA: {output}", "\n\n", "generate", ("exact_match", "answer_f1"), "\n"),
 }

@@ -107,15 +107,16 @@ class SimilarityTask(Task):
         states = model(**batch.inputs()).last_hidden_state
         return normalize(POOLING["mean"](Tokens(states.float(), batch.cu_seqlens, batch.max_seqlen)), dim=-1)
 
-    def loss(self, model: Any, batch: TaskBatch) -> Tensor:
+    def losses(self, model: Any, batch: TaskBatch) -> tuple[Tensor, ...]:
         features, size = batch.features, self.mini_batch
         if size is None or len(features) <= size:
-            return self._loss(self.logits(model, batch), batch)
+            return (self._loss(self.logits(model, batch), batch),)
         device, segments = batch.input_ids.device, self.language.format.segments
         parts = [collate(features[first : first + size], segments) for first in range(0, len(features), size)]
-        return cached_loss(
+        loss = cached_loss(
             lambda part: self.logits(model, part.to(device)), parts, lambda vectors: self._loss(vectors, batch)
         )
+        return (loss,)
 
     def _loss(self, vectors: Tensor, batch: TaskBatch) -> Tensor:
         first, second, negative = self._rows(batch.features, vectors.device)

@@ -151,9 +151,33 @@ class Task(ABC):
         """The number of elements over which the loss of a batch with targets is a mean."""
         return len(batch.features)
 
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The names of ``losses``. With an auxiliary loss they are GPT-1's L2 of the labels and L1 of the tokens, whose
+        weighted sum is its L3."""
+        return (f"L2_{self.name}", "L1_causal_lm") if self.has_auxiliary and self.auxiliary else (self.name,)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return (1.0, self.auxiliary)[: len(self.terms)]
+
+    def losses(self, model: Any, batch: TaskBatch) -> tuple[Tensor, ...]:
+        """The terms of the loss of a batch with targets."""
+        return self.terms_of(model(**batch.inputs(), **batch.targets))
+
+    def terms_of(self, output: Any) -> tuple[Tensor, ...]:
+        """The losses in a model's output."""
+        losses: tuple[Tensor, ...] = (output.loss,)
+        if getattr(output, "mc_loss", None) is not None:
+            losses = output.mc_loss, output.loss
+        elif getattr(output, "lm_loss", None) is not None:
+            losses = output.classification_loss, output.lm_loss
+        return losses[: len(self.terms)]
+
     def loss(self, model: Any, batch: TaskBatch) -> Tensor:
-        loss: Tensor = model(**batch.inputs(), **batch.targets).loss
-        return loss
+        """The weighted sum of ``losses``."""
+        first, *others = self.losses(model, batch)
+        return sum((weight * each for weight, each in zip(self.weights[1:], others, strict=True)), first)
 
     # ---- answers out -------------------------------------------------------------------------------------------------
 

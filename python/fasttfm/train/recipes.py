@@ -98,43 +98,42 @@ _GPT3 = replace(_GPT3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
 # Radford et al. (2019) state vocabulary, length and batch; the other numbers are GPT-3's for these sizes.
 _GPT2 = replace(_GPT3, paper="GPT-2 (Radford et al., 2019)", max_length=1024, batch=512)
 
-RECIPES: dict[str, dict[str, Recipe]] = {
-    "bert": _sizes(_BERT, tiny=_TINY, mini=_TINY, small=_SMALL, medium=_SMALL, base={}, large={}),
-    "roberta": _sizes(_ROBERTA, tiny=_TINY, base={}, large={"learning_rate": 4e-4, "warmup": 30_000}),
-    "albert": _sizes(_ALBERT, tiny={"small_rate": 1e-3}, base={}, large={}, xlarge={}, xxlarge={}),
-    "electra": _sizes(
-        _ELECTRA,
-        tiny={**_TINY, "max_length": 128, "batch": 128},
-        small={**_SMALL, "max_length": 128, "batch": 128, "steps": 1_000_000},
-        base={},
-        large={"batch": 2048, "steps": 400_000, "masking": 0.25},
-    ),
-    "distilbert": _sizes(_DISTILBERT, tiny=_TINY, base={}),
-    "modernbert": _sizes(_MODERNBERT, tiny=_TINY, base={}, large={"batch": 4928, "learning_rate": 5e-4}),
-    "gpt": _sizes(_GPT, tiny=_TINY, base={}),
-    "gpt2": _sizes(
-        _GPT2,
-        tiny=_TINY,
-        small={"small_rate": 5e-4},
-        medium={"learning_rate": 3e-4, "small_rate": 3e-4},
-        large={"learning_rate": 2.5e-4},
-        xl={"learning_rate": 2e-4},
-    ),
-    "gpt3": _sizes(
-        _GPT3,
-        tiny=_TINY,
-        small={"small_rate": 5e-4},
-        medium={"learning_rate": 3e-4, "small_rate": 3e-4},
-        large={"learning_rate": 2.5e-4},
-        xl={"learning_rate": 2e-4, "batch": 488, "warmup": 375, "steps": 300_000},
-        **{
-            "2.7b": {"learning_rate": 1.6e-4, "batch": 488, "warmup": 375, "steps": 300_000},
-            "6.7b": {"learning_rate": 1.2e-4, "batch": 977, "warmup": 188, "steps": 150_000},
-            "13b": {"learning_rate": 1e-4, "batch": 977, "warmup": 188, "steps": 150_000},
-            "175b": {"learning_rate": 6e-5, "batch": 1562, "warmup": 117, "steps": 94_000},
-        },
-    ),
-}
+RECIPES: dict[str, dict[str, Recipe]] = {}
+RECIPES["bert"] = _sizes(_BERT, tiny=_TINY, mini=_TINY, small=_SMALL, medium=_SMALL, base={}, large={})
+RECIPES["roberta"] = _sizes(_ROBERTA, tiny=_TINY, base={}, large={"learning_rate": 4e-4, "warmup": 30_000})
+RECIPES["albert"] = _sizes(_ALBERT, tiny={"small_rate": 1e-3}, base={}, large={}, xlarge={}, xxlarge={})
+RECIPES["electra"] = _sizes(
+    _ELECTRA,
+    tiny={**_TINY, "max_length": 128, "batch": 128},
+    small={**_SMALL, "max_length": 128, "batch": 128, "steps": 1_000_000},
+    base={},
+    large={"batch": 2048, "steps": 400_000, "masking": 0.25},
+)
+RECIPES["distilbert"] = _sizes(_DISTILBERT, tiny=_TINY, base={})
+RECIPES["modernbert"] = _sizes(_MODERNBERT, tiny=_TINY, base={}, large={"batch": 4928, "learning_rate": 5e-4})
+RECIPES["gpt"] = _sizes(_GPT, tiny=_TINY, base={})
+RECIPES["gpt2"] = _sizes(
+    _GPT2,
+    tiny=_TINY,
+    small={"small_rate": 5e-4},
+    medium={"learning_rate": 3e-4, "small_rate": 3e-4},
+    large={"learning_rate": 2.5e-4},
+    xl={"learning_rate": 2e-4},
+)
+RECIPES["gpt3"] = _sizes(
+    _GPT3,
+    tiny=_TINY,
+    small={"small_rate": 5e-4},
+    medium={"learning_rate": 3e-4, "small_rate": 3e-4},
+    large={"learning_rate": 2.5e-4},
+    xl={"learning_rate": 2e-4, "batch": 488, "warmup": 375, "steps": 300_000},
+    **{
+        "2.7b": {"learning_rate": 1.6e-4, "batch": 488, "warmup": 375, "steps": 300_000},
+        "6.7b": {"learning_rate": 1.2e-4, "batch": 977, "warmup": 188, "steps": 150_000},
+        "13b": {"learning_rate": 1e-4, "batch": 977, "warmup": 188, "steps": 150_000},
+        "175b": {"learning_rate": 6e-5, "batch": 1562, "warmup": 117, "steps": 94_000},
+    },
+)
 
 
 def estimated_tokens(source: Any) -> int:
