@@ -12,6 +12,7 @@ import itertools
 from pathlib import Path
 
 from korean.public_domain import DOCUMENTS
+from korean.questions import graph_and_questions
 from korean.writing import documents, read_subjects
 
 from fasttfm.data.sentences import sentence_starts
@@ -29,7 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     parsed.output.mkdir(parents=True, exist_ok=True)
     quoted = [sentences(text) for text in DOCUMENTS]
     (parsed.output / "public-domain.txt").write_text(joined(quoted), encoding="utf-8")
-    written = list(documents(read_subjects(HERE / "korean" / "subjects.txt"), parsed.seed, SIZE))
+    subjects = read_subjects(HERE / "korean" / "subjects.txt")
+    edges, questions = graph_and_questions(subjects, parsed.seed)
+    for name, lines in (("graph.tsv", edges), *((f"{part}.jsonlines", rows) for part, rows in questions.items())):
+        (parsed.output / f"commonsense-{name}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    written = list(documents(subjects, parsed.seed, SIZE))
     text = joined(written).encode()
     data = gzip.compress(text, 9, mtime=0)
     (parsed.output / "written.txt.gz").write_bytes(data)

@@ -11,6 +11,9 @@ from types import ModuleType
 import pytest
 
 from fasttfm import data
+from fasttfm.data.commonsense import read_commonsense
+from fasttfm.data.graphs import PathFinder, read_graph
+from fasttfm.data.grounding import Grounder
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -94,3 +97,14 @@ def test_a_list_with_a_missing_field_is_refused(writing: ModuleType, tmp_path: P
     path.write_text("[zoo]\nanimal(name, home) = 곰/산, 고래\n{animal:은} 산다.\n")
     with pytest.raises(ValueError, match=r"animal: expected entries of 2 fields, got .*고래"):
         writing.read_subjects(path)
+
+
+def test_the_shipped_questions_have_paths() -> None:
+    folder = data.shipped_corpus("korean")
+    graph = read_graph(folder / "commonsense-graph.tsv")
+    grounder, finder = Grounder(graph.concepts), PathFinder(graph)
+    sets = [read_commonsense(folder / f"commonsense-{part}.jsonlines") for part in ("train", "dev")]
+    assert len(sets[0]) > 2 * len(sets[1]) > 80
+    for example in sets[0] + sets[1]:
+        (right,) = grounder.ground(example.endings[example.label or 0])[:1]
+        assert any(finder.find(concept, right) for concept in grounder.ground(example.context)), example
