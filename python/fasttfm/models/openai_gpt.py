@@ -97,8 +97,8 @@ class OpenAIGPTForSequenceClassification(GPT2ForSequenceClassification):
             batch, table = encoded.batch, self.transformer.embeddings.word.weight
             words = next_token_loss(encoded.x, table, None, batch.pack(lm_labels), batch.cu_seqlens)
             loss = loss + self.config.auxiliary_loss_weight * words
-        losses = {} if words is None else {"classification_loss": classification, "lm_loss": words}
-        return AuxiliaryClassifierOutput(loss, logits, **encoded.returned(), **losses)
+        supervised = None if words is None else classification
+        return AuxiliaryClassifierOutput(loss, logits, encoded.hidden_states, encoded.attentions, supervised, words)
 
 
 def task_sequence(*texts: Sequence[int], start: int, delimiter: int, extract: int) -> list[int]:
