@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ from fasttfm.data.texts import shipped_task
 from fasttfm.generate import generate
 from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
+from fasttfm.train import Trainer
 
 TEXTS = ["Peace and commerce with all nations.", "War.", "The army and the navy of the United States."]
 
@@ -213,6 +216,35 @@ def test_a_distilbert_from_a_corpus(wordpiece: Tokenizer, corpus: Path, tmp_path
     with (tmp_path / "student" / "log.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {"soft_targets", "masked_lm", "cosine"} < rows[0].keys()
+
+
+def test_an_interrupted_distillation_continues_with_the_same_bits(
+    wordpiece: Tokenizer,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    teacher = save_bert(wordpiece, tmp_path / "teacher", num_hidden_layers=2)
+    call = ("distill", "--recipe", "distilbert", "--teacher", teacher, "--data", corpus, "--steps", 3, "--quiet")
+    call += ("--device", "cpu", "--max-length", 16, "--tokens-per-batch", 128, "--output")
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert run(*call, whole) == 0
+    step = Trainer.step
+
+    def stopped_at_the_second(trainer: Trainer, batches: Any) -> Any:
+        if trainer.completed == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(trainer, batches)
+
+    monkeypatch.setattr(Trainer, "step", stopped_at_the_second)
+    assert stopped(capsys, (*call, part))[1].startswith("fasttfm distill: stopped by a signal after step 2; ")
+    monkeypatch.setattr(Trainer, "step", step)
+    assert "seed was 0, is 1" in stopped(capsys, (*call, part, "--resume", "--seed", 1))[1]
+    assert run(*call, part, "--resume") == 0
+    for name in ("model.safetensors", "metrics.json"):
+        assert (part / name).read_bytes() == (whole / name).read_bytes()
+    assert not list(part.glob("checkpoint-*"))
 
 
 def test_a_gpt_from_a_corpus(

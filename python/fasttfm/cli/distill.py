@@ -28,10 +28,11 @@ from fasttfm.cli.options import (
     Formatter,
     add_run_options,
     add_training_options,
-    check_output,
+    check_resumed_output,
     device_of,
     draw_curves,
     exit_on_user_error,
+    facts_of,
     output_of,
     sentence,
     settings_of,
@@ -81,7 +82,9 @@ def add_parser(subparsers: Any) -> None:
         help=f"classify, pair: also train on copies with words that this masked LM proposes: {MODEL_HELP}",
     )
     group.add_argument("--copies", type=int, default=20, metavar="N", help="copies of each example with --augment")
-    add_run_options(parser)
+    add_run_options(parser).add_argument(
+        "--resume", action="store_true", help="on a corpus: continue the interrupted run in --output"
+    )
     parser.set_defaults(refuse=parser.error)
 
 
@@ -133,10 +136,13 @@ def run(arguments: argparse.Namespace) -> int:
     from fasttfm.train.settings import random_seed
 
     with exit_on_user_error(arguments):
-        check_output(arguments, teacher=arguments.teacher, student=arguments.student, prepared=arguments.prepared)
+        sources = {"teacher": arguments.teacher, "student": arguments.student, "prepared": arguments.prepared}
+        check_resumed_output(arguments, **sources)
         random_seed(arguments.seed)
         if arguments.joint and arguments.recipe != "tinybert":
             raise ValueError("--joint: expected with --recipe tinybert; distilbert's loss always has the predictions")
+        if arguments.resume and arguments.task is not None:
+            raise ValueError("--resume: expected without --task, whose stage is not saved before its end")
         if arguments.task is None:
             if arguments.student is not None:
                 raise ValueError("--student: expected with --task; the first stage makes its own")
@@ -157,6 +163,7 @@ def _on_corpus(arguments: argparse.Namespace) -> None:
     from fasttfm import data
     from fasttfm.inference.opening import family_of
     from fasttfm.tasks.distillation_runs import CorpusRun, save_student
+    from fasttfm.train.step_checkpoints import StepCheckpoints
 
     device = device_of(arguments)
     tokenizer = data.load_tokenizer(arguments.teacher)
@@ -181,14 +188,22 @@ def _on_corpus(arguments: argparse.Namespace) -> None:
     held_out = list(islice(streams[1], 4))
     work = CorpusRun(recipe, streams[0], settings, arguments.steps)
     before = work.evaluate(held_out)
-    with _logged(arguments, output, recipe, work.steps) as log:
-        work.run(log.add)
+
+    def save_checkpoint(directory: Path) -> None:
+        log.write()  # so that a resumed run has all rows up to here
+        save_student(recipe, tokenizer, directory)
+
+    facts = {**facts_of(arguments), "tokenizer": tokenizer.fingerprint, "corpus": shards.fingerprint}
+    checkpoints = StepCheckpoints(output, facts, save_checkpoint, resume=arguments.resume)
+    with _logged(arguments, output, recipe, work.steps, start=checkpoints.start) as log:
+        work.run(log.add, checkpoints)
         after = work.evaluate(held_out)
         log.write(held_out=after)
     save_student(recipe, tokenizer, output)
     metrics = {"recipe": arguments.recipe, "teacher": str(arguments.teacher), "steps": work.steps}
     metrics["weights"] = dict(zip(recipe.terms, recipe.weights, strict=True))
     write_json(output / "metrics.json", {**metrics, "held_out_before": before, "held_out": after})
+    checkpoints.remove()
     print(f"validation {sentence(after)}")
     print(f"before     {sentence(before)}")
     print(f"output     {output}")
@@ -218,14 +233,16 @@ def _recipe(arguments: argparse.Namespace) -> Any:
 
 
 @contextmanager
-def _logged(arguments: argparse.Namespace, output: Path, recipe: Any, steps: int, name: str = "") -> Iterator[Any]:
+def _logged(
+    arguments: argparse.Namespace, output: Path, recipe: Any, steps: int, name: str = "", *, start: int = 0
+) -> Iterator[Any]:
     """The log and progress bar of a part of a run; afterwards its curves are plotted."""
     from fasttfm.train.logs import RunLog
     from fasttfm.train.progress import Progress
 
     (output / name).mkdir(exist_ok=True)
-    progress = None if arguments.quiet else Progress(steps)
-    log = RunLog(output / name, recipe.terms, weights=recipe.weights, steps=steps, progress=progress)
+    progress = None if arguments.quiet else Progress(steps, start=start)
+    log = RunLog(output / name, recipe.terms, weights=recipe.weights, steps=steps, start=start, progress=progress)
     try:
         yield log
         log.write()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -46,6 +46,7 @@ from fasttfm.tasks.task import Task
 from fasttfm.train import Objective, StepResult, Trainer
 from fasttfm.train.loop import check_finite
 from fasttfm.train.settings import at_least
+from fasttfm.train.step_checkpoints import StepCheckpoints
 
 _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
 _BERT_SIZES = (AlbertConfig, BertConfig, ElectraConfig, RobertaConfig)  # fields have BERT's names
@@ -157,15 +158,21 @@ class CorpusRun:
         self.recipe, self.batches, self.settings, self.steps = recipe, batches, settings, steps
         self.trainer = _trainer(recipe, settings, steps)
 
-    def run(self, on_results: OnResults) -> None:
+    def run(self, on_results: OnResults, checkpoints: StepCheckpoints | None = None) -> None:
+        """Trains; ``checkpoints`` saves and continues the training."""
         torch.manual_seed(self.settings.seed)
-        batches = iter(self.batches)
-        for _ in range(self.steps):
-            group = list(islice(batches, self.settings.accumulation))
-            if not group:
-                raise DataError(f"distill: expected batches for {self.steps} steps, got {self.trainer.completed}")
-            on_results(self.trainer.step(group))
+        if checkpoints is not None:
+            checkpoints.train(self.trainer, self._groups(), self.steps, on_results)
+        else:
+            for group in islice(self._groups(), self.steps):
+                on_results(self.trainer.step(group))
         on_results(self.trainer.finish())
+
+    def _groups(self) -> Iterator[list[Any]]:
+        batches = iter(self.batches)
+        while group := list(islice(batches, self.settings.accumulation)):
+            yield group
+        raise DataError(f"distill: expected batches for {self.steps} steps, got {self.trainer.completed}")
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """The terms' means over batches that were not trained on."""
