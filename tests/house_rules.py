@@ -132,7 +132,7 @@ def anonymous_namespaces(path: str, text: str) -> list[str]:
 # bench/peers.py, with which specs build their peers, and `seams` is testing/seams, which calls all of the package.
 # FOUNDATIONS import nothing of fasttfm, and all layers may import
 # them.
-FOUNDATIONS = {"_gpus", "_version", "_atomic_files", "_extras", "_progress"}
+FOUNDATIONS = {"_gpus", "_version", "_atomic_files", "_extras", "_fonts", "_progress"}
 _WORK = {"ops", "nn", "models", "train", "data", "generate"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"kernels", "_native"},
