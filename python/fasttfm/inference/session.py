@@ -66,6 +66,20 @@ _GRAPH_TOKENS, _PADDED_GRAPH_TOKENS = 40960, 16384
 _RESET_INTERVAL = 2**22  # launches, each with up to 2^10 tags of the workspace of layers over few tokens
 
 
+def _check_types(device: torch.device, dtype: torch.dtype, precision: str | None) -> None:
+    """Raises ValueError if the device has no GEMMs for a session's dtype and precision."""
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"Session: dtype: expected a floating-point type such as torch.float32, got {dtype!r}")
+    if precision not in (None, "int8", "fp8"):
+        raise ValueError(f"Session: precision: expected None, 'int8' or 'fp8', got {precision!r}")
+    if precision == "int8" and (device.type != "cpu" or dtype != torch.float32):
+        raise ValueError(f"Session: precision: expected float32 on a CPU with 'int8', got {name} on {device}")
+    if device.type == "cpu" and dtype == torch.float16:
+        expected = "expected float32 or bfloat16 on a CPU, or precision='int8'"
+        raise ValueError(f"Session: dtype: {expected}, got float16, whose GEMMs are many times slower there")
+
+
 class Session:
     """Computes vectors, hidden states and logits of any number of texts of any length.
 
@@ -115,24 +129,15 @@ class Session:
         self.max_tokens = _MAX_TOKENS.get(self.device.type, 2048) if max_tokens is None else max_tokens
         self._max_rows = min(self.max_tokens, _MAX_ROWS) if max_tokens is None else max_tokens
         self.max_batch, self.precision = max_batch, precision
-        if precision not in (None, "int8", "fp8"):
-            raise ValueError(f"Session: precision: expected None, 'int8' or 'fp8', got {precision!r}")
+        _check_types(self.device, self.dtype, precision)
         if calibration is not None and precision != "fp8":
             raise ValueError(f"Session: calibration: expected None with precision={precision!r}")
-        if precision == "int8" and (self.device.type != "cpu" or self.dtype != torch.float32):
-            got = f"{str(self.dtype).removeprefix('torch.')} on {self.device}"
-            raise ValueError(f"Session: precision: expected float32 on a CPU with 'int8', got {got}")
         for name, value, least in (
             *(("max_tokens", self.max_tokens, 1), ("max_batch", max_batch, 1)),
             *(("max_waiting", max_waiting, 1), ("max_graphs", max_graphs, 0)),
         ):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"Session: {name}: expected a number from {least} on, got {value!r}")
-        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
-            raise ValueError(f"Session: dtype: expected a floating-point type such as torch.float32, got {dtype!r}")
-        if self.dtype == torch.float16 and self.device.type == "cpu":
-            expected = "expected float32 or bfloat16 on a CPU, or precision='int8'"
-            raise ValueError(f"Session: dtype: {expected}, got float16, whose GEMMs are many times slower there")
         if not isinstance(model, (PretrainedModel, str, Path)):
             got = type(model).__name__
             raise TypeError(f"Session: model: expected a model of fasttfm.models, a directory or a hub id, got {got}")
