@@ -142,7 +142,7 @@ def test_normalized_vectors(bert_directory: Path, texts: Path, tmp_path: Path, p
     ("options", "sentence"),
     [
         (("--pooling", "median"), "pooling: expected mean, first, last, max, mean-sqrt, weighted, or several"),
-        (("--layers", "sum"), "layers: expected last, second-to-last, concat:N"),
+        (("--layers", "sum"), "layers: expected last, second-to-last, embeddings, concat:N"),
         (("--layers", "sum:3"), "layers: expected 1 to the model's 1, got 3"),
         (("--layers", "weights:a"), "layers: expected last"),
         (("--max-length", "500"), "max_length: expected 3 to the model's 128 positions, got 500"),
@@ -176,10 +176,14 @@ def test_layers_are_combined_as_requested(wordpiece: Tokenizer, tmp_path: Path) 
 
     parts = np.split(vectors("concat:4"), 4, axis=1)
     assert np.array_equal(vectors(4), np.concatenate(parts, 1))
+    embeddings = vectors("embeddings")
+    assert np.array_equal(vectors("concat:all"), np.concatenate([embeddings, *parts], 1))
+    assert not np.allclose(embeddings, parts[0], atol=1e-2)
     for layers, expected in (
         ("last", parts[3]),
         ("second-to-last", parts[2]),
         ("sum:4", sum(parts)),
+        ("sum:all", sum([embeddings, *parts])),
         ("mean:2", (parts[2] + parts[3]) / 2),
         ("weights:0.5,-1,2", 0.5 * parts[1] - parts[2] + 2 * parts[3]),
     ):

@@ -92,8 +92,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
     group.add_argument(
         "--layers",
         metavar="CHOICE",
-        help="last, second-to-last, concat:N, sum:N or mean:N of the last N layers, or weights:W,W,...; N means "
-        "concat:N (default: last)",
+        help="last, second-to-last, embeddings, concat:N, sum:N or mean:N of the last N layers (all: of the embeddings "
+        "and all layers), or weights:W,W,...; N means concat:N (default: last)",
     )
     group.add_argument("--normalize", action="store_true", help="scale vectors to length 1")
     group.add_argument("--prompt", metavar="TEXT", help="prefix of each text")

@@ -92,12 +92,13 @@ class Network:
         self.is_packed = packed is not None
         self.base = base_of(self.model)
         self.has_segments = self.base.embeddings.segment is not None
-        self.layers.check(len(self.base.encoder.order))
+        depth = len(self.base.encoder.order)
+        self.layers.check(depth)
         self.device, self.skipped = device, skipped
         after = (*settings.after, *([Normalize()] if settings.normalize else []))
         self._after = copy.deepcopy(nn.Sequential(*after)).to(device)
         self.head = _head_of(model)
-        self.state_width = self.layers.widths * self.base.encoder.in_order()[0].width
+        self.state_width = self.layers.widths(depth) * self.base.encoder.in_order()[0].width
 
     @torch.no_grad()
     def take_weights(self, model: PretrainedModel) -> bool:

@@ -111,57 +111,61 @@ def pooling_names(value: str | Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Layers:
-    """Which layers' hidden states are used, and how they are combined. ``Layers.of`` reads the command line's notation.
+    """Which hidden states are used, and how they are combined. ``Layers.of`` reads the command line's notation.
 
     Args:
-        last: The number of layers that are combined.
+        first, end: The states are ``states[first:end]`` of the list that begins with the output of the embeddings, as
+            transformers' ``hidden_states``. Negative numbers count from the last layer.
         joined: ``"concat"``, ``"sum"``, ``"mean"`` or ``"weights"``.
-        weights: For ``"weights"``, one weight for each of these layers, in the order of the layers.
-        skipped: The number of layers at the end of the model that are not used.
+        weights: For ``"weights"``, one weight for each of these states, in their order.
     """
 
-    last: int = 1
+    first: int = -1
+    end: int | None = None
     joined: str = "concat"
     weights: tuple[float, ...] = ()
-    skipped: int = 0
 
     @classmethod
     def of(cls, value: Any) -> Layers:
-        """``last``, ``second-to-last``, ``concat:4``, ``sum:4``, ``mean:4``, ``weights:0.1,0.3,0.6``; a number N is
-        ``concat:N``."""
+        """``last``, ``second-to-last``, ``embeddings``, ``concat:4``, ``sum:4``, ``mean:4``, ``weights:0.1,0.3,0.6``; a
+        number N is ``concat:N``. ``all`` instead of a number means the embeddings and all layers."""
         if isinstance(value, Layers):
             return value
         kind, _, rest = str(value).partition(":")
-        if kind in ("last", "second-to-last") and not rest:
-            return cls(skipped=int(kind != "last"))
+        if kind in _SINGLE and not rest:
+            return _SINGLE[kind]
         try:
             if kind == "weights":
                 weights = tuple(float(weight) for weight in rest.split(","))
                 if all(math.isfinite(weight) for weight in weights):
-                    return cls(len(weights), kind, weights)
+                    return cls(-len(weights), None, kind, weights)
+            elif kind in ("concat", "sum", "mean") and rest == "all":
+                return cls(0, None, kind)
             elif kind in ("concat", "sum", "mean") or not rest:
                 count = int(rest or kind)
                 if count >= 1:
-                    return cls(count, kind if rest else "concat")
+                    return cls(-count, None, kind if rest else "concat")
         except ValueError:
             pass
-        forms = "last, second-to-last, concat:N, sum:N, mean:N or weights:W,W,..."
+        forms = "last, second-to-last, embeddings, concat:N, sum:N, mean:N (N may be all) or weights:W,W,..."
         raise ValueError(f"layers: expected {forms}, got {value!r}")
 
     def check(self, depth: int) -> None:
         """Raises ValueError if a model with ``depth`` layers has too few."""
-        if not 1 <= self.last + self.skipped <= depth:
-            raise ValueError(f"layers: expected 1 to the model's {depth}, got {self.last + self.skipped}")
+        if -self.first > depth:
+            raise ValueError(f"layers: expected 1 to the model's {depth}, got {-self.first}")
 
-    @property
-    def widths(self) -> int:
-        """The width of the combined states, as a multiple of the model's width."""
-        return self.last if self.joined == "concat" else 1
+    def widths(self, depth: int) -> int:
+        """The width of the combined states of a model with ``depth`` layers, as a multiple of the model's width."""
+        return len(range(depth + 1)[self.first : self.end]) if self.joined == "concat" else 1
 
     def join(self, states: Sequence[Tensor]) -> Tensor:
-        """Combines the states [T, C] of all layers to fp32 [T, C * widths]."""
-        chosen = states[len(states) - self.last - self.skipped : len(states) - self.skipped]
+        """Combines the states [T, C] of the embeddings and of all layers to fp32 [T, C * widths]."""
+        chosen = states[self.first : self.end]
         if self.joined == "concat":
             return torch.cat([state.float() for state in chosen], -1)
-        weights = self.weights or [1 / self.last if self.joined == "mean" else 1.0] * self.last
+        weights = self.weights or [1 / len(chosen) if self.joined == "mean" else 1.0] * len(chosen)
         return sum(weight * state.float() for weight, state in zip(weights, chosen, strict=True))  # type: ignore[return-value]
+
+
+_SINGLE = {"last": Layers(), "second-to-last": Layers(-2, -1), "embeddings": Layers(0, 1)}
