@@ -9,6 +9,7 @@ from fasttfm.tasks.experiments import (
     masking_rate,
     model_size,
     replaced_tokens,
+    sentence_order,
     sentence_pairs,
     sharing,
     shots,
@@ -16,7 +17,7 @@ from fasttfm.tasks.experiments import (
 from fasttfm.tasks.experiments.lab import Experiment
 
 _FILES = (
-    *(sentence_pairs, sharing, replaced_tokens, masking_rate),
+    *(sentence_pairs, sentence_order, sharing, replaced_tokens, masking_rate),
     *(bert_size, model_size, shots, layer_features, lightweight),
 )
 EXPERIMENTS: dict[str, Experiment] = {file.EXPERIMENT.name: file.EXPERIMENT for file in _FILES}

@@ -1,13 +1,14 @@
-"""What a second pre-training task adds to masked LM: none, next sentence or sentence order."""
+"""What a second pre-training task adds to a BERT's masked LM: none, next sentence or sentence order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from fasttfm.models import BertConfig, BertForPreTraining
 from fasttfm.models.objectives import MaskedLM, NextSentence, Pretraining, SentenceOrder
+from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.experiments.lab import Experiment, Lab, Row
 
 
@@ -15,7 +16,8 @@ class NoSentences(MaskedLM):
     """Masked LM over the same pairs of sentences, whose relation is not predicted."""
 
 
-def run(lab: Lab) -> Iterator[Row]:
+def compared(lab: Lab, make_model: Callable[[], PretrainedModel]) -> Iterator[Row]:
+    """A row for each objective, all of which train the same initial model."""
     objectives: dict[str, tuple[type[Pretraining], str]] = {
         "none": (NoSentences, "nsp"),
         "next sentence": (NextSentence, "nsp"),
@@ -23,7 +25,7 @@ def run(lab: Lab) -> Iterator[Row]:
     }
     for name, (objective, sequences) in objectives.items():
         torch.manual_seed(lab.seed)
-        model = BertForPreTraining(BertConfig(**lab.sizes))
+        model = make_model()
         held_out = lab.pretrain(objective(model), sequences, steps=1000)
         yield {
             "objective": name,
@@ -34,9 +36,14 @@ def run(lab: Lab) -> Iterator[Row]:
         }
 
 
+def run(lab: Lab) -> Iterator[Row]:
+    return compared(lab, lambda: BertForPreTraining(BertConfig(**lab.sizes)))
+
+
+PLOTTED = ("masked_lm_loss", "sentence_loss", "pair_accuracy", "choice_accuracy")
 EXPERIMENT = Experiment(
     "sentence-pairs",
-    "None, next sentence or sentence order",
+    "BERT: none, next sentence or sentence order",
     "RoBERTa (Liu et al., 2019), table 2; ALBERT (Lan et al., 2019), table 5.",
     """RoBERTa found that next sentence prediction does not help, ALBERT that sentence order does, by about a point on
     tasks with several sentences: telling two documents apart can be done by topic, while the order of two sentences
@@ -44,5 +51,5 @@ EXPERIMENT = Experiment(
     and differences between the accuracies of a few points that another seed may turn around.""",
     run,
     label="objective",
-    plotted=("masked_lm_loss", "sentence_loss", "pair_accuracy", "choice_accuracy"),
+    plotted=PLOTTED,
 )
