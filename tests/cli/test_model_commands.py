@@ -26,6 +26,8 @@ from fasttfm.data.texts import shipped_task
 from fasttfm.generate import generate
 from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
+from fasttfm.tasks.distillation_recipes import TinyBertRecipe
+from fasttfm.tasks.distillation_runs import PredictionRecipe
 from fasttfm.train import Trainer
 
 TEXTS = ["Peace and commerce with all nations.", "War.", "The army and the navy of the United States."]
@@ -245,6 +247,53 @@ def test_an_interrupted_distillation_continues_with_the_same_bits(
     for name in ("model.safetensors", "metrics.json"):
         assert (part / name).read_bytes() == (whole / name).read_bytes()
     assert not list(part.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("stopped_at", [("layers", 2), ("predictions", 1), ("predictions", 2)], ids=str)
+def test_an_interrupted_second_stage_continues_with_the_same_bits(
+    wordpiece: Tokenizer,
+    corpus: Path,
+    stopped_at: tuple[str, int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stopped before a part's first checkpoint, the run continues with the last one of the part before it."""
+    teacher = save_bert(wordpiece, tmp_path / "teacher", num_hidden_layers=1)
+    general, tuned, whole, part = (tmp_path / name for name in ("general", "tuned", "whole", "part"))
+    distilled("tinybert", teacher, general, "--data", corpus, "--steps", 1, "--layers", 1, "--width", 32)
+    data = tmp_path / "data.tsv"
+    rows = [f"{word} and {word}\t{label}" for label, word in enumerate(("war", "peace"))] * 6
+    data.write_text("text\tlabel\n" + "\n".join(rows) + "\n")
+    options = ("--task", "classify", "--data", data, "--dev", data, "--epochs", 1, "--batch-size", 4)
+    options += ("--max-length", 16, "--quiet", "--device", "cpu")
+    assert run("finetune", *options, "--model", teacher, "--output", tuned) == 0
+    call = ("distill", "--recipe", "tinybert", "--teacher", tuned, "--student", general, *options)
+    call += ("--prediction-epochs", 1, "--output")
+    assert run(*call, whole) == 0
+    step, names = Trainer.step, {"layers": TinyBertRecipe, "predictions": PredictionRecipe}
+
+    def interrupted(trainer: Trainer, batches: Any) -> Any:
+        name, number = stopped_at
+        if isinstance(trainer.module, names[name]) and trainer.completed + 1 == number:
+            if number == 1:
+                raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(trainer, batches)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    if stopped_at[1] == 1:
+        assert run(*call, part) == 130
+    else:
+        assert "stopped by a signal after step 2" in stopped(capsys, (*call, part))[1]
+    monkeypatch.setattr(Trainer, "step", step)
+    assert "prediction epochs was 1, is 2" in stopped(capsys, (*call, part, "--resume", "--prediction-epochs", 2))[1]
+    assert run(*call, part, "--resume") == 0
+    for name in ("model.safetensors", "projections.safetensors", "metrics.json"):
+        assert (part / name).read_bytes() == (whole / name).read_bytes(), name
+    assert (part / "predictions" / "log.csv").exists()
+    assert not list(part.glob("*/checkpoint-*"))
+    assert "expected a checkpoint of layers or predictions" in stopped(capsys, (*call, part, "--resume"))[1]
 
 
 def test_a_gpt_from_a_corpus(

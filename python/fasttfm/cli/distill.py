@@ -83,7 +83,7 @@ def add_parser(subparsers: Any) -> None:
     )
     group.add_argument("--copies", type=int, default=20, metavar="N", help="copies of each example with --augment")
     add_run_options(parser).add_argument(
-        "--resume", action="store_true", help="on a corpus: continue the interrupted run in --output"
+        "--resume", action="store_true", help="continue the interrupted run in --output"
     )
     parser.set_defaults(refuse=parser.error)
 
@@ -141,8 +141,6 @@ def run(arguments: argparse.Namespace) -> int:
         random_seed(arguments.seed)
         if arguments.joint and arguments.recipe != "tinybert":
             raise ValueError("--joint: expected with --recipe tinybert; distilbert's loss always has the predictions")
-        if arguments.resume and arguments.task is not None:
-            raise ValueError("--resume: expected without --task, whose stage is not saved before its end")
         if arguments.task is None:
             if arguments.student is not None:
                 raise ValueError("--student: expected with --task; the first stage makes its own")
@@ -262,6 +260,7 @@ def _on_task(arguments: argparse.Namespace) -> None:
     from fasttfm.tasks.distillation_runs import TaskRun, prepare_task, save_student
     from fasttfm.tasks.finetuning import predict
     from fasttfm.tasks.reading import read_examples
+    from fasttfm.train.checkpoints import Checkpoints
 
     if arguments.data is not None and len(arguments.data) > 1:
         raise ValueError("--data: expected one file or directory with --task, and --dev for another")
@@ -296,9 +295,17 @@ def _on_task(arguments: argparse.Namespace) -> None:
         temperature=temperature,
         joint=arguments.joint,
     )
-    for part in work.parts:
-        with _logged(arguments, output, part.recipe, part.steps, part.name) as log:
-            part.run(log.add)
+    tokenizer = task.language.tokenizer
+
+    def save_checkpoint(directory: Path) -> None:
+        log.write()  # so that a resumed run has all rows up to here
+        save_student(recipe, tokenizer, directory)
+
+    facts = {**facts_of(arguments), "tokenizer": tokenizer.fingerprint}
+    parts = work.checkpoints(output, facts, save_checkpoint, resume=arguments.resume)
+    for part, checkpoints in parts:
+        with _logged(arguments, output, part.recipe, part.steps, part.name, start=checkpoints.start) as log:
+            part.run(log.add, checkpoints)
     scores = {}
     for name, model in (("student", student), ("teacher", teacher)):
         found = predict(model, task, examples.dev, precision=settings.step.precision)
@@ -309,10 +316,12 @@ def _on_task(arguments: argparse.Namespace) -> None:
             files = task.files(examples.dev, found)
             task.adjust(student)
     scores["majority"] = task.scores(examples.dev, task.majority(examples.train, examples.dev))
-    save_student(recipe, task.language.tokenizer, output)
+    save_student(recipe, tokenizer, output)
     for name, text in files.items():
         write_text(output / name, text)
     write_json(output / "metrics.json", {"recipe": "tinybert", "task": arguments.task, **scores})
+    for part in work.parts:
+        Checkpoints(output / part.name).remove()
     for name, values in scores.items():
         print(f"{name:10} {sentence(values)}")
     print(f"output     {output}")

@@ -20,9 +20,9 @@ class EmbedSettings:
         pooling: ``"mean"`` over a text's tokens, special tokens included, ``"first"`` ([CLS]), ``"last"``, ``"max"``,
             ``"mean-sqrt"`` (the sum divided by the square root of the length), ``"weighted"`` (a mean with the weights
             1, 2, 3, ...), or several of them, whose vectors are concatenated.
-        layers: As ``Layers.of`` reads it: ``"last"``, ``"second-to-last"``, ``"embeddings"``, ``"sum:4"``, ``"mean:4"``,
-            ``"concat:4"`` or ``"weights:0.1,0.3,0.6"``. A number N concatenates the last N layers; ``"sum:all"`` sums
-            the embeddings and all layers.
+        layers: As ``Layers.of`` reads it: ``"last"``, ``"second-to-last"``, ``"embeddings"``, ``"sum:4"``,
+            ``"mean:4"``, ``"concat:4"`` or ``"weights:0.1,0.3,0.6"``. A number N concatenates the last N layers;
+            ``"sum:all"`` sums the embeddings and all layers.
         normalize: Whether vectors are divided by their L2 norm.
         prompt: A text that is put in front of each text.
         pool_prompt: Whether the prompt's tokens are pooled too.

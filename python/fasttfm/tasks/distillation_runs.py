@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -42,9 +42,12 @@ from fasttfm.tasks.distillation_recipes import (
     squared_error,
 )
 from fasttfm.tasks.finetuning import FinetuneSettings, label_names, prepare, shuffled_steps, trainer_of
+from fasttfm.tasks.inputs import checksum
 from fasttfm.tasks.task import Task
 from fasttfm.train import Objective, StepResult, Trainer
+from fasttfm.train.checkpoints import Checkpoints
 from fasttfm.train.loop import check_finite
+from fasttfm.train.run_directory import RunError
 from fasttfm.train.settings import at_least
 from fasttfm.train.step_checkpoints import StepCheckpoints
 
@@ -254,12 +257,16 @@ def prepare_task(
     with_trained_head(fine_tuned, teacher, f"{name} and the labels of these examples; fasttfm finetune trains one")
     labels = label_names(fine_tuned.config)
     student_model, _ = prepare(name, student, train, labels=labels, **options)
-    path = checkpoint_of(student) / PROJECTIONS
+    return fine_tuned, student_model, task, read_projections(checkpoint_of(student))
+
+
+def read_projections(directory: Path) -> dict[str, Tensor] | None:
+    """TinyBERT's projections that ``save_student`` wrote, None if there are none."""
+    path = directory / PROJECTIONS
     try:
-        projections = load_file(path) if path.is_file() else None
+        return load_file(path) if path.is_file() else None
     except SafetensorError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    return fine_tuned, student_model, task, projections
 
 
 class TaskPart:
@@ -270,11 +277,16 @@ class TaskPart:
         self._groups = groups
         self.steps = len(groups)
 
-    def run(self, on_results: OnResults) -> None:
+    def run(self, on_results: OnResults, checkpoints: StepCheckpoints | None = None) -> None:
+        """Trains; ``checkpoints`` saves and continues the training."""
         torch.manual_seed(self.settings.seed)
         trainer = _trainer(self.recipe, self.settings, self.steps)
-        for group in self._groups:
-            on_results(trainer.step([self.task.batch(features) for features in group]))
+        groups = ([self.task.batch(features) for features in group] for group in self._groups)
+        if checkpoints is not None:
+            checkpoints.train(trainer, groups, self.steps, on_results)
+        else:
+            for batches in groups:
+                on_results(trainer.step(batches))
         on_results(trainer.finish())
         self.recipe.eval()
 
@@ -288,6 +300,9 @@ class TaskRun:
         settings: ``epochs`` applies to the first part.
         prediction_epochs: The number of epochs of the second part; not used with ``joint``.
         temperature: The temperature of the predictions.
+
+    Attributes:
+        checksum: A checksum of the training examples.
     """
 
     def __init__(
@@ -302,7 +317,9 @@ class TaskRun:
         joint: bool = False,
     ) -> None:
         at_least("prediction_epochs", prediction_epochs, 0)
+        self.recipe = recipe
         features = task.features(train)
+        self.checksum = checksum(features)
 
         def steps(first: int, epochs: int) -> list[Any]:
             orders = range(first, first + epochs)
@@ -318,3 +335,31 @@ class TaskRun:
             TaskPart("predictions", prediction, task, steps(settings.epochs, prediction_epochs), settings),
         ]
         self.parts = [part for part in parts if part.steps]
+
+    def checkpoints(
+        self, output: Path, facts: Mapping[str, Any], write: Callable[[Path], Any], *, resume: bool
+    ) -> list[tuple[TaskPart, StepCheckpoints]]:
+        """The parts that are to be run, and their checkpoints in a directory of each part's name. To resume, these are
+        the parts from the newest one with a checkpoint on; the projections are then those of the part before it.
+
+        Args:
+            facts, write: Those of ``StepCheckpoints``; ``write`` calls ``save_student``.
+        """
+        names = [part.name for part in self.parts]
+        begun = 0
+        if resume:
+            found = [number for number, name in enumerate(names) if Checkpoints(output / name).steps()]
+            if not found:
+                raise RunError(f"{output}: expected a checkpoint of {' or '.join(names)} to resume from, got none")
+            begun = found[-1]
+        if begun:
+            newest = Checkpoints(output / names[begun]).newest()
+            projections = None if newest is None else read_projections(newest)
+            if projections is not None:
+                self.recipe.projections.load_state_dict(projections)
+        facts = {**facts, "examples": self.checksum}
+        return [
+            (part, StepCheckpoints(output / part.name, facts, write, resume=resume and number == begun))
+            for number, part in enumerate(self.parts)
+            if number >= begun
+        ]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.tasks.finetuning import FineTuning
-from fasttfm.tasks.inputs import truncation
+from fasttfm.tasks.inputs import checksum, truncation
 from fasttfm.tasks.running import FeatureRunner
 from fasttfm.tasks.task import Predictions
 from fasttfm.train import checkpoints as files
@@ -271,10 +270,7 @@ class FinetuneRun:
         for part in ("rates", "optimizer", "step"):
             flat |= {f"{part} {name}": value for name, value in nested[part].items()}
         for name, features in (("training", self.work.features), ("dev", self.dev_features)):
-            checksum = 0
-            for content in (content for feature in features for content in feature.content()):
-                checksum = zlib.crc32(content, checksum)
-            flat[f"{name} examples"] = f"{len(features)} features with checksum {checksum:08x}"
+            flat[f"{name} examples"] = f"{len(features)} features with checksum {checksum(features)}"
         flat |= {"task": self.task.name, "labels": list(self.task.labels), "keep": self.options.keep}
         flat |= {
             "class weights": self.work.class_weights,

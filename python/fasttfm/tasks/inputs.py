@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,18 @@ from torch import Tensor
 from fasttfm.inference.formats import Format, Tokens
 from fasttfm.models.text_model import LAST_STATES
 
-__all__ = ["Feature", "Format", "TaskBatch", "Tokens", "by_budget", "by_count", "collate", "keep_arrays", "truncation"]
+__all__ = [
+    "Feature",
+    "Format",
+    "TaskBatch",
+    "Tokens",
+    "by_budget",
+    "by_count",
+    "checksum",
+    "collate",
+    "keep_arrays",
+    "truncation",
+]
 LENGTH_STEP = 64  # max_seqlen is rounded up to a multiple of it, so that few different values occur
 
 
@@ -46,6 +58,14 @@ class Feature:
             yield np.asarray(sequence.ids, np.int32).tobytes()
             yield np.asarray(sequence.segments, np.int32).tobytes()
         yield repr(self.target).encode()
+
+
+def checksum(features: Iterable[Any]) -> str:
+    """A checksum of all that a training reads of the features, which have ``content``."""
+    found = 0
+    for content in (content for feature in features for content in feature.content()):
+        found = zlib.crc32(content, found)
+    return f"{found:08x}"
 
 
 @dataclass
