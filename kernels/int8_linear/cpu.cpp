@@ -1,4 +1,5 @@
 #include <cstring>
+#include <utility>
 
 #include "common/cpu/activation.h"
 #include "common/cpu/extensions.h"
@@ -79,34 +80,49 @@ void generic_products(const Int8Linear& p, const int8_t* a, const int8_t* b, int
 
 #if defined(__AVX512F__)
 
-// dpbusd multiplies unsigned by signed bytes. Therefore round_row adds 128 to the bytes of a, and the sums start at
-// -128 times the column sums of b.
-template <int ROWS>
-__attribute__((target("avx512vnni"))) inline void vnni_rows(const Int8Linear& p, const int8_t* a, const int8_t* b,
-                                                            int64_t first, int32_t* c) {
-  __m512i total[ROWS][2];
-  for (int panel = 0; panel < 2; ++panel) {
-    const __m512i sums = _mm512_loadu_si512(p.sums + first + panel * kPanel);
-    const __m512i start = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_maskz_slli_epi32(0xffff, sums, 7));
-    for (int row = 0; row < ROWS; ++row) total[row][panel] = start;
-  }
-  for (int64_t k = 0; k < p.inner; k += 4) {
-    const __m512i b0 = _mm512_loadu_si512(b + k * kPanel), b1 = _mm512_loadu_si512(b + (p.inner + k) * kPanel);
-    for (int row = 0; row < ROWS; ++row) {
-      int32_t four;
-      std::memcpy(&four, a + row * p.inner + k, sizeof(four));
-      const __m512i left = _mm512_set1_epi32(four);
-      total[row][0] = _mm512_dpbusd_epi32(total[row][0], left, b0);
-      total[row][1] = _mm512_dpbusd_epi32(total[row][1], left, b1);
-    }
-  }
-  for (int row = 0; row < ROWS; ++row)
-    for (int panel = 0; panel < 2; ++panel) _mm512_storeu_si512(c + row * kBlock + panel * kPanel, total[row][panel]);
+#define FASTTFM_VNNI __attribute__((target("avx512vnni"))) inline
+
+// total += the products of groups of four bytes, of which those of a are unsigned. With the intrinsic, GCC copies every
+// sum once more in each step of the loop, which takes more time than the products.
+FASTTFM_VNNI void add_products(__m512i& total, const __m512i& a, const __m512i& b) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(a), "v"(b));
 }
 
-__attribute__((target("avx512vnni"))) void vnni_products(const Int8Linear& p, const int8_t* a, const int8_t* b,
-                                                         int64_t first, int rows, int32_t* c) {
-  for (int row = 0; row < rows; row += 8) vnni_rows<8>(p, a + row * p.inner, b, first, c + row * kBlock);
+// The same for four elements of a row of a and two panels of b.
+FASTTFM_VNNI void add_row(const int8_t* a, const __m512i& b0, const __m512i& b1, __m512i& total0, __m512i& total1) {
+  int32_t four;
+  std::memcpy(&four, a, sizeof(four));
+  const __m512i all = _mm512_set1_epi32(four);
+  add_products(total0, all, b0);
+  add_products(total1, all, b1);
+}
+
+// dpbusd multiplies unsigned by signed bytes. Therefore round_row adds 128 to the bytes of a, and the sums start at
+// -128 times the column sums of b.
+FASTTFM_VNNI __m512i first_sums(const Int8Linear& p, int64_t column) {
+  const __m512i sums = _mm512_loadu_si512(p.sums + column);
+  return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_maskz_slli_epi32(0xffff, sums, 7));
+}
+
+// Eight rows and two panels take 16 registers. Rows are constants, so that GCC keeps their sums in them.
+template <size_t... ROW>
+FASTTFM_VNNI void vnni_rows(const Int8Linear& p, const int8_t* a, const int8_t* b, int64_t first, int32_t* c,
+                            std::index_sequence<ROW...>) {
+  const __m512i start0 = first_sums(p, first), start1 = first_sums(p, first + kPanel);
+  __m512i total0[sizeof...(ROW)], total1[sizeof...(ROW)];
+  ((total0[ROW] = start0, total1[ROW] = start1), ...);
+  for (int64_t k = 0; k < p.inner; k += 4) {
+    const __m512i b0 = _mm512_loadu_si512(b + k * kPanel), b1 = _mm512_loadu_si512(b + (p.inner + k) * kPanel);
+    (add_row(a + ROW * p.inner + k, b0, b1, total0[ROW], total1[ROW]), ...);
+  }
+  (_mm512_storeu_si512(c + ROW * kBlock, total0[ROW]), ...);
+  (_mm512_storeu_si512(c + ROW * kBlock + kPanel, total1[ROW]), ...);
+}
+
+FASTTFM_VNNI void vnni_products(const Int8Linear& p, const int8_t* a, const int8_t* b, int64_t first, int rows,
+                                int32_t* c) {
+  for (int row = 0; row < rows; row += 8)
+    vnni_rows(p, a + row * p.inner, b, first, c + row * kBlock, std::make_index_sequence<8>());
 }
 
 struct alignas(64) TileConfig {
