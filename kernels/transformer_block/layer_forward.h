@@ -24,6 +24,16 @@ class Forward {
       : call_(call), kept_(kept_plan(call)), scratch_(forward_plan(call, Device::forward_workspace(call))) {}
 
   Status run() {
+    return run_layers([this](int64_t layer, const ForwardTensors& tensors) {
+      attention_block(layer, tensors);
+      feed_forward_block(layer, tensors);
+    });
+  }
+
+ protected:
+  // Calls `run_layer` with the number and the tensors of each layer.
+  template <class RunLayer>
+  Status run_layers(RunLayer run_layer) {
     const void *x = call_.x, *residual = call_.residual;
     reset_tile_counters();
     for (int64_t layer = 0; layer < call_.layers && !steps_.failed(); ++layer) {
@@ -31,15 +41,13 @@ class Forward {
       ForwardTensors tensors = tensors_of(layer);
       tensors.x = x;
       tensors.residual = call_.pre_norm ? residual : x;
-      attention_block(layer, tensors);
-      feed_forward_block(layer, tensors);
+      run_layer(layer, tensors);
       x = tensors.y;
       residual = tensors.z;
     }
     return steps_.status();
   }
 
- protected:
   void* scratch(ForwardRegion region) const { return at(call_.scratch, scratch_.regions[region].offset); }
   void* kept(int64_t layer, KeptRegion region) const { return in_layer(call_, kept_, layer, region); }
   const void* parameter(int64_t layer, TransformerParameter which) const {

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fasttfm.nn import PackedLayer
-from fasttfm.nn.plain import is_plain
+from fasttfm.nn import PackedLayer, PackedTransformer
+from fasttfm.nn.parts import layer_norm
+from fasttfm.nn.plain import Uncopied, is_plain, is_plain_norm
+from fasttfm.ops import transformer_native
 from fasttfm.ops.int8_linear import int8_linear, pack_int8
+from fasttfm.ops.library import is_plain as is_plain_call
 from fasttfm.ops.linear import bf16_products
+from fasttfm.ops.transformer_block import BlockParameters
+from fasttfm.ops.transformer_native import PARAMETERS, Layers, address_table
 
 # oneDNN reads bf16 rows in blocks of 32 columns. With other widths it would read past the end of a row and multiply
 # that by 0, which is NaN where it is not finite.
@@ -24,6 +30,11 @@ _ONEDNN_ACTIVATIONS: dict[str | None, tuple[str, str]] = {
     "relu": ("relu", ""),
     "silu": ("swish", ""),
 }
+
+
+_UP_WEIGHT = BlockParameters._fields.index("up_weight")
+_UP = 2  # of a layer's linear layers: qkv, out, up, down
+_OPERANDS = 4  # of an Int8Weight: the tensors that a GEMM reads
 
 
 class PackedLinear(nn.Module):
@@ -81,6 +92,63 @@ def pack_linears(model: nn.Module, precision: str) -> None:
                 linear: Any = getattr(layer, name)
                 if type(linear) is nn.Linear and is_plain(linear) and linear.in_features % _BLOCK == 0:
                     setattr(layer, name, make(linear))
+    for encoder in model.modules():
+        if isinstance(encoder, PackedTransformer) and precision == "int8":
+            encoder.int8 = Int8Layers.of(encoder)
+
+
+class Int8Layers(Uncopied):
+    """The value of ``PackedTransformer.int8``: runs its layers, whose linear layers are ``Int8Linear``, in one native
+    call. It keeps the addresses of their weights, which do not change."""
+
+    def __init__(self, layers: Sequence[PackedLayer], final_norm: nn.LayerNorm | None) -> None:
+        self._first, self._pre_norm = layers[0], final_norm is not None
+        following = [*(layer.norm1 for layer in layers[1:]), final_norm] if self._pre_norm else [None] * len(layers)
+        self._next_norm = following[0]
+        modules = [layer.block_modules(norm) for layer, norm in zip(layers, following, strict=True)]
+        given = [None if isinstance(each, Int8Linear) else each._parameters[name]
+                 for own in modules for each in own for name in ("weight", "bias")]  # fmt: skip
+        weights = [each.weight for own in modules for each in own if isinstance(each, Int8Linear)]
+        self._weights = weights  # so that their memory is kept
+        width, intermediate = self._first.width, weights[_UP].shape[0]
+        shapes = [None] * PARAMETERS
+        shapes[_UP_WEIGHT] = torch.Size((intermediate, width))
+        device = self._first.norm1.weight.device
+        self._layers = Layers(
+            given, len(layers), torch.float32, intermediate, device, tuple(shapes), address_table(given)
+        )
+        self._addresses = array(
+            "q", (0 if each is None else each.data_ptr() for weight in weights for each in weight[:_OPERANDS])
+        )
+
+    @classmethod
+    def of(cls, encoder: PackedTransformer) -> Int8Layers | None:
+        """None if the encoder has other layers, or layers with different options."""
+        layers, norm = encoder.in_order(), encoder.final_norm
+        if not layers or any(type(each) is not PackedLayer for each in encoder.layers):
+            return None
+        linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.up, layer.down)]
+        norms = [each for layer in layers for each in (layer.norm1, layer.norm2)] + ([] if norm is None else [norm])
+        following = [layer.norm1 for layer in layers[1:]] + [norm] if norm is not None else [None] * len(layers)
+        options = [layer.block_options(1, after) for layer, after in zip(layers, following, strict=True)]
+        same = all(each == options[0] for each in options)
+        if not same or not is_plain_norm(*norms) or not all(type(each) is Int8Linear for each in linears):
+            return None
+        return cls(layers, norm)
+
+    def run(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
+        """As ``PackedTransformer.forward``; None if the layers have to run one by one."""
+        if torch.is_grad_enabled() or not is_plain_call((x, cu_seqlens)) or cu_seqlens.shape[0] < 2:
+            return None
+        options = self._first.block_options(max_seqlen, self._next_norm)
+        residual = x if self._pre_norm else None
+        if transformer_native.refuse(x, residual, self._layers, options) is not None:
+            return None
+        if self._pre_norm:
+            x = layer_norm(self._first.norm1, x)
+        self._first.check(x, cu_seqlens, residual, None)
+        batch = transformer_native.Batch(x, None if residual is None else x.dtype, cu_seqlens.contiguous(), None)
+        return transformer_native.forward_int8(batch, residual, self._layers, options, self._addresses)[0]
 
 
 def _bf16(linear: nn.Linear) -> PackedLinear:

@@ -42,6 +42,7 @@ class PackedTransformer(nn.Module):
 
     layer_class: ClassVar[type[PackedLayer]] = PackedLayer
     fp8: Any = None  # fp8_inference sets it
+    int8: Any = None  # a session in int8 sets it
 
     def __init__(self, layers: Sequence[PackedLayer], final_norm: nn.LayerNorm | None = None) -> None:
         super().__init__()
@@ -77,6 +78,10 @@ class PackedTransformer(nn.Module):
         groups = self.groups(max_seqlen) if hidden_states is None and not inputs else None
         if groups is not None:
             return self._run_whole(x, cu_seqlens, groups)
+        if self.int8 is not None and hidden_states is None and not inputs:
+            whole: Tensor | None = self.int8.run(x, cu_seqlens, max_seqlen)
+            if whole is not None:
+                return whole
         modules = self._modules_in_order()
         layers = self.in_order()
         drops = self.training and any(any(layer.probabilities()) for layer in layers)

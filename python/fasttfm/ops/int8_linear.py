@@ -53,6 +53,17 @@ def supported_products() -> list[str]:
     return [name for code, name in enumerate(PRODUCTS) if codes >> code & 1]
 
 
+def fastest_products() -> int:
+    """The code of the fastest instructions that this CPU has for int8 GEMMs."""
+    return PRODUCTS.index(supported_products()[-1])
+
+
+def int8_workspaces(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """The memory for the rounded rows of a GEMM's input [rows, columns], and for their scales."""
+    room, inner = -(-rows // _BLOCK) * _BLOCK, -(-columns // _STEP) * _STEP
+    return x.new_empty(room, inner, dtype=torch.int8), x.new_empty(room)
+
+
 def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None, products: str | None = None) -> Tensor:
     """``activation(x @ weight.T + bias)`` with the rows of ``x`` rounded to int8: fp32 ``[..., N]``, without gradient.
 
@@ -77,8 +88,7 @@ def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None,
     y = flat.new_empty(len(flat), rows)
     if len(flat) == 0:
         return y.view(*x.shape[:-1], rows)
-    room, inner = -(-len(flat) // _BLOCK) * _BLOCK, weight.panels.shape[1] * _GROUP
-    rounded, row_scales = flat.new_empty(room, inner, dtype=torch.int8), flat.new_empty(room)
+    rounded, row_scales = int8_workspaces(flat, len(flat), columns)
     code = -1 if activation is None else CODES[activation]
     _native.core().int8_linear_cpu(
         *(flat, weight.panels, weight.sums, weight.scales, weight.bias, y, rounded, row_scales),
