@@ -99,52 +99,50 @@ def pack_linears(model: nn.Module, precision: str) -> None:
 
 class Int8Layers(Uncopied):
     """The value of ``PackedTransformer.int8``: runs its layers, whose linear layers are ``Int8Linear``, in one native
-    call. It keeps the addresses of their weights, which do not change."""
+    call. It keeps the addresses of their weights, which do not change.
 
-    def __init__(self, layers: Sequence[PackedLayer], final_norm: nn.LayerNorm | None) -> None:
-        self._first, self._pre_norm = layers[0], final_norm is not None
-        following = [*(layer.norm1 for layer in layers[1:]), final_norm] if self._pre_norm else [None] * len(layers)
-        self._next_norm = following[0]
-        modules = [layer.block_modules(norm) for layer, norm in zip(layers, following, strict=True)]
-        given = [None if isinstance(each, Int8Linear) else each._parameters[name]
-                 for own in modules for each in own for name in ("weight", "bias")]  # fmt: skip
-        weights = [each.weight for own in modules for each in own if isinstance(each, Int8Linear)]
-        self._weights = weights  # so that their memory is kept
-        width, intermediate = self._first.width, weights[_UP].shape[0]
-        shapes = [None] * PARAMETERS
-        shapes[_UP_WEIGHT] = torch.Size((intermediate, width))
-        device = self._first.norm1.weight.device
-        self._layers = Layers(
-            given, len(layers), torch.float32, intermediate, device, tuple(shapes), address_table(given)
-        )
-        self._addresses = array(
-            "q", (0 if each is None else each.data_ptr() for weight in weights for each in weight[:_OPERANDS])
-        )
+    Args:
+        layers: The layers in their order, with the same options.
+        next_norms: In a pre-LN model, the LayerNorm after each layer.
+    """
+
+    def __init__(self, layers: Sequence[PackedLayer], next_norms: Sequence[nn.LayerNorm | None]) -> None:
+        self._first, self._next_norm = layers[0], next_norms[0]
+        modules = [each for layer, norm in zip(layers, next_norms, strict=True) for each in layer.block_modules(norm)]
+        # Of linear layers, which have no parameters here, only the weights for the GEMMs are read.
+        given = [each._parameters.get(name) for each in modules for name in ("weight", "bias")]
+        self._weights = [each.weight for each in modules if isinstance(each, Int8Linear)]
+        operands: list[Any] = [each for weight in self._weights for each in weight[:_OPERANDS]]
+        self._addresses = array("q", [0 if each is None else each.data_ptr() for each in operands])
+        intermediate = self._weights[_UP].shape[0]
+        shapes: list[Any] = [None] * PARAMETERS
+        shapes[_UP_WEIGHT] = torch.Size((intermediate, self._first.width))
+        sizes = (len(layers), torch.float32, intermediate, self._first.norm1.weight.device, tuple(shapes))
+        self._layers = Layers(given, *sizes, address_table(given))
 
     @classmethod
     def of(cls, encoder: PackedTransformer) -> Int8Layers | None:
         """None if the encoder has other layers, or layers with different options."""
-        layers, norm = encoder.in_order(), encoder.final_norm
+        layers, last = encoder.in_order(), encoder.final_norm
         if not layers or any(type(each) is not PackedLayer for each in encoder.layers):
             return None
+        next_norms = [None] * len(layers) if last is None else [*(layer.norm1 for layer in layers[1:]), last]
         linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.up, layer.down)]
-        norms = [each for layer in layers for each in (layer.norm1, layer.norm2)] + ([] if norm is None else [norm])
-        following = [layer.norm1 for layer in layers[1:]] + [norm] if norm is not None else [None] * len(layers)
-        options = [layer.block_options(1, after) for layer, after in zip(layers, following, strict=True)]
-        same = all(each == options[0] for each in options)
-        if not same or not is_plain_norm(*norms) or not all(type(each) is Int8Linear for each in linears):
+        norms = [each for layer in layers for each in (layer.norm1, layer.norm2)] + ([] if last is None else [last])
+        options = {layer.block_options(1, norm) for layer, norm in zip(layers, next_norms, strict=True)}
+        if len(options) > 1 or not is_plain_norm(*norms) or any(type(each) is not Int8Linear for each in linears):
             return None
-        return cls(layers, norm)
+        return cls(layers, next_norms)
 
     def run(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
         """As ``PackedTransformer.forward``; None if the layers have to run one by one."""
         if torch.is_grad_enabled() or not is_plain_call((x, cu_seqlens)) or cu_seqlens.shape[0] < 2:
             return None
         options = self._first.block_options(max_seqlen, self._next_norm)
-        residual = x if self._pre_norm else None
+        residual = None if self._next_norm is None else x
         if transformer_native.refuse(x, residual, self._layers, options) is not None:
             return None
-        if self._pre_norm:
+        if residual is not None:
             x = layer_norm(self._first.norm1, x)
         self._first.check(x, cu_seqlens, residual, None)
         batch = transformer_native.Batch(x, None if residual is None else x.dtype, cu_seqlens.contiguous(), None)

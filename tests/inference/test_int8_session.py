@@ -1,0 +1,49 @@
+"""Sessions in int8 on a CPU: all layers in one native call."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fasttfm import models
+from fasttfm.inference import Session, cpu_linear
+from fasttfm.ops import transformer_native
+
+SENTENCES = [list(range(5, 5 + length)) for length in (3, 17, 40, 1, 128, 33, 64, 9)]
+SIZES = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: models.BertModel(models.BertConfig(**SIZES, intermediate_size=160)),
+        lambda: models.AlbertModel(models.AlbertConfig(**SIZES, intermediate_size=128, embedding_size=32)),
+        lambda: models.GPT2Model(models.GPT2Config(vocab_size=300, n_embd=64, n_layer=3, n_head=2)),
+    ],
+    ids=["post-LN", "shared layers", "pre-LN"],
+)
+def test_int8_layers_in_one_call_have_the_bits_of_single_layers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    calls: list[int] = []
+    forward = transformer_native.forward_int8
+    monkeypatch.setattr(transformer_native, "forward_int8", lambda *args: calls.append(1) or forward(*args))
+    with Session(make().eval(), precision="int8") as session:
+        whole = session.encode(SENTENCES)
+        assert len(calls) == 1
+        session.network.base.encoder.int8 = None
+        assert np.array_equal(session.encode(SENTENCES), whole)
+        assert len(calls) == 1
+        assert copy.deepcopy(cpu_linear.Int8Layers.of(session.network.base.encoder)) is None
+
+
+def test_int8_layers_with_different_options_run_one_by_one() -> None:
+    torch.manual_seed(0)
+    model = models.BertModel(models.BertConfig(**SIZES, intermediate_size=128)).eval()
+    model.encoder.layers[1].activation = "relu"
+    with Session(model, precision="int8") as session:
+        assert session.network.base.encoder.int8 is None
+        assert np.isfinite(session.encode(SENTENCES)).all()
