@@ -47,7 +47,7 @@ from fasttfm.inference.opening import (
 from fasttfm.inference.requests import Item, launch_items
 from fasttfm.inference.results import MaybeNan, SequenceRows, TokenRows, Wait
 from fasttfm.inference.sentence_folder import read_sentence_folder
-from fasttfm.inference.settings import EmbedSettings
+from fasttfm.inference.settings import EmbedSettings, check_types
 from fasttfm.inference.windows import check_iterable, is_one_window, is_single, windows
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import TextModel
@@ -64,20 +64,6 @@ _MAX_ROWS = 16384  # the default for results with a row for each token: a langua
 # batches, and so more padding where pooling pads them.
 _GRAPH_TOKENS, _PADDED_GRAPH_TOKENS = 40960, 16384
 _RESET_INTERVAL = 2**22  # launches, each with up to 2^10 tags of the workspace of layers over few tokens
-
-
-def _check_types(device: torch.device, dtype: torch.dtype, precision: str | None) -> None:
-    """Raises ValueError if the device has no GEMMs for a session's dtype and precision."""
-    name = str(dtype).removeprefix("torch.")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"Session: dtype: expected a floating-point type such as torch.float32, got {dtype!r}")
-    if precision not in (None, "int8", "fp8"):
-        raise ValueError(f"Session: precision: expected None, 'int8' or 'fp8', got {precision!r}")
-    if precision == "int8" and (device.type != "cpu" or dtype != torch.float32):
-        raise ValueError(f"Session: precision: expected float32 on a CPU with 'int8', got {name} on {device}")
-    if device.type == "cpu" and dtype == torch.float16:
-        expected = "expected float32 or bfloat16 on a CPU, or precision='int8'"
-        raise ValueError(f"Session: dtype: {expected}, got float16, whose GEMMs are many times slower there")
 
 
 class Session:
@@ -129,7 +115,7 @@ class Session:
         self.max_tokens = _MAX_TOKENS.get(self.device.type, 2048) if max_tokens is None else max_tokens
         self._max_rows = min(self.max_tokens, _MAX_ROWS) if max_tokens is None else max_tokens
         self.max_batch, self.precision = max_batch, precision
-        _check_types(self.device, self.dtype, precision)
+        check_types(self.device, self.dtype, precision)
         if calibration is not None and precision != "fp8":
             raise ValueError(f"Session: calibration: expected None with precision={precision!r}")
         for name, value, least in (

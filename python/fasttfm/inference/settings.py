@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fasttfm.inference.sentence_folder import SentenceFolder, read_sentence_folder
@@ -53,3 +54,17 @@ class EmbedSettings:
             lowercase=found.lowercase,
             after=found.after,
         )
+
+
+def check_types(device: torch.device, dtype: torch.dtype, precision: str | None) -> None:
+    """Raises ValueError if the device has no GEMMs for a session's dtype and precision."""
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"Session: dtype: expected a floating-point type such as torch.float32, got {dtype!r}")
+    if precision not in (None, "int8", "fp8"):
+        raise ValueError(f"Session: precision: expected None, 'int8' or 'fp8', got {precision!r}")
+    if precision == "int8" and (device.type != "cpu" or dtype != torch.float32):
+        raise ValueError(f"Session: precision: expected float32 on a CPU with 'int8', got {name} on {device}")
+    if device.type == "cpu" and dtype == torch.float16:
+        expected = "expected float32 or bfloat16 on a CPU, or precision='int8'"
+        raise ValueError(f"Session: dtype: {expected}, got float16, whose GEMMs are many times slower there")
