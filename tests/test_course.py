@@ -95,7 +95,7 @@ def test_pictures_are_small_and_are_those_that_the_code_draws(tool: ModuleType) 
     "lecture", [pytest.param(name, marks=() if name in _SHORT else pytest.mark.slow) for name in LECTURES]
 )
 def test_a_notebook_runs_at_a_reduced_size(tool: ModuleType, lecture: str, tmp_path: Path) -> None:
-    """Runs every command and every line of Python of a page; the whole run, of about a minute, is left to its reader."""
+    """Runs every command and every line of Python of a page; the whole run, of a minute, is left to its reader."""
     command = [sys.executable, str(TOOL), "run", lecture, "--quick"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
