@@ -63,7 +63,7 @@ def test_the_seed_determines_the_run(bert_directory: Path) -> None:
 def test_a_run_in_which_every_step_was_skipped_raises(bert_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, task = prepare("classify", bert_directory, PEACE)
     work = FineTuning(model, task, PEACE, settings(epochs=1))
-    monkeypatch.setattr(task, "loss", lambda module, batch: module.classifier.weight.sum() * torch.nan)
+    monkeypatch.setattr(task, "losses", lambda module, batch: (module.classifier.weight.sum() * torch.nan,))
     with pytest.raises(NonFiniteError, match=r"was not finite in any of the 1 steps; nothing was changed"):
         work.run(lambda results: None)
 

@@ -81,14 +81,14 @@ def test_only_metrics_are_read(name: str, model_directory: Path, monkeypatch: py
 
 def test_a_read_within_a_step_is_counted(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = training("classify", model_directory, "cpu")
-    loss = type(work.task).loss
+    losses = type(work.task).losses
 
-    def waits(task: Task, model: Any, batch: Any) -> Tensor:
-        found = loss(task, model, batch)
-        return found if bool(found.isfinite()) else found * 0
+    def waits(task: Task, model: Any, batch: Any) -> tuple[Tensor, ...]:
+        found = losses(task, model, batch)
+        return found if bool(found[0].isfinite()) else (found[0] * 0,)
 
     # As if it were a part of the package.
-    monkeypatch.setattr(type(work.task), "loss", waits)
+    monkeypatch.setattr(type(work.task), "losses", waits)
     monkeypatch.setattr(fasttfm, "__file__", str(Path(__file__).parents[1] / "__init__.py"))
     with reads_counted(monkeypatch) as found:
         work.run(lambda _: None)

@@ -162,7 +162,7 @@ def test_a_checkpoint_has_the_files_of_its_use(bert_directory: Path, tmp_path: P
     _, task = saved("qa", bert_directory, examples, tmp_path, max_length=48, stride=7, max_answer=5)
     expected = {"task": "qa", "values": False, "max_length": 48, "stride": 7, "max_question": 11, "max_answer": 5}
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config[TASK_KEY] == {**expected, "threshold": None}
+    assert config[TASK_KEY] == {**expected, "threshold": None, "answer_score": None}
     task.threshold = 1.5
     save(models.BertForQuestionAnswering.from_pretrained(tmp_path), task, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())[TASK_KEY]["threshold"] == 1.5

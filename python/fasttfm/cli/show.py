@@ -1,4 +1,8 @@
-"""``fasttfm show attention`` draws the attention probabilities of a text; ``fasttfm show curves`` compares runs."""
+"""``fasttfm show attention`` draws the attention probabilities of a text; ``fasttfm show curves`` compares runs.
+
+fasttfm show attention --model DIR --text "The cat sat on the mat." --output attention.html
+fasttfm show curves --runs small large --columns validation_perplexity --output perplexity.png
+"""
 
 from __future__ import annotations
 
