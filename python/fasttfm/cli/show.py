@@ -1,7 +1,9 @@
-"""``fasttfm show attention`` draws the attention probabilities of a text; ``fasttfm show curves`` compares runs.
+"""``fasttfm show``: draws the attention probabilities of a text, or the curves of several runs.
 
-fasttfm show attention --model DIR --text "The cat sat on the mat." --output attention.html
-fasttfm show curves --runs small large --columns validation_perplexity --output perplexity.png
+  fasttfm show attention --model DIR --text "The cat sat on the mat." --output attention.html
+  fasttfm show curves --runs small large --columns validation_perplexity --output perplexity.png
+
+Each writes one file, which must be new.
 """
 
 from __future__ import annotations

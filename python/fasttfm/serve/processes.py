@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -23,6 +24,8 @@ from fasttfm.serve.peers import Peers
 from fasttfm.serve.server import Settings, listen, set_up_logging
 
 _LOG = logging.getLogger("fasttfm.serve")
+_CLOSE_SECONDS = 30.0  # for sessions to close, after the requests have ended
+_POLL_SECONDS = 1.0
 
 
 def run(settings: Settings, count: int, *, started: Callable[[int], None] | None = None) -> int:
@@ -50,18 +53,19 @@ def run(settings: Settings, count: int, *, started: Callable[[int], None] | None
         for process in processes:
             process.start()
         try:
-            return _supervise(processes)
+            return _supervise(processes, settings.drain_timeout + _CLOSE_SECONDS)
         finally:
             reserved.close()
 
 
-def _supervise(processes: list[Any]) -> int:
-    """Passes signals on until all processes have ended."""
-    is_ending = False
+def _supervise(processes: list[Any], most_seconds: float) -> int:
+    """Passes signals on until all processes have ended. One that has not ended ``most_seconds`` after it was to end is
+    killed."""
+    deadline: float | None = None  # None until they are to end
 
     def end(*_: Any) -> None:
-        nonlocal is_ending
-        is_ending = True
+        nonlocal deadline
+        deadline = time.monotonic() + most_seconds
         _signal(processes, signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
@@ -69,9 +73,13 @@ def _supervise(processes: list[Any]) -> int:
     signal.signal(signal.SIGHUP, lambda *_: _signal(processes, signal.SIGHUP))
     failed = False
     while running := [process for process in processes if process.is_alive()]:
-        wait([process.sentinel for process in running])
+        wait([process.sentinel for process in running], timeout=_POLL_SECONDS)
+        if deadline is not None and time.monotonic() > deadline:
+            _LOG.error("%d processes did not end in %.0f s and are killed", len(running), most_seconds)
+            _signal(running, signal.SIGKILL)
+            deadline += most_seconds
         for number, process in enumerate(processes):
-            if not process.is_alive() and not is_ending:
+            if not process.is_alive() and deadline is None:
                 _LOG.error("process %d has ended with status %s; the others end too", number, process.exitcode)
                 failed = True
                 end()
