@@ -324,6 +324,38 @@ def test_a_process_that_dies_ends_the_server(killed: str, folders: dict[str, Pat
     assert killed == "parent" or "process 0 has ended with status -9" in log.read_text()
 
 
+class Ending:
+    """A process of a supervisor. ``answers`` are those of ``is_alive``, of which the last one is repeated."""
+
+    def __init__(self, number: int, *answers: bool) -> None:
+        self.pid = self.sentinel = number
+        self.answers, self.exitcode = [*answers], 0
+
+    def is_alive(self) -> bool:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@pytest.mark.parametrize("asked", range(1, 5))
+def test_the_end_of_a_process_is_noticed_before_the_next_wait(asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sentinel is ready before the process has ended, which may be between any two questions."""
+    from fasttfm.serve import processes
+
+    dying, other = Ending(1, *[True] * asked, False), Ending(2, True)
+    waits: list[tuple[list[int], list[bool]]] = []
+
+    def wait(sentinels: list[int], timeout: float) -> None:
+        waits.append((sentinels, other.answers))
+
+    def kill(pid: int, number: int) -> None:
+        {1: dying, 2: other}[pid].answers = [False]
+
+    monkeypatch.setattr(processes, "wait", wait)
+    monkeypatch.setattr(os, "kill", kill)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert processes._supervise([dying, other], 30.0) == 1
+    assert ([2], [True]) not in waits  # for a process that nothing has told to end
+
+
 def test_numbers_of_several_processes_are_added() -> None:
     from fasttfm.serve.metrics import Metrics
 

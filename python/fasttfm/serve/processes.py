@@ -72,17 +72,22 @@ def _supervise(processes: list[Any], most_seconds: float) -> int:
     signal.signal(signal.SIGINT, end)
     signal.signal(signal.SIGHUP, lambda *_: _signal(processes, signal.SIGHUP))
     failed = False
-    while running := [process for process in processes if process.is_alive()]:
+    while True:
+        # Asked once for each process: a sentinel is ready before the process has ended, so that two answers may differ.
+        running = [process for process in processes if process.is_alive()]
+        if deadline is None and len(running) < len(processes):
+            for number, process in enumerate(processes):
+                if process not in running:
+                    _LOG.error("process %d has ended with status %s; the others end too", number, process.exitcode)
+            failed = True
+            end()
+        if not running:
+            break
         wait([process.sentinel for process in running], timeout=_POLL_SECONDS)
         if deadline is not None and time.monotonic() > deadline:
             _LOG.error("%d processes did not end in %.0f s and are killed", len(running), most_seconds)
             _signal(running, signal.SIGKILL)
             deadline += most_seconds
-        for number, process in enumerate(processes):
-            if not process.is_alive() and deadline is None:
-                _LOG.error("process %d has ended with status %s; the others end too", number, process.exitcode)
-                failed = True
-                end()
     ended = {0, -signal.SIGTERM}  # the latter of a process that had not yet begun to handle it
     return int(failed or any(process.exitcode not in ended for process in processes))
 
