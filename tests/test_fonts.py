@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -85,11 +86,42 @@ def test_a_missing_font_is_reported_once(fonts: Path) -> None:
     assert "fonts-nanum" in message
 
 
-def test_pictures_use_it(fonts: Path) -> None:
+def write_confusions(folder: Path) -> Path:
     from fasttfm.tasks.pictures import write_confusion
 
+    write_confusion(folder / "confusion.png", [[3, 1], [0, 2]], ["꽃", "흙"], "dev")
+    return folder / "confusion.png"
+
+
+def write_curves_of_a_run(folder: Path) -> Path:
+    from fasttfm.train.curves import write_curves
+
+    (folder / "log.csv").write_text("step,loss,gradient_norm,learning_rate,seconds\n1,2.5,1,0.1,1\n2,2,1,0.1,2\n")
+    write_curves(folder / "log.csv", folder / "curves.png", "qa, 꽃/흙")
+    return folder / "curves.png"
+
+
+def write_curves_of_runs(folder: Path) -> Path:
+    from fasttfm.train.compared_curves import compare_curves
+
+    for name in ("꽃", "흙"):
+        (folder / name).mkdir()
+        (folder / name / "log.csv").write_text("step,loss,seconds\n1,2.5,1\n2,2,2\n")
+    compare_curves([folder / "꽃", folder / "흙"], ["loss"], folder / "runs.png")
+    return folder / "runs.png"
+
+
+def write_shots(folder: Path) -> Path:
+    from fasttfm.cli.prompt_eval import draw_shots
+
+    curve = [{"model": name, "k": k, "accuracy": 0.5, "accuracy_deviation": 0.0} for name in "꽃흙" for k in (0, 1)]
+    draw_shots(folder / "shots.png", curve, ["accuracy"], "classify: 꽃.tsv")
+    return folder / "shots.png"
+
+
+@pytest.mark.parametrize("write", [write_confusions, write_curves_of_a_run, write_curves_of_runs, write_shots])
+def test_pictures_use_it(write: Callable[[Path], Path], fonts: Path) -> None:
     font_with("꽃흙", "Flowers", fonts / "flowers.ttf")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        write_confusion(fonts / "confusion.png", [[3, 1], [0, 2]], ["꽃", "흙"], "dev")
-    assert (fonts / "confusion.png").read_bytes().startswith(b"\x89PNG")
+        warnings.simplefilter("error")  # a missing glyph warns
+        assert write(fonts).read_bytes().startswith(b"\x89PNG")

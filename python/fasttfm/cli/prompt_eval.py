@@ -297,14 +297,21 @@ def _plain(value: Any) -> Any:
 def draw_shots(path: Path, curve: list[dict[str, Any]], names: list[str], title: str) -> None:
     """A panel for each score over the number of examples: a curve for each model, with its deviation over seeds."""
     from fasttfm import _extras
-    from fasttfm._atomic_files import atomic_write
+    from fasttfm._fonts import fonts_for
 
     try:
         import matplotlib
     except ImportError:
         raise _extras.missing("the picture of the curve", "matplotlib", "train") from None
     matplotlib.use("Agg")
+    with fonts_for((title, *names, *(str(row["model"]) for row in curve))):
+        _draw_shots(path, curve, names, title)
+
+
+def _draw_shots(path: Path, curve: list[dict[str, Any]], names: list[str], title: str) -> None:
     from matplotlib import pyplot
+
+    from fasttfm._atomic_files import atomic_write
 
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)

@@ -9,6 +9,7 @@ from typing import Any
 
 from fasttfm import _extras
 from fasttfm._atomic_files import atomic_write
+from fasttfm._fonts import fonts_for
 from fasttfm.train.logs import CSV, read_rows
 
 Curves = dict[str, tuple[list[int], list[float]]]  # of a run: steps and values by column
@@ -30,17 +31,19 @@ def compare_curves(runs: Sequence[Path], columns: Sequence[str], path: Path) -> 
         if not any(column in found for found in curves.values()):
             known = ", ".join(name for name in read_rows(runs[0] / CSV)[0] if name not in _COUNTERS)
             raise ValueError(f"columns: expected some of {known}, got {column}")
-    figure = draw({_name(run): found for run, found in curves.items()}, columns)
-    with atomic_write(path) as partial:
-        figure.savefig(partial, dpi=100, format="png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise _extras.missing("drawing curves", "matplotlib", "train") from None
+    named = {_name(run): found for run, found in curves.items()}
+    with fonts_for((*named, *columns)), atomic_write(path) as partial:
+        draw(named, columns).savefig(partial, dpi=100, format="png")
 
 
 def draw(curves: Mapping[str, Curves], columns: Sequence[str]) -> Any:
     """A matplotlib figure with a panel for each column; curves are labelled with the names of their runs."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise _extras.missing("drawing curves", "matplotlib", "train") from None
+    from matplotlib.figure import Figure
+
     count = len(columns)
     figure = Figure(figsize=(4.2 * count + 0.6, 3.2), layout="constrained")
     panels = figure.subplots(1, count, squeeze=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fasttfm import _extras
 from fasttfm._atomic_files import atomic_write
+from fasttfm._fonts import fonts_for
 from fasttfm.train.logs import PERPLEXITY, VALIDATION, WEIGHT, read_rows, weighted_sum
 
 CURVES = "curves.png"
@@ -21,9 +22,14 @@ def write_curves(log: Path, path: Path, title: str) -> None:
     except ImportError:
         raise _extras.missing("plotting the curves", "matplotlib", "train") from None
     matplotlib.use("Agg")
+    rows = read_rows(log)
+    with fonts_for((title, *rows[0])):
+        _draw(rows, path, title)
+
+
+def _draw(rows: list[dict[str, str]], path: Path, title: str) -> None:
     from matplotlib import pyplot
 
-    rows = read_rows(log)
     evaluated = [name for name in rows[0] if name.startswith(VALIDATION) and name != PERPLEXITY]
     names = [name.removeprefix(VALIDATION) for name in evaluated]
     terms = [name for name in names if name in rows[0]]
