@@ -156,3 +156,11 @@ def test_layers_of_other_classes_are_refused(sentences: Ids) -> None:
     model = models.ModernBertModel(models.ModernBertConfig(vocab_size=300, pad_token_id=0, **sizes)).eval()
     with pytest.raises(ValueError, match="model: expected one whose layers are PackedLayers"):
         Session(model, precision="fp8", calibration=sentences[:2])
+
+
+def test_layers_with_hooks_are_refused(sentences: Ids) -> None:
+    """They are not called."""
+    model = model_of("bert")
+    model.encoder.layers[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="model: expected layers that are not watched"):
+        Session(model, precision="fp8", calibration=sentences[:2])

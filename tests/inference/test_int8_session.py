@@ -47,3 +47,23 @@ def test_int8_layers_with_different_options_run_one_by_one() -> None:
     with Session(model, precision="int8") as session:
         assert session.network.base.encoder.int8 is None
         assert np.isfinite(session.encode(SENTENCES)).all()
+
+
+@pytest.mark.parametrize("watched", ["layers.0", "layers.1.up", "layers.2.norm1"])
+def test_hooks_of_the_model_run(watched: str) -> None:
+    torch.manual_seed(0)
+    model = models.BertModel(models.BertConfig(**SIZES, intermediate_size=128)).eval()
+    with Session(model, precision="int8") as session:
+        plain = session.encode(SENTENCES)
+    model.encoder.get_submodule(watched).register_forward_hook(_changed)
+    with Session(model, precision="int8") as session:
+        found = session.encode(SENTENCES)
+        session.network.base.encoder.int8 = None
+        assert np.array_equal(session.encode(SENTENCES), found)
+    assert not np.array_equal(found, plain)
+
+
+def _changed(module: Any, inputs: Any, output: Any) -> Any:
+    rows, *others = output if isinstance(output, tuple) else (output,)
+    rows = 3 * rows + torch.arange(rows.shape[-1], dtype=rows.dtype)
+    return (rows, *others) if others else rows

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
+import fasttfm
 from fasttfm import generate, inference, nn, ops
 from fasttfm.models.families import FAMILIES
+from fasttfm.ops import transformer_native
 from fasttfm.testing.seams import entry_points, seams
 from fasttfm.testing.seams.model_entries import patched_families
 from fasttfm.testing.seams.module_entries import EXCEPTIONS as MODULE_EXCEPTIONS
 from fasttfm.testing.seams.op_entries import EXCEPTIONS as OP_EXCEPTIONS
 from fasttfm.testing.seams.registry import FIRST_CAPTURE
+from fasttfm.testing.seams.session_entries import native_int8
 from fasttfm.testing.seams.training_entries import optimizer_classes
 
 EXCEPTIONS = {
@@ -50,6 +57,28 @@ def test_everything_public_is_covered(device: str) -> None:
     pytest.importorskip("transformers")
     assert missing(covered(device), EXCEPTIONS) == []
     assert covered(device) - public_names() == set()
+
+
+def test_int8_layers_run_in_the_native_call() -> None:
+    cpu, calls = torch.device("cpu"), []
+    forward = transformer_native.forward_int8
+    entries = [entry for name, entry in entry_points("cpu").items() if "int8" in name and "linear" not in name]
+    assert len(entries) == 2 * len(native_int8()) == 6  # post-LN, pre-LN, shared layers
+    with mock.patch.object(transformer_native, "forward_int8", lambda *given: calls.append(1) or forward(*given)):
+        for number, entry in enumerate(entries):
+            entry.call(entry.make(cpu), entry.inputs(0, cpu))
+            assert len(calls) > number, entry
+            calls[number + 1 :] = []
+
+
+def test_every_optimizer_has_an_entry_point() -> None:
+    """Whatever was imported before."""
+    pattern = re.compile(r"^class (\w+)\((?:Optimizer|torch\.optim\.\w+)\)", re.MULTILINE)
+    sources = (path.read_text(encoding="utf-8") for path in Path(fasttfm.__file__).parent.rglob("*.py"))
+    classes = [name for text in sources for name in pattern.findall(text)]
+    assert classes
+    assert sorted(classes) == sorted(optimizer_classes())
+    assert {f"optim.{name}" for name in classes} <= set(entry_points("cpu"))
 
 
 def test_exceptions_are_public_and_not_covered() -> None:

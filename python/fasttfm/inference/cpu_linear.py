@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fasttfm.nn import PackedLayer, PackedTransformer
 from fasttfm.nn.parts import layer_norm
-from fasttfm.nn.plain import Uncopied, is_plain, is_plain_norm
+from fasttfm.nn.plain import Tree, Uncopied, is_plain, is_plain_norm
 from fasttfm.ops import transformer_native
 from fasttfm.ops.int8_linear import int8_linear, pack_int8
 from fasttfm.ops.library import is_plain as is_plain_call
@@ -102,12 +102,13 @@ class Int8Layers(Uncopied):
     call. It keeps the addresses of their weights, which do not change.
 
     Args:
+        tree: Of the encoder. While a hook watches one of its modules, the modules are called.
         layers: The layers in their order, with the same options.
         next_norms: In a pre-LN model, the LayerNorm after each layer.
     """
 
-    def __init__(self, layers: Sequence[PackedLayer], next_norms: Sequence[nn.LayerNorm | None]) -> None:
-        self._first, self._next_norm = layers[0], next_norms[0]
+    def __init__(self, tree: Tree, layers: Sequence[PackedLayer], next_norms: Sequence[nn.LayerNorm | None]) -> None:
+        self._tree, self._first, self._next_norm = tree, layers[0], next_norms[0]
         modules = [each for layer, norm in zip(layers, next_norms, strict=True) for each in layer.block_modules(norm)]
         # Of linear layers, which have no parameters here, only the weights for the GEMMs are read.
         given = [each._parameters.get(name) for each in modules for name in ("weight", "bias")]
@@ -132,11 +133,13 @@ class Int8Layers(Uncopied):
         options = {layer.block_options(1, norm) for layer, norm in zip(layers, next_norms, strict=True)}
         if len(options) > 1 or not is_plain_norm(*norms) or any(type(each) is not Int8Linear for each in linears):
             return None
-        return cls(layers, next_norms)
+        return cls(Tree(encoder), layers, next_norms)
 
     def run(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
         """As ``PackedTransformer.forward``; None if the layers have to run one by one."""
         if torch.is_grad_enabled() or not is_plain_call((x, cu_seqlens)) or cu_seqlens.shape[0] < 2:
+            return None
+        if not self._tree.is_unchanged():
             return None
         options = self._first.block_options(max_seqlen, self._next_norm)
         residual = None if self._next_norm is None else x

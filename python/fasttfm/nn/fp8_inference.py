@@ -14,7 +14,7 @@ from fasttfm.nn.fp8 import check_layer, linears_of
 from fasttfm.nn.packed_layer import PackedLayer
 from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.parts import layer_norm
-from fasttfm.nn.plain import Uncopied
+from fasttfm.nn.plain import Uncopied, is_watched
 from fasttfm.ops import checks, fp8
 from fasttfm.ops.fp8 import Quantized
 from fasttfm.ops.fp8_inference import (
@@ -143,6 +143,8 @@ def _checked_layers(encoder: PackedTransformer) -> list[PackedLayer]:
     layers = encoder.in_order()
     for each in dict.fromkeys(layers):
         check_layer(_NAME, each)
+        if is_watched(each):
+            raise checks.bad_value(_NAME, "model", "layers that are not watched", "one with hooks or another forward")
     return layers
 
 

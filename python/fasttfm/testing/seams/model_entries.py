@@ -58,9 +58,9 @@ def head_of(family: Family) -> Head:
     return next(head for head in HEADS if head in family.models)
 
 
-def small_model(family: Family, head: Head | None = None) -> Any:
+def small_model(family: Family, head: Head | None = None, **sizes: Any) -> Any:
     kind = family.models[head or head_of(family)]
-    return kind(small_config(family.config))
+    return kind(small_config(family.config, **sizes))
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------

@@ -10,15 +10,23 @@ import torch
 
 from fasttfm import generate
 from fasttfm.inference import Session
+from fasttfm.inference.cpu_linear import pack_linears
 from fasttfm.models.families import FAMILIES
 from fasttfm.models.family import Head
 from fasttfm.testing.seams.entry import EntryPoint, Inputs, Tensors, copy_weights
 from fasttfm.testing.seams.model_entries import LENGTH, VOCABULARY, _evaluated, small_model
+from fasttfm.testing.seams.module_entries import LENGTHS, WIDTH, bounds_of, rows
 
 _HOST = "its inputs are lists of the host"
 _OWN = "a session belongs to one model, and is not copied with it"
 _SEPARATE = {"deep copy": _OWN, "pickle": _OWN, "separate copies": _OWN}
 _CAPTURE = "results are arrays on the host, which no CUDA graph can return"
+# By precision: int8 layers in one native call have multiples of 32, those in FP8 a head dim of 64.
+SIZES: dict[str, dict[str, Any]] = {
+    "int8": {"intermediate_size": 64},
+    "fp8": {"hidden_size": 128, "intermediate_size": 256},
+}
+FP8 = {"precision": "fp8", "calibration": [list(range(5, 14)), [50, 7, 9, 33]]}
 _ON_HOST = {"capture": _CAPTURE, "first use in a capture": _CAPTURE, "fake tensors first": _HOST}
 
 
@@ -48,12 +56,13 @@ def _text_families() -> dict[str, Any]:
     return {name: family for name, family in FAMILIES.items() if family.tokenizer is not None}
 
 
-def _model(name: str, device: torch.device) -> Any:
-    return _evaluated(functools.partial(small_model, FAMILIES[name], Head.NONE), device)
+def _model(name: str, precision: str | None, device: torch.device) -> Any:
+    sizes = SIZES.get(precision or "", {})
+    return _evaluated(functools.partial(small_model, FAMILIES[name], Head.NONE, **sizes), device)
 
 
 def _session(name: str, options: dict[str, Any], device: torch.device) -> Opened:
-    return _open(_model(name, device), options, device)
+    return _open(_model(name, options.get("precision"), device), options, device)
 
 
 def _open(model: Any, options: dict[str, Any], device: torch.device) -> Opened:
@@ -74,35 +83,94 @@ def _take_weights(options: dict[str, Any], opened: Opened) -> None:
 
 
 def _rebuilt(name: str, options: dict[str, Any], opened: Opened, device: torch.device) -> Opened:
-    model = _model(name, device)
+    model = _model(name, options.get("precision"), device)
     copy_weights(opened.model, model)
     return _open(model, options, device)
 
 
+@functools.cache
+def native_int8() -> tuple[str, ...]:
+    """The first family of each kind that the native call of int8 layers distinguishes: post-LN, pre-LN, shared
+    layers."""
+    found: dict[Any, str] = {}
+    for name in _text_families():
+        encoder = _int8_encoder(name, torch.device("cpu"))
+        if encoder.int8 is not None:
+            found.setdefault((encoder.final_norm is None, len(encoder.layers) < len(encoder.in_order())), name)
+    return tuple(found.values())
+
+
+def _one_by_one(opened: Opened, inputs: Inputs) -> Tensors:
+    """Int8 layers without the native call."""
+    encoder = opened.session.network.base.encoder
+    native, encoder.int8 = encoder.int8, None
+    try:
+        return _encode(opened, inputs)
+    finally:
+        encoder.int8 = native
+
+
 def session_entries(device: str) -> list[EntryPoint]:
-    """Of every family that reads text, in the session's default precision; of the first one also in 8 bits."""
+    """Of every family that reads text, in the session's default precision; of some also in 8 bits."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     plain: list[tuple[str, dict[str, Any]]] = [(name, {"dtype": dtype}) for name in _text_families()]
-    small: list[tuple[str, dict[str, Any]]] = (
-        [(next(iter(_text_families())), {"precision": "int8"})] if device == "cpu" else []
-    )
+    int8 = native_int8() if device == "cpu" else ()
+    small: list[tuple[str, dict[str, Any]]] = [(name, {"precision": "int8"}) for name in int8]
     found = []
-    for name, options in [*plain, *small]:
-        precision = ", int8" if "precision" in options else ""
+    for name, options in [*plain, *small, (next(iter(_text_families())), FP8)]:
+        precision = options.get("precision")
         found.append(
             EntryPoint(
-                name=f"inference.Session, {name}{precision}",
+                name=", ".join(["inference.Session", name, *([precision] if precision else [])]),
                 covers=("inference.Session",),
                 make=functools.partial(_session, name, options),
                 inputs=_ids,
                 call=_encode,
+                reference=_one_by_one if precision == "int8" else None,
                 module=lambda opened: opened.model,
                 rebuild=functools.partial(_rebuilt, name, options),
                 refresh=functools.partial(_take_weights, options),
                 left_out={**_SEPARATE, **_ON_HOST},
             )
         )
-    return found
+    return [*found, *map(_int8_layers, int8)]
+
+
+# ---- int8 layers, which sessions call with a lock --------------------------------------------------------------------
+
+
+def _int8_encoder(name: str, device: torch.device) -> Any:
+    model = _model(name, "int8", device)
+    pack_linears(model, "int8")
+    return model.encoder
+
+
+def _int8_inputs(seed: int, device: torch.device) -> Inputs:
+    x = rows(seed, device, sum(LENGTHS), WIDTH)
+    return {"x": x, "cu_seqlens": bounds_of(device), "max_seqlen": max(LENGTHS)}
+
+
+def _run_int8(encoder: Any, inputs: Inputs) -> Tensors:
+    with torch.no_grad():
+        return {"y": encoder(inputs["x"], inputs["cu_seqlens"], inputs["max_seqlen"])}
+
+
+def _run_one_by_one(encoder: Any, inputs: Inputs) -> Tensors:
+    native, encoder.int8 = encoder.int8, None
+    try:
+        return _run_int8(encoder, inputs)
+    finally:
+        encoder.int8 = native
+
+
+def _int8_layers(name: str) -> EntryPoint:
+    return EntryPoint(
+        name=f"int8 layers, {name}",
+        make=functools.partial(_int8_encoder, name),
+        inputs=_int8_inputs,
+        call=_run_int8,
+        reference=_run_one_by_one,
+    )
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import fasttfm
+from fasttfm import optim
 from fasttfm.models.families import FAMILIES
 from fasttfm.nn import Fp8Training, PackedLayer, PackedTransformer
 from fasttfm.testing.seams.entry import EntryPoint, Inputs, Tensors, as_leaves, copy_weights, with_gradients
 from fasttfm.testing.seams.model_entries import head_of, inputs_of, small_model
 from fasttfm.testing.seams.module_entries import bounds_of, rows, seeded
+from fasttfm.train import optimizers
 
 SHAPES = ((5, 7), (16,), (3, 4, 2))
 _HELD = "an optimizer holds the parameters that it was made with"
@@ -24,13 +25,9 @@ _STATE = "a step changes the optimizer's state"
 
 def optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
     """All optimizers that the package defines."""
-    pending, found = [torch.optim.Optimizer], {}
-    while pending:
-        for kind in pending.pop().__subclasses__():
-            pending.append(kind)
-            if kind.__module__.startswith("fasttfm."):
-                found[kind.__name__] = kind
-    return dict(sorted(found.items()))
+    found = (each for module in (optim, optimizers) for each in vars(module).values() if isinstance(each, type))
+    kinds = (each for each in found if issubclass(each, torch.optim.Optimizer))
+    return {kind.__name__: kind for kind in kinds if kind.__module__.startswith("fasttfm.")}
 
 
 # ---- steps of an optimizer -------------------------------------------------------------------------------------------
@@ -137,7 +134,7 @@ def _training(device: torch.device) -> Trained:
 def _optimized(model: Any) -> Trained:
     """With a learning rate of 0: every step of the model is the same."""
     options: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.0, "weight_copies": True, "direct_gradients": True}
-    return Trained(model, fasttfm.optim.AdamW(model.parameters(), **options))
+    return Trained(model, optim.AdamW(model.parameters(), **options))
 
 
 def _rebuilt_training(trained: Trained, device: torch.device) -> Trained:
