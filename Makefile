@@ -24,6 +24,9 @@ PYTHONS ?=
 TAG ?=
 SANITIZER_ARGS ?=
 
+# Containers often set this. The tests start hundreds of interpreters, and each would compile all of torch's modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,17 @@ def test_ci_runs_the_tests_of_the_readme() -> None:
     assert {*called, *shown} <= targets
     assert called[0] == "test-all"
     assert {"demo", "test", "test-all"} <= {*shown}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_commands_of_the_makefile_keep_bytecode(tmp_path: Path) -> None:
+    """Also where the environment forbids it: without bytecode each of a test's interpreters compiles torch's modules."""
+    rules = (ROOT / "Makefile").read_text() + "\nshow-bytecode:\n\t@echo \"$${PYTHONDONTWRITEBYTECODE-unset}\"\n"
+    (tmp_path / "Makefile").write_text(rules)
+    command = ["make", "--silent", "--directory", str(tmp_path), "show-bytecode"]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split()[-1] == "unset"
 
 
 def test_pre_commit_runs_the_tools_of_lint() -> None:
