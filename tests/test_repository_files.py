@@ -103,7 +103,7 @@ def test_ci_runs_the_tests_of_the_readme() -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_commands_of_the_makefile_keep_bytecode(tmp_path: Path) -> None:
     """Also where the environment forbids it: without bytecode each interpreter of a test compiles torch again."""
-    rules = (ROOT / "Makefile").read_text() + "\nshow-bytecode:\n\t@echo \"$${PYTHONDONTWRITEBYTECODE-unset}\"\n"
+    rules = (ROOT / "Makefile").read_text() + '\nshow-bytecode:\n\t@echo "$${PYTHONDONTWRITEBYTECODE-unset}"\n'
     (tmp_path / "Makefile").write_text(rules)
     command = ["make", "--silent", "--directory", str(tmp_path), "show-bytecode"]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
