@@ -1,9 +1,11 @@
-"""Runs CUDA kernels under compute-sanitizer's four tools at the same time: ``python tools/sanitize_gpu.py [options]``.
+"""Runs kernels under compute-sanitizer's four tools at the same time: ``python tools/sanitize_gpu.py [options]``.
 
-Each tool checks the same tests (tools/run_tests.py runs them, in several processes per tool). Before that, memcheck and
-initcheck must report a control, a kernel that gets a wrong buffer: a filter that matches no kernel would find no error
-either. The table at the end has one row per op and tool; the log folder receives all findings (findings.txt) and the
-output of the tools. The exit code is 0 if all tests ran and passed and there are no findings.
+Each tool checks the same tests (tools/run_tests.py runs them, in several processes per tool). ``boundaries`` is
+memcheck once more, for all kernels, Triton's too: every public entry point with boundaries that are wrong
+(fasttfm.testing.seams). Before that, memcheck and initcheck must report a control, a kernel that gets a wrong buffer: a
+filter that matches no kernel would find no error either. The table at the end has one row per op and tool; the log
+folder receives all findings (findings.txt) and the output of the tools. The exit code is 0 if all tests ran and passed
+and there are no findings.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ TESTS = (
     "tests/kernels/test_gelu_product.py::test_results_that_are_not_needed",
     "tests/kernels/test_gelu_product.py::test_strides_and_odd_addresses",
 )
+BOUNDARIES = "boundaries"  # of the names that the command takes as tools
+BOUNDARY_TESTS = ("tests/seams/test_seams.py",)
 # Without torch's caching allocator, allocations are calls of cudaMalloc, which cannot be captured in a CUDA graph.
 KEYWORD = "not graph and not captured"
 # GEMMs of cuBLAS. Under racecheck a 16-bit one ends with an illegal memory access, although the filter excludes it, and
@@ -37,6 +41,7 @@ KEYWORD = "not graph and not captured"
 KEYWORDS = {
     "racecheck": f"{KEYWORD} and not linear_gelu and not mlp and not qkv_projection and not layers_in_one_call",
     "initcheck": f"{KEYWORD} and not qkv_projection and not layers_in_one_call",
+    BOUNDARIES: "test_seam_gpu and (boundaries or max_seqlen)",
 }
 CONTROL_SECONDS = 90
 OURS = "fasttfm"  # the namespace of all kernels, and so part of their names
@@ -52,6 +57,7 @@ TOOLS = {
     "racecheck": f"--kernel-name kns={OURS}",
     "synccheck": f"--kernel-name kns={OURS}",
     "initcheck": "",
+    BOUNDARIES: "",
 }
 
 CONTROL = """
@@ -109,7 +115,8 @@ def op_of(nodeid: str) -> str:
 
 
 def command_of(tool: str) -> str:
-    return f"compute-sanitizer --tool {tool} {COMMON} {TOOLS[tool]}".strip()
+    name = "memcheck" if tool == BOUNDARIES else tool
+    return f"compute-sanitizer --tool {name} {COMMON} {TOOLS[tool]}".strip()
 
 
 def start(tool: str, options: argparse.Namespace, log: Path) -> subprocess.Popen[bytes]:
@@ -118,7 +125,7 @@ def start(tool: str, options: argparse.Namespace, log: Path) -> subprocess.Popen
         *(sys.executable, str(RUNNER), "-m", "gpu", "-n", str(options.processes), "--wrap", command_of(tool)),
         *("--time-limit", str(options.time_limit), "--log", str(log / tool)),
         *("-k", f"({keyword}) and ({options.keyword})" if options.keyword else keyword),
-        *TESTS,
+        *(BOUNDARY_TESTS if tool == BOUNDARIES else TESTS),
     ]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # an allocation of its own for each tensor
     with (log / f"{tool}.txt").open("wb") as output:
@@ -162,7 +169,7 @@ def table(log: Path, tools: list[str]) -> tuple[list[str], list[str]]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="CUDA kernels under compute-sanitizer's tools.")
-    parser.add_argument("--tools", default=",".join(TOOLS), help="some tools only, separated by commas")
+    parser.add_argument("--tools", default=",".join(TOOLS), help=f"some of {','.join(TOOLS)}")
     parser.add_argument("-k", "--keyword", default="", help="pytest's -k")
     parser.add_argument("-n", "--processes", type=int, default=max((os.cpu_count() or 1) // 4, 1), help="per tool")
     parser.add_argument("--time-limit", type=float, default=420.0, help="seconds")

@@ -91,3 +91,17 @@ def test_some_tools_skip_the_ops_that_call_cublas(tool: Any, tmp_path: Path, mon
     assert "not mlp" not in keywords["initcheck"]
     assert keywords["memcheck"] == keywords["synccheck"] == "(not graph and not captured) and (mlp or gelu_product)"
     assert all("--launch-timeout" in tool.command_of(name) for name in tool.TOOLS)
+
+
+def test_wrong_boundaries_run_under_memcheck_with_all_kernels(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(tool.subprocess, "Popen", lambda command, **_: commands.append(command))
+    tool.start("boundaries", argparse.Namespace(processes=1, time_limit=1.0, keyword=""), tmp_path)
+    (command,) = commands
+    assert command[-1] == "tests/seams/test_seams.py"
+    assert command[command.index("-k") + 1] == "test_seam_gpu and (boundaries or max_seqlen)"
+    wrap = command[command.index("--wrap") + 1]
+    assert "--tool memcheck" in wrap
+    assert "--kernel-name" not in wrap

@@ -1,9 +1,7 @@
 """Boundaries of packed sequences that lie: raised or clamped on a CPU, and no memory outside of tensors on a GPU.
 
 Under ``compute-sanitizer --tool memcheck``, with ``PYTORCH_NO_CUDA_MEMORY_CACHING=1`` so that each tensor is an
-allocation of its own, the same calls also show reads outside of tensors:
-
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m fasttfm.testing.seams boundaries
+allocation of its own, the same calls also show reads outside of tensors: ``make sanitize-gpu`` runs them.
 """
 
 from __future__ import annotations
