@@ -37,6 +37,7 @@ FASTTFM_FUNCTION(Status, rms_norm_backward, const Tensor& dy, const Tensor& x, c
   if (!x.has_rows()) return bad_size("rms_norm: x must have adjacent columns and one stride between rows");
   const RmsNormBackward params{
       .dy = dy.data,
+      .dz = nullptr,
       .x = x.data,
       .weight = weight.data,
       .rstd = rstd.as<float>(),

@@ -19,6 +19,7 @@ FASTTFM_FUNCTION(Status, rotary_cpu, const Tensor& x, const Tensor& cos, const T
       .rotary_heads = rotary_heads,
       .columns = x.shape[2],
       .pairs = cos.columns(),
+      .table_rows = cos.shape[0],
       .token_stride = x.strides[0],
       .head_stride = x.strides[1],
       .sign = sign,

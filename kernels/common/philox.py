@@ -28,6 +28,11 @@ def threshold(p: float) -> int:
     return 0 if p == 0 else max(1, min(256, round(p * 256)))
 
 
+def probability(threshold: int) -> float:
+    """The probability with which the threshold drops an element."""
+    return threshold / 256
+
+
 def scale(threshold: int) -> float:
     """The factor of kept elements: one over the probability with which the threshold keeps them."""
     return 256 / (256 - threshold) if threshold < 256 else 0.0

@@ -39,6 +39,7 @@ template <class T>
 struct BackwardRow {
   const T* x;
   const T* dy;
+  const T* dz;  // or null
   T* dx;
   float rstd, slope;
 };
@@ -56,7 +57,8 @@ FASTTFM_KERNEL BackwardRow<T> backward_row(const RmsNormBackward& p, int64_t row
     sum_g_x = sum_g_x + g * load(x + c, n);
   });
   const float mean_g_x = sum(sum_g_x) / static_cast<float>(p.columns);
-  return {x, dy, static_cast<T*>(p.dx) + row * p.columns, rstd, rstd * (rstd * (rstd * mean_g_x))};
+  const T* dz = p.dz == nullptr ? nullptr : static_cast<const T*>(p.dz) + row * p.columns;
+  return {x, dy, dz, static_cast<T*>(p.dx) + row * p.columns, rstd, rstd * (rstd * (rstd * mean_g_x))};
 }
 
 constexpr int kRows = 4;
@@ -80,7 +82,9 @@ FASTTFM_KERNEL void backward_rows(const RmsNormBackward& p, int64_t first, int c
       prefetch(row.x + ahead * p.x_stride + c);
       prefetch(row.dy + ahead * p.columns + c);
       const Lanes dy = load(row.dy + c, n), x = load(row.x + c, n), scaled = dy * broadcast(row.rstd);
-      store(row.dx + c, scaled * w - broadcast(row.slope) * x, n);
+      Lanes dx = scaled * w - broadcast(row.slope) * x;
+      if (row.dz != nullptr) dx = dx + load(row.dz + c, n);
+      store(row.dx + c, dx, n);
       dw = dw + scaled * x;
     }
     if (dweight != nullptr) store(dweight + c, dw, n);

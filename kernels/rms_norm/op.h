@@ -30,6 +30,7 @@ struct RmsNormForward {
 
 struct RmsNormBackward {
   const void* dy;      // [N, C], dtype, contiguous
+  const void* dz;      // [N, C], dtype, contiguous: added to dx, which it may be; null for 0
   const void* x;       // [N, C], dtype; rows x_stride elements apart
   const void* weight;  // [C], weight_dtype, or null for 1
   const float* rstd;   // [N]

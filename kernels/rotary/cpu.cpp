@@ -14,24 +14,25 @@ namespace {
 template <class T>
 FASTTFM_KERNEL void rotate_token(const Rotary& p, int64_t token) {
   const int64_t position = p.positions == nullptr ? token % p.sequence : p.positions[token];
-  const float* cosines = p.cos + position * p.pairs;
-  const float* sines = p.sin + position * p.pairs;
-  const Lanes sign = broadcast(p.sign);
+  const bool known = position >= 0 && position < p.table_rows;
+  const float* cosines = p.cos + (known ? position * p.pairs : 0);
+  const float* sines = p.sin + (known ? position * p.pairs : 0);
+  const Lanes sign = broadcast(known ? p.sign : __builtin_nanf(""));
   for (int64_t head = 0; head < p.heads; ++head) {
     const T* x = static_cast<const T*>(p.x) + token * p.token_stride + head * p.head_stride;
     T* y = static_cast<T*>(p.y) + (token * p.heads + head) * p.columns;
     if (head >= p.rotary_heads) {
-      std::memcpy(y, x, p.columns * sizeof(T));
+      if (y != x) std::memcpy(y, x, p.columns * sizeof(T));
       continue;
     }
     for_columns(p.pairs, [&](int64_t c, auto n) {
       const Lanes a = load(x + c, n), b = load(x + p.pairs + c, n);
-      const Lanes cosine = load(cosines + c, n), sine = load(sines + c, n) * sign;
+      const Lanes sine = load(sines + c, n) * sign, cosine = known ? load(cosines + c, n) : sign;
       store(y + c, a * cosine - b * sine, n);
       store(y + p.pairs + c, a * sine + b * cosine, n);
     });
     const int64_t rotated = 2 * p.pairs;
-    std::memcpy(y + rotated, x + rotated, (p.columns - rotated) * sizeof(T));
+    if (y != x) std::memcpy(y + rotated, x + rotated, (p.columns - rotated) * sizeof(T));
   }
 }
 

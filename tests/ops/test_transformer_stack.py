@@ -239,7 +239,7 @@ def test_which_gradients_are_computed_layer_by_layer(monkeypatch: pytest.MonkeyP
     def depths() -> list[int]:
         layers = transformer_native.layers_of([each for layer in problem.layers for each in layer])
         assert isinstance(layers, transformer_native.Layers)
-        return [part.depth for part, _ in transformer_stack._parts(problem.x, problem.seeds, layers)]
+        return [part.depth for part, _ in parameters.parts_of(problem.x, problem.seeds, layers)]
 
     assert depths() == [3]
     hook = problem.layers[1].up_bias.register_post_accumulate_grad_hook(lambda _: None)
@@ -409,9 +409,7 @@ def test_parameters_in_another_dtype(bias: bool) -> None:
     layers = transformer_native.layers_of([each for layer in problem.layers for each in layer])
     assert not isinstance(layers, str)
     with torch.no_grad():
-        found, expected = (
-            transformer_stack._in_type(layers, torch.bfloat16, copies=copies) for copies in (False, True)
-        )
+        found, expected = (parameters.in_type(layers, torch.bfloat16, copies=copies) for copies in (False, True))
     for one, other, given in zip(found, expected, layers.given, strict=True):
         assert (one is given) is (other is given)
         assert one is None or (one.dtype == other.dtype and torch.equal(one, other))

@@ -41,6 +41,15 @@ __global__ void __launch_bounds__(S::kBlock) norm_forward_kernel(Params p) {
     rms_normalize_row<T, P, S>(p, row[0], x[0]);
 }
 
+// What the backward adds to dx: RMSNorm's params struct has such a gradient.
+template <class T, class Params>
+__device__ __forceinline__ const T* added_gradient(const Params& p) {
+  if constexpr (kCentered<Params>)
+    return nullptr;
+  else
+    return static_cast<const T*>(p.dz);
+}
+
 template <class T, class S>
 struct NormBackwardMemory {
   union {
@@ -66,6 +75,7 @@ __global__ void __launch_bounds__(S::kBlock, 1) norm_backward_kernel(Params p) {
   RowWalk<const T> x_walk(static_cast<const T*>(p.x), rows, p.x_stride);
   RowWalk<const T> dy_walk(static_cast<const T*>(p.dy), rows, columns);
   RowWalk<T> dx_walk(static_cast<T*>(p.dx), rows, columns);
+  RowWalk<const T> dz_walk(added_gradient<T>(p), rows, columns);
   int64_t row = rows.first;
 
   memory.ring.clear_past_end(columns);
@@ -122,9 +132,17 @@ __global__ void __launch_bounds__(S::kBlock, 1) norm_backward_kernel(Params p) {
         dweight[v][i] = fmaf(gradient[i], xhat[v][i] - correction, dweight[v][i]);
         dbias[v][i] += gradient[i];
       }
+      if constexpr (!kCenter)
+        if (p.dz != nullptr) {
+          float added[kVector];
+          widen(load_packed_if(in_row<S>(v, columns), dz_walk.vector + vector_offset<S>(v)), added);
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) out[i] += added[i];
+        }
       store_packed_if(in_row<S>(v, columns), dx_walk.vector + vector_offset<S>(v), narrow<T>(out));
     }
     dx_walk.next();
+    dz_walk.next();
     row += rows.stride;
   }
   pass_missed_barriers<1>(p.rows, rows);

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.rows import contiguous_rows
-from fasttfm.ops import direct_gradients, few_rows_layers, few_tokens, folded_layers, linear, transformer_native
+from fasttfm.ops import direct_gradients, few_rows_layers, few_tokens, folded_layers, transformer_native
 from fasttfm.ops.attention import TABLE as ATTENTION
 from fasttfm.ops.attention import backward_op as attention_backward_op
 from fasttfm.ops.backends import Backend, BackendTable, always
+from fasttfm.ops.layers.parameters import distinct, gradients_like, in_type, is_large, parts_of, summed, wanted_of
 from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, unshared
 from fasttfm.ops.transformer_block import (
     BlockBackward,
@@ -30,16 +30,6 @@ from fasttfm.ops.transformer_block import (
     transformer_block,
 )
 from fasttfm.ops.transformer_native import PARAMETERS, Batch, Layers, layers_in, versions
-
-# The parameters of a layer that are operands of GEMMs, in x's dtype.
-_MULTIPLIED = tuple(
-    BlockParameters._fields.index(name) for name in ("qkv_weight", "qkv_bias", "out_weight", "up_weight", "down_weight")
-)
-# If the multiply-adds of a layer's [C, C] GEMM exceed this, the GPU takes longer for a layer than the host. Then each
-# layer is a separate autograd node, whose memory is freed as soon as its backward has run.
-_LARGE = 2**34
-
-_requires_grad = operator.attrgetter("requires_grad")
 
 
 def transformer_stack(
@@ -129,7 +119,7 @@ def _run_native(
     kept = few_tokens.current()
     if few_rows and kept is not None and (y := _run_with(kept, batch, options, layers)) is not None:
         return y, None
-    own = _in_type(layers, batch.x.dtype, copies=False)
+    own = in_type(layers, batch.x.dtype, copies=False)
     y, z, _ = transformer_native.forward(batch, residual, layers, own, options, training=False, few_rows=few_rows)
     return y, z
 
@@ -148,69 +138,13 @@ def _run_with_gradient(
     batch: Batch, residual: Tensor | None, options: BlockOptions, layers: Layers
 ) -> tuple[Tensor, Tensor | None]:
     x = batch.x
-    for part, seeds in _parts(x, batch.seeds, layers):
-        unique = _unique(part)
+    for part, seeds in parts_of(x, batch.seeds, layers):
+        unique = distinct(part)
         direct = list(unique.values()) if part is layers and direct_gradients.is_accepted(unique) else None
         inputs = unique.values() if direct is None else (direct_gradients.witness(x),)
         call = (x, residual, batch.cu_seqlens, seeds, options, part)
         x, residual = _TransformerStack.apply_plain(*call, direct, *inputs)
     return x, residual
-
-
-def _unique(layers: Layers) -> dict[int, Tensor]:
-    """The parameters, each once, by their ids."""
-    present = layers.present()
-    return dict(zip(map(id, present), present, strict=True))
-
-
-def _parts(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Layers, Tensor | None]]:
-    """The layers of each autograd node, and their seeds: all in one node, unless layers are large, some gradients are
-    not needed, or gradients are used layer by layer, by distributed training or hooks."""
-    present = layers.present()
-    single = (
-        layers.depth == 1
-        or _is_large(x)
-        or (torch.distributed.is_available() and torch.distributed.is_initialized())
-        or not all(map(_requires_grad, present))
-        or any(map(direct_gradients.last_hooks_of, present))
-    )
-    if not single:
-        return [(layers, seeds)]
-    parts = []
-    for index in range(layers.depth):
-        given = layers.given[index * PARAMETERS : (index + 1) * PARAMETERS]
-        own = None if seeds is None else seeds[index : index + 1]
-        table = layers.table[index * PARAMETERS : (index + 1) * PARAMETERS]
-        parts.append((layers._replace(given=given, depth=1, table=table), own))
-    return parts
-
-
-def _is_large(x: Tensor) -> bool:
-    tokens, width = x.shape
-    return tokens * width * width >= _LARGE
-
-
-def _in_type(layers: Layers, dtype: torch.dtype, *, copies: bool) -> list[Tensor | None]:
-    """The parameters, with the operands of GEMMs in x's dtype, by one launch for all layers."""
-    if layers.dtype == dtype:
-        return layers.given
-    own: list[Any] = list(layers.given)
-    if copies:
-        indices = [first + index for first in range(0, len(own), PARAMETERS) for index in _MULTIPLIED]
-        cast = linear.in_type([own[index] for index in indices], dtype, copies=True)
-        for index, tensor in zip(indices, cast, strict=True):
-            own[index] = tensor
-        return own
-    given: list[Tensor] = []
-    made: list[Tensor] = []
-    for index in _MULTIPLIED:
-        same = own[index::PARAMETERS]
-        if same[0] is not None:  # one tensor for the same parameter of all layers
-            given += same
-            own[index::PARAMETERS] = same[0].new_empty((layers.depth, *same[0].shape), dtype=dtype).unbind()
-            made += own[index::PARAMETERS]
-    torch._foreach_copy_(made, given)
-    return own
 
 
 class _TransformerStack(OpFunction):
@@ -231,7 +165,7 @@ class _TransformerStack(OpFunction):
     ) -> tuple[Tensor, Tensor | None]:
         """``direct`` are the parameters whose gradients the backward writes itself, if they are no inputs."""
         batch = Batch(x, None if residual is None else residual.dtype, cu_seqlens, seeds)
-        own = _in_type(layers, x.dtype, copies=True)
+        own = in_type(layers, x.dtype, copies=True)
         y, z, kept = transformer_native.forward(batch, residual, layers, own, options, training=True)
         ctx.save_for_backward(x, *unshared(cu_seqlens), seeds, kept, z)
         # Parameters are not saved tensors, which torch would wrap one by one; the backward compares their versions.
@@ -250,8 +184,8 @@ class _TransformerStack(OpFunction):
         dy = torch.zeros_like(x) if dy is None else contiguous_rows(dy)
         dz = None if dz is None else contiguous_rows(dz)
         direct: list[Tensor] | None = ctx.direct
-        wanted = _wanted(layers, ctx.needs_input_grad[_INPUTS:] if direct is None else [True] * len(direct))
-        gradients = _gradients_like(ctx.own, wanted, layers)
+        wanted = wanted_of(layers, ctx.needs_input_grad[_INPUTS:] if direct is None else [True] * len(direct))
+        gradients = gradients_like(ctx.own, wanted, layers)
         arguments = (batch, layers, ctx.own, ctx.options, kept, z)
         try:
             dx, dresidual = transformer_native.backward(
@@ -259,7 +193,7 @@ class _TransformerStack(OpFunction):
             )
         except _native.DoesNotFit:  # a part of the GPU is too small for blocks that wait for each other
             dx, dresidual, gradients = _backward_op_by_op(*arguments, dy, dz, wanted)
-        found = _summed(gradients, layers)
+        found = summed(gradients, layers)
         if direct is not None:
             direct_gradients.accumulate(ctx, direct, found)
             found = [None]
@@ -274,7 +208,7 @@ def _faster_attention(
 ) -> Callable[[Tensor], Tensor] | None:
     """Attention's backward by the op, if a layer is large and another backend than CUDA is faster; otherwise None."""
     x = batch.x
-    if not x.is_cuda or layers.depth > 1 or not _is_large(x) or options.backend is not None:
+    if not x.is_cuda or layers.depth > 1 or not is_large(x) or options.backend is not None:
         return None
     _, saved = transformer_native.kept_tensors(batch, layers, options, kept, z, 0)
     bounds = {"max_seqlen": options.max_seqlen, "max_seqlen_k": options.max_seqlen}
@@ -293,49 +227,6 @@ def _attention_backward(batch: Batch, options: BlockOptions, saved: Saved, dout:
         dout.view_as(out), saved.qkv, None, None, out, saved.lse, *call
     )[0]
     return dqkv
-
-
-def _wanted(layers: Layers, of_unique: Sequence[bool]) -> Sequence[bool]:
-    """Whether the gradient of each parameter of each layer is needed."""
-    if len(of_unique) == len(layers.given):
-        return of_unique
-    by_id = dict(zip(_unique(layers), of_unique, strict=True))
-    return [each is not None and by_id[id(each)] for each in layers.given]
-
-
-def _summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tensor | None]:
-    """The gradient of each parameter. The gradients of a shared parameter are added in the order of the backward, as
-    autograd does for several nodes."""
-    present = layers.present()
-    if len(set(map(id, present))) == len(present):
-        if len(present) == len(layers.given):
-            return gradients
-        return [gradient for gradient, each in zip(gradients, layers.given, strict=True) if each is not None]
-    indices: dict[int, list[int]] = {}
-    for index, each in enumerate(layers.given):
-        if each is not None:
-            indices.setdefault(id(each), []).append(index)
-    totals = [gradients[group[-1]] for group in indices.values()]
-    for step in range(2, 1 + max(map(len, indices.values()))):
-        pairs = zip(totals, indices.values(), strict=True)
-        shared = [(total, group[-step]) for total, group in pairs if total is not None and len(group) >= step]
-        terms: Any = [gradients[index] for _, index in shared]
-        torch._foreach_add_([total for total, _ in shared], terms)
-    return totals
-
-
-def _gradients_like(own: list[Tensor | None], wanted: Sequence[bool], layers: Layers) -> list[Tensor | None]:
-    """Allocates the gradients in the parameters' dtype. Each has a storage of its own, as those of autograd have: its
-    owner may free or save it without those of the other layers."""
-    if layers.depth == 1:
-        return [
-            torch.empty_like(each, dtype=layers.dtype) if each is not None and want else None
-            for each, want in zip(own, wanted, strict=True)
-        ]
-    if None in layers.shapes:
-        return [None if each is None else torch.empty_like(each) for each in layers.given]
-    parameters: Any = layers.given
-    return list(map(torch.empty_like, parameters))
 
 
 def _backward_op_by_op(

@@ -1,0 +1,64 @@
+#include "layers/op.h"
+
+#include "binding.h"
+#include "common/cuda/device.h"
+
+namespace fasttfm {
+
+// Sizes that steps read, in the order of Python's Sizes.
+#define LAYERS_SIZES(F)                                                                                       \
+  F(int64_t, tokens), F(int64_t, sequences), F(int64_t, max_seqlen), F(int64_t, processors), F(DType, dtype), \
+      F(DType, residual_dtype), F(DType, parameter_dtype)
+
+namespace {
+
+LayersCall call_of(const int64_t* words, int64_t word_count, LAYERS_SIZES(FASTTFM_PARAMETER)) {
+  LayersCall call{};
+  call.words = words;
+  call.word_count = word_count;
+  call.tokens = tokens;
+  call.sequences = sequences;
+  call.max_seqlen = max_seqlen;
+  call.processors = processors;
+  call.dtype = dtype;
+  call.residual_dtype = residual_dtype;
+  call.parameter_dtype = parameter_dtype;
+  return call;
+}
+
+}  // namespace
+
+// Writes the bytes of the workspace to `needed`.
+FASTTFM_FUNCTION(Status, layers_workspace_cpu, const int64_t* words, int64_t word_count,
+                 LAYERS_SIZES(FASTTFM_PARAMETER), int64_t* needed) {
+  LayersCall call = call_of(words, word_count, LAYERS_SIZES(FASTTFM_NAME));
+  call.needed = needed;
+  return cpu::layers_workspace(call);
+}
+
+#ifdef FASTTFM_WITH_HOPPER
+FASTTFM_FUNCTION(Status, layers_workspace_cuda, const int64_t* words, int64_t word_count,
+                 LAYERS_SIZES(FASTTFM_PARAMETER), int64_t* needed) {
+  LayersCall call = call_of(words, word_count, LAYERS_SIZES(FASTTFM_NAME));
+  call.needed = needed;
+  return cuda::layers_workspace(call);
+}
+#endif
+
+// `buffers`, `parameters` and `gradients` are tables of addresses.
+FASTTFM_FUNCTION(Status, layers_run, const int64_t* words, int64_t word_count, LAYERS_SIZES(FASTTFM_PARAMETER),
+                 const Tensor& cu_seqlens, const Tensor& workspace, const int64_t* buffers, const int64_t* parameters,
+                 const int64_t* gradients) {
+  LayersCall call = call_of(words, word_count, LAYERS_SIZES(FASTTFM_NAME));
+  call.tables[0] = buffers;
+  call.tables[1] = parameters;
+  call.tables[2] = gradients;
+  call.cu_seqlens = cu_seqlens.as<int32_t>();
+  call.workspace = workspace.data;
+  call.block_memory = cuda::block_memory(context.device);
+  call.device = context.device;
+  call.stream = context.stream;
+  return FASTTFM_LAUNCH_HOPPER(layers_run, call);
+}
+
+}  // namespace fasttfm

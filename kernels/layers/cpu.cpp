@@ -1,0 +1,102 @@
+// Lists of steps on the CPU, in fp32. GEMMs use the BLAS that the process has loaded.
+#include "common/cpu/isa.h"
+#include "layers/run.h"
+
+namespace fasttfm {
+namespace FASTTFM_ISA {
+namespace {
+
+using namespace layers;
+
+struct Cpu {
+  static constexpr auto gemm = cpu::gemm;
+  static constexpr auto rotary = cpu::rotary;
+  static constexpr auto attention_forward = cpu::attention_forward;
+  static constexpr auto attention_backward = cpu::attention_backward;
+  static constexpr auto rms_norm_forward = cpu::rms_norm_forward;
+  static constexpr auto gated_activation_forward = cpu::gated_activation_forward;
+  static constexpr auto gated_activation_backward = cpu::gated_activation_backward;
+  static constexpr auto activation_forward = cpu::bias_gelu_forward;
+  static constexpr auto activation_backward = cpu::bias_gelu_backward;
+  static constexpr auto column_sum = cpu::column_sum;
+  static constexpr int64_t kGemmWorkspaceBytes = 0;
+
+  static Status add_norm_forward(const DropoutAddLayerNormForward& call) {
+    DropoutAddLayerNormForward norm = call;
+    if (norm.z == nullptr) norm.z = norm.y;  // a sum that is not needed is normalized in place
+    return cpu::dropout_add_layer_norm_forward(norm);
+  }
+  static Status add_norm_backward(const DropoutAddLayerNormBackward& call) {
+    return cpu::dropout_add_layer_norm_backward(call);
+  }
+  static Status rms_norm_backward(const RmsNormBackward& call) { return cpu::rms_norm_backward(call); }
+
+  static Status zero(const LayersCall&, void* target, int64_t bytes) {
+    std::memset(target, 0, bytes);
+    return {};
+  }
+
+  // Their kernels are Hopper's.
+  static void rotary_projection(Run<Cpu>* run) { refuse(run); }
+  static void gemm_activation(Run<Cpu>* run) { refuse(run); }
+  static void refuse(Run<Cpu>* run) { run->status_ = {StatusCode::bad_value, "layers: a step that the CPU has not"}; }
+
+  static int64_t attention_workspace(const LayersCall& call, int64_t head_dim) {
+    return bytes_of(cpu::attention_forward_workspace(head_dim, call.processors));
+  }
+  static int64_t attention_backward_workspace(const LayersCall& call, const AttentionBackward& attention) {
+    return bytes_of(
+        cpu::attention_backward_workspace(call.max_seqlen, call.max_seqlen, attention.head_dim, call.processors));
+  }
+  static int64_t add_norm_workspace(const LayersCall& call, int64_t columns) {
+    return bytes_of(cpu::dropout_add_layer_norm_workspace(call.tokens, columns));
+  }
+  static int64_t rms_norm_workspace(const LayersCall& call, int64_t columns) {
+    return bytes_of(cpu::rms_norm_workspace(call.tokens, columns));
+  }
+  static int64_t gated_activation_parts(const LayersCall&, int64_t) { return 0; }
+  static int64_t gated_activation_workspace(const LayersCall& call, int64_t columns) {
+    return bytes_of(cpu::gated_activation_workspace(call.tokens, columns));
+  }
+  static int64_t activation_parts(const LayersCall&, int64_t) { return 0; }
+  static int64_t activation_workspace(const LayersCall& call, int64_t columns) {
+    return bytes_of(cpu::bias_gelu_workspace(call.tokens, columns));
+  }
+  static int64_t column_sum_parts(const LayersCall&, int64_t) { return 0; }
+  static int64_t column_sum_workspace(const LayersCall& call, int64_t columns) {
+    return bytes_of(cpu::column_sum_workspace(call.tokens, columns));
+  }
+  static int64_t bytes_of(int64_t floats) { return (Count(floats) * 4).value; }
+
+  template <class Params>
+  static void set(const LayersCall& call, Params* params) {
+    params->threads = static_cast<int>(call.processors);
+    set_workspace(call, params);
+  }
+  static void set(const LayersCall&, Gemm*) {}
+  template <class Params>
+  static void set_workspace(const LayersCall&, Params*) {}
+  static void set_workspace(const LayersCall& call, AttentionForward* attention) {
+    attention->workspace = static_cast<float*>(call.workspace);
+  }
+  static void set_workspace(const LayersCall& call, AttentionBackward* attention) {
+    attention->workspace = static_cast<float*>(call.workspace);
+  }
+};
+
+Status check(const LayersCall& call) { return call.dtype == DType::f32 ? Status{} : unknown_dtype(); }
+
+}  // namespace
+
+Status layers_run(const LayersCall& call) {
+  const Status status = check(call);
+  return status.code == StatusCode::ok ? run<Cpu>(call) : status;
+}
+
+Status layers_workspace(const LayersCall& call) { return write_workspace<Cpu>(call); }
+
+}  // namespace FASTTFM_ISA
+}  // namespace fasttfm
+
+FASTTFM_CPU_LAUNCHER(layers_run, LayersCall)
+FASTTFM_CPU_LAUNCHER(layers_workspace, LayersCall)

@@ -1,0 +1,216 @@
+"""Runs a plan by the native core: on Hopper in 16-bit types, on a CPU in fp32. One call for all steps of a direction."""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fasttfm import _native
+from fasttfm.kernels.common.launch import multiprocessors
+from fasttfm.ops.attention_checks import check_values
+from fasttfm.ops.backends import dtype_name
+from fasttfm.ops.layers.plan import BUFFERS, FIELDS, Plan, Words, plan
+from fasttfm.ops.layers.rules import Situation, applied
+from fasttfm.ops.layers.spec import LayerSpec
+from fasttfm.ops.layers.torch_executor import Inputs
+from fasttfm.ops.transformer_native import Layers, address_table, missing_cpu, missing_cuda
+
+_ROWS = 64  # kernels/layers/op.h: kLayerRows
+_ALIGNMENT = 16  # bytes
+_MOST_SIZES = 4096  # of calls, whose workspaces a plan remembers
+
+
+class Sizes(NamedTuple):
+    """LAYERS_SIZES in csrc/layers.cpp."""
+
+    tokens: int
+    sequences: int
+    max_seqlen: int
+    processors: int
+    dtype: int
+    residual_dtype: int
+    parameter_dtype: int
+
+
+def plan_of(specs: tuple[LayerSpec, ...], inputs: Inputs, *, training: bool) -> Plan:
+    """The plan for a call."""
+    x, stream = inputs.x, inputs.x if inputs.residual is None else inputs.residual
+    situation = Situation(x.device.type, training, x.element_size(), stream.element_size())
+    return plan(specs, situation._replace(rules=applied(specs, situation, x.shape[0])))
+
+
+def forward(
+    found: Plan, inputs: Inputs, layers: Layers, own: list[Tensor | None]
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y, z of a pre-LN model, and what is saved for the backward. ``own``: the parameters, weights in x's dtype."""
+    x, residual = inputs.x, inputs.residual
+    check_values("attention", x.shape[0], inputs.max_seqlen, inputs.cu_seqlens, None)
+    y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
+    kept, scratch = _rows(found.kept, x), _rows(found.scratch, x)
+    buffers = _buffers(inputs, scratch=scratch, kept=kept, y=y, z=z)
+    table = layers.table if own is layers.given else address_table(own)
+    _run(found.words, inputs, layers, buffers, table, None)
+    return y, z, kept
+
+
+def backward(
+    found: Plan,
+    inputs: Inputs,
+    layers: Layers,
+    own: list[Tensor | None],
+    kept: Tensor,
+    z: Tensor | None,
+    *,
+    dy: Tensor,
+    dz: Tensor | None,
+    gradients: list[Tensor | None],
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x and of the stream. Writes those of the parameters into ``gradients`` that are not None."""
+    x, residual = inputs.x, inputs.residual
+    dx, dresidual = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
+    scratch = _rows(found.backward_scratch, x)
+    buffers = _buffers(inputs, scratch=scratch, kept=kept, z=z, dy=dy, dz=dz, dx=dx, dresidual=dresidual)
+    _run(found.backward_words, inputs, layers, buffers, address_table(own), address_table(gradients))
+    return dx, dresidual
+
+
+def _rows(count: int, x: Tensor) -> Tensor:
+    """Memory of so many bytes per token."""
+    rows = -(-x.shape[0] // _ROWS) * _ROWS
+    return torch.empty(count * rows, dtype=torch.uint8, device=x.device)
+
+
+def _buffers(inputs: Inputs, **others: Tensor | None) -> array[int]:
+    """The core's table of buffers."""
+    known = {"x": inputs.x, "residual": inputs.residual, "seeds": inputs.seeds, "positions": inputs.positions, **others}
+    table = array("q", (0 if (each := known.get(name)) is None else each.data_ptr() for name in BUFFERS))
+    for cos, sin in inputs.tables:
+        table.extend((cos.data_ptr(), sin.data_ptr(), cos.shape[0]))
+    return table
+
+
+def _run(
+    words: Words,
+    inputs: Inputs,
+    layers: Layers,
+    buffers: array[int],
+    parameters: array[int],
+    gradients: array[int] | None,
+) -> None:
+    x, core = inputs.x, _native.core()
+    stream = x if inputs.residual is None else inputs.residual
+    processors = multiprocessors(x) if x.is_cuda else torch.get_num_threads()
+    types = (_native.DTYPE_CODES[x.dtype], _native.DTYPE_CODES[stream.dtype], _native.DTYPE_CODES[layers.dtype])
+    tokens, sequences = x.shape[0], inputs.cu_seqlens.shape[0] - 1
+    sizes = Sizes(tokens, sequences, min(inputs.max_seqlen, tokens), processors, *types)
+    address, count = words.encoded.buffer_info()
+    needed = words.workspace_bytes.get(sizes)
+    if needed is None:
+        counted = array("q", (0,))
+        write = core.layers_workspace_cuda if x.is_cuda else core.layers_workspace_cpu
+        write(address, count, *sizes, counted.buffer_info()[0])
+        (needed,) = counted
+        if len(words.workspace_bytes) < _MOST_SIZES:
+            words.workspace_bytes[sizes] = needed
+    workspace = torch.empty(needed, dtype=torch.uint8, device=x.device)
+    targets = 0 if gradients is None else gradients.buffer_info()[0]
+    tables = (buffers.buffer_info()[0], parameters.buffer_info()[0], targets)
+    core.layers_run(address, count, *sizes, inputs.cu_seqlens, workspace, *tables)
+
+
+# ---- which calls the core supports -----------------------------------------------------------------------------------
+
+
+def refuse(specs: tuple[LayerSpec, ...], inputs: Inputs, layers: Layers, *, gradient: bool) -> str | None:
+    """Why the core does not run a call; None if it does."""
+    x, residual = inputs.x, inputs.residual
+    tokens, width = x.shape
+    if tokens == 0 or not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
+        return "takes contiguous rows, at least one"
+    if layers.device != x.device or width != specs[0].width:
+        return "takes parameters on x's device, in shapes that fit x"
+    stream = x.dtype if residual is None else residual.dtype
+    types = (x.dtype, stream, layers.dtype)
+    reason = _refuse_spec(specs, layers.shapes, x.device, types)
+    if reason is not None or not x.is_cuda:
+        return reason
+    if any(each is not None and each.data_ptr() % _ALIGNMENT for each in (x, residual)):
+        return f"takes tensors that start at a multiple of {_ALIGNMENT} bytes"
+    return _refuse_backward(specs, types, x.device, inputs.max_seqlen) if gradient else None
+
+
+Types = tuple[torch.dtype, torch.dtype, torch.dtype]  # of x, of the stream, of parameters
+
+
+@functools.lru_cache(maxsize=256)
+def _refuse_spec(
+    specs: tuple[LayerSpec, ...], shapes: tuple[torch.Size | None, ...], device: torch.device, types: Types
+) -> str | None:
+    named = {name: tuple(shape) for name, shape in zip(FIELDS, shapes, strict=True) if shape is not None}
+    for spec in set(specs):
+        if spec.shapes() != named:
+            return "takes parameters in shapes that fit the layers"
+        if spec.attention.rotary_columns % 16 and device.type == "cuda":
+            return f"rotates columns in multiples of 16, got {spec.attention.rotary_columns}"
+        rms = "rms" in (spec.norm_a.kind, spec.norm_b.kind)
+        if rms and (
+            types[0] != types[1] or spec.dropout_a or spec.dropout_b or {"out_bias", "down_bias"} & named.keys()
+        ):
+            return "takes RMSNorm without dropout, without biases before it, and with a stream in x's dtype"
+        reason = (_refuse_cuda if device.type == "cuda" else _refuse_cpu)(spec, types)
+        if reason is not None:
+            return reason
+    return missing_cuda(device) if device.type == "cuda" else missing_cpu()
+
+
+def _refuse_cpu(spec: LayerSpec, types: Types) -> str | None:
+    if set(types) != {torch.float32}:
+        return f"takes float32 on a CPU, got {dtype_name(types[0])}"
+    if spec.attention.head_dim not in range(16, 257, 8):
+        return f"takes head dims of 16 to 256 in steps of 8, got {spec.attention.head_dim}"
+    return None
+
+
+_HEAD_DIMS = (64, 128)
+
+
+def _refuse_cuda(spec: LayerSpec, types: Types) -> str | None:
+    dtype, stream, parameters = types
+    own = spec.attention
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, got {dtype_name(dtype)}"
+    if parameters not in (dtype, torch.float32) or (parameters != torch.float32 and stream != dtype):
+        return "takes parameters in x's type or float32, and float32 ones where the stream is float32"
+    if own.head_dim not in _HEAD_DIMS or spec.width % 8 or spec.feed_forward.columns % 8 or spec.width > 8192:
+        return (
+            f"takes head dims of 64 and 128 and up to 8192 columns, in multiples of 8, got {own.head_dim}, {spec.width}"
+        )
+    if not own.is_causal_or_full() and own.dropout:
+        return "takes windows without dropout of attention weights"
+    if own.heads != own.kv_heads and own.dropout:
+        return "takes grouped heads without dropout of attention weights"
+    return None
+
+
+_WINDOW_QUERIES, _WINDOW_KEYS = 512, 321  # kernels/attention/op.h: of the backward with windows and heads of 64
+
+
+@functools.lru_cache(maxsize=256)
+def _refuse_backward(specs: tuple[LayerSpec, ...], types: Types, device: torch.device, max_seqlen: int) -> str | None:
+    for spec in set(specs):
+        own = spec.attention
+        if not own.is_causal_or_full():
+            sides = (own.window_left, own.window_right)
+            if min(sides) < 0 or (sum(sides) > _WINDOW_KEYS and max_seqlen > _WINDOW_QUERIES):
+                return f"goes backward with windows of up to {_WINDOW_KEYS} keys, got {sides}"
+            if own.heads != own.kv_heads:
+                return "goes backward with grouped heads without a window"
+        limit = _native.block_memory(device.index)
+        codes = (_native.DTYPE_CODES[types[0]], _native.DTYPE_CODES[types[1]])
+        if _native.core().dropout_add_layer_norm_backward_memory_cuda(spec.width, *codes, 1, limit) > limit:
+            return "takes GPUs with more shared memory"
+    return None

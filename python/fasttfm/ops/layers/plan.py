@@ -1,0 +1,421 @@
+"""The steps of a stack of layers, forward and backward, and where their tensors lie in memory.
+
+All tensors are proportional to the number of tokens, so that a plan counts bytes per token and serves any batch. A
+tensor that the backward reads is kept; another one is in scratch memory, from the step that writes it to the last one
+that reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.activation import CODES as ACTIVATIONS
+from fasttfm.ops.layers import steps
+from fasttfm.ops.layers.rules import RULES, Situation
+from fasttfm.ops.layers.spec import LayerSpec, Norm
+from fasttfm.ops.transformer_block import BlockParameters
+
+FIELDS = BlockParameters._fields
+SEEDS = 3  # of a layer
+
+# The buffers of a call, in the order of the core's table. After them, each pair of rotary tables has its cosines, its
+# sines and their number of rows.
+BUFFERS = ("scratch", "kept", "x", "residual", "y", "z", "seeds", "positions", "dy", "dz", "dx", "dresidual")
+TABLE_FIELDS = 3
+_GIVEN = frozenset(BUFFERS[2:])
+_ROWS = 64  # kernels/layers/op.h: kLayerRows
+_ALIGNMENT = 4  # bytes per token, which are 256 bytes of _ROWS tokens
+
+
+class Words:
+    """Steps as the core reads them, and the bytes of the workspace that they need, by the sizes of a call."""
+
+    def __init__(self, encoded: array[int]) -> None:
+        self.encoded = encoded
+        self.workspace_bytes: dict[Any, int] = {}
+
+
+class Plan(NamedTuple):
+    """Steps of both directions, and their words for the core."""
+
+    forward: tuple[Any, ...]
+    backward: tuple[Any, ...]  # empty without training
+    words: Words
+    backward_words: Words
+    kept: int  # bytes per token, like the following
+    scratch: int
+    backward_scratch: int
+
+
+@functools.lru_cache(maxsize=256)
+def plan(specs: tuple[LayerSpec, ...], situation: Situation) -> Plan:
+    """The plan for layers in a situation, whose ``rules`` are those that apply."""
+    forward = _Forward(specs, situation)
+    backward = _Backward(forward).steps if situation.training else []
+    read_later = {name for step in backward for name in steps.names_in(step)}
+    sizes = forward.sizes
+    kept = [name for name in sizes if name in read_later and any(name in _defined(step) for step in forward.steps)]
+    places, kept_bytes = _in_order(kept, sizes), sum(map(sizes.__getitem__, kept))
+    scratch, scratch_bytes = _placed(forward.steps, sizes, {*kept})
+    words = _encoded(forward.steps, {**_named("kept", places), **_named("scratch", scratch)})
+    later, later_bytes = _placed(backward, sizes, {*kept})
+    backward_words = _encoded(backward, {**_named("kept", places), **_named("scratch", later)})
+    return Plan(tuple(forward.steps), tuple(backward), words, backward_words, kept_bytes, scratch_bytes, later_bytes)
+
+
+def _defined(step: Any) -> list[str]:
+    return steps.written_by(step)
+
+
+# ---- the forward -----------------------------------------------------------------------------------------------------
+
+
+class _Forward:
+    """``sizes``: bytes per token of each tensor that the plan places."""
+
+    def __init__(self, specs: tuple[LayerSpec, ...], situation: Situation) -> None:
+        self.specs, self.situation = specs, situation
+        self.steps: list[Any] = []
+        self.sizes: dict[str, int] = {}
+        self.columns: dict[str, int] = {}  # of tensors in x's dtype
+        self._counters = self._tile_counters()
+        x, stream = "x", "residual" if specs[0].pre_norm else "x"
+        for index, spec in enumerate(specs):
+            last = index + 1 == len(specs)
+            branch = self._attention(index, spec, x)
+            norm = (spec.norm_a, "norm_a", "out_bias", spec.dropout_a, 1)
+            y1, z1 = self._add_norm(index, spec, branch, stream, norm, ("y1", "z1"))
+            branch = self._feed_forward(index, spec, y1)
+            norm = (spec.norm_b, "norm_b", "down_bias", spec.dropout_b, 2)
+            given = ("y", "z" if spec.pre_norm else None) if last else None
+            x, z = self._add_norm(index, spec, branch, z1 if spec.pre_norm else y1, norm, ("y2", "z2"), given)
+            stream = z if spec.pre_norm else x
+
+    def tensor(self, name: str, columns: int) -> str:
+        """A tensor of the plan, in x's dtype."""
+        self.columns[name] = columns
+        return self._sized(name, columns * self.situation.itemsize)
+
+    def stream(self, name: str, columns: int) -> str:
+        return self._sized(name, columns * self.situation.stream_itemsize)
+
+    def _sized(self, name: str, size: int) -> str:
+        self.sizes[name] = -(-size // _ALIGNMENT) * _ALIGNMENT
+        return name
+
+    def parameter(self, index: int, spec: LayerSpec, name: str) -> str | None:
+        return f"{index}.{name}" if name in spec.present else None
+
+    def _tile_counters(self) -> str | None:
+        """Hopper's attention reads a counter, which is 0 before the first step that depends on others."""
+        if self.situation.device != "cuda":
+            return None
+        size = 4 * len(self.specs)
+        self.steps.append(steps.Zero("counters", size))
+        return self._sized("counters", -(-size // _ROWS))
+
+    def _attention(self, index: int, spec: LayerSpec, x: str) -> str:
+        own = spec.attention
+        qkv = self.tensor(f"{index}.qkv", own.columns)
+        self._project(index, spec, x, qkv)
+        attended = own.heads * own.head_dim
+        out, lse = self.tensor(f"{index}.out", attended), self._sized(f"{index}.lse", 4 * own.heads)
+        scale = 1 / math.sqrt(own.head_dim) if own.scale is None else own.scale
+        threshold = philox.threshold(own.dropout)
+        seed = "seeds" if threshold else None
+        self.steps.append(
+            steps.Attention(
+                *(qkv, seed, SEEDS * index, own.heads, own.kv_heads, own.head_dim),
+                *(own.window_left, own.window_right, scale, threshold, philox.scale(threshold)),
+                *(out, lse, self._counters, index),
+            )
+        )
+        return self._linear(index, spec, "out", out, attended, spec.width)
+
+    def _project(self, index: int, spec: LayerSpec, x: str, qkv: str) -> None:
+        own = spec.attention
+        weight, bias = f"{index}.qkv_weight", self.parameter(index, spec, "qkv_bias")
+        if own.rotary is None:
+            self.steps.append(steps.Gemm(x, weight, bias, None, qkv, own.columns, spec.width, True))
+            return
+        tables = (f"cos{own.rotary}", f"sin{own.rotary}", "positions", _table_buffer(own.rotary) + 2)
+        if self._applies("rotary_projection", spec):
+            sizes = (own.heads, own.head_dim)
+            self.steps.append(steps.RotaryProjection(x, weight, bias, qkv, own.columns, spec.width, *tables, *sizes))
+            return
+        self.steps.append(steps.Gemm(x, weight, bias, None, qkv, own.columns, spec.width, True))
+        heads = (own.heads + 2 * own.kv_heads, own.heads + own.kv_heads, own.head_dim, own.rotary_columns // 2)
+        self.steps.append(steps.Rotary(qkv, *tables, *heads, 1.0))
+
+    def _applies(self, name: str, spec: LayerSpec) -> bool:
+        if name not in self.situation.rules:
+            return False
+        rule = next(rule for rule in RULES if rule.name == name)
+        return rule.refuse(spec, self.situation, _ANY_ROWS) is None
+
+    def _linear(self, index: int, spec: LayerSpec, name: str, x: str, inner: int, columns: int) -> str:
+        """The product with a weight; its bias is added with the residual."""
+        branch = self.tensor(f"{index}.{name}.branch", columns)
+        self.steps.append(steps.Gemm(x, f"{index}.{name}_weight", None, None, branch, columns, inner, True))
+        return branch
+
+    def _feed_forward(self, index: int, spec: LayerSpec, y1: str) -> str:
+        own = spec.feed_forward
+        weight, bias = f"{index}.up_weight", self.parameter(index, spec, "up_bias")
+        a, code = self.tensor(f"{index}.a", own.columns), ACTIVATIONS[own.activation]
+        if self._applies("gemm_activation", spec):
+            self.steps.append(steps.GemmActivation(y1, weight, bias, own.columns, code, spec.width, None, a))
+        else:
+            rows = own.columns * (2 if own.gated else 1)
+            h = self.tensor(f"{index}.h", rows)
+            self.steps.append(steps.Gemm(y1, weight, None, None, h, rows, spec.width, True))
+            if own.gated:
+                self.steps.append(steps.GatedActivation(h, bias, own.columns, code, True, a))
+            else:
+                self.steps.append(steps.Activation(h, bias, own.columns, code, a))
+        return self._linear(index, spec, "down", a, own.columns, spec.width)
+
+    def _add_norm(
+        self,
+        index: int,
+        spec: LayerSpec,
+        branch: str,
+        stream: str,
+        norm: tuple[Norm, str, str, float, int],
+        names: tuple[str, str],
+        given: tuple[str, str | None] | None = None,
+    ) -> tuple[str, str]:
+        """The normalized sum, and the sum. ``given``: the call's own tensors for both."""
+        kind, prefix, linear_bias, p, seed_index = norm
+        y = self.tensor(f"{index}.{names[0]}", spec.width) if given is None else given[0]
+        z: str | None = given[1] if given is not None else None
+        if z is None and (self.situation.training or spec.pre_norm or kind.kind == "rms"):
+            z = self.stream(f"{index}.{names[1]}", spec.width)
+        weight = self.parameter(index, spec, f"{prefix}_weight")
+        if kind.kind == "rms":
+            self._add_in_gemm(branch, stream, z)
+            rstd = self._sized(f"{index}.{prefix}.rstd", 4)
+            assert z is not None
+            self.steps.append(steps.RmsNorm(z, weight, y, rstd, spec.width, kind.eps))
+            return y, z
+        threshold = philox.threshold(p)
+        seed = "seeds" if threshold else None
+        statistics = self._sized(f"{index}.{prefix}.statistics", 8)
+        biases = (self.parameter(index, spec, linear_bias), weight, self.parameter(index, spec, f"{prefix}_bias"))
+        self.steps.append(
+            steps.AddNorm(
+                *(spec.width, seed, SEEDS * index + seed_index, threshold, philox.scale(threshold)),
+                *(branch, stream, *biases, y, z, statistics, kind.eps),
+            )
+        )
+        return y, y if z is None else z
+
+    def _add_in_gemm(self, branch: str, stream: str, z: str | None) -> None:
+        """The last step, a GEMM, adds the stream."""
+        product = self.steps.pop()
+        assert isinstance(product, steps.Gemm)
+        assert product.d == branch
+        del self.sizes[branch]
+        self.steps.append(product._replace(c=stream, d=z))
+
+
+_ANY_ROWS = 2**40  # a rule in ``Situation.rules`` has been applied to the call's rows
+
+
+def _table_buffer(table: int) -> int:
+    return len(BUFFERS) + TABLE_FIELDS * table
+
+
+# ---- the backward ----------------------------------------------------------------------------------------------------
+
+
+class _Backward:
+    """The backward steps of a forward, from its last step to its first. ``_gradients``: the tensor with the gradient of
+    each tensor, as far as its consumers have been passed."""
+
+    def __init__(self, forward: _Forward) -> None:
+        self.forward = forward
+        self.steps: list[Any] = []
+        self._gradients = {"y": "dy"}
+        if forward.specs[0].pre_norm:
+            self._gradients["z"] = "dz"
+        # The sums to which a GEMM adds an input of the call: their gradient is that of the input.
+        products = [step for step in forward.steps if isinstance(step, steps.Gemm)]
+        self._inputs = {step.d: step.c for step in products if step.c in ("x", "residual")}
+        for step in reversed(forward.steps):
+            if not isinstance(step, steps.Zero):
+                getattr(self, f"_{type(step).__name__}")(step)
+
+    def _gradient(self, name: str) -> str:
+        return self._gradients[name]
+
+    def _new(self, name: str) -> str:
+        """The tensor for the gradient of another."""
+        if name in ("x", "residual"):
+            gradient = f"d{name}"
+        else:
+            gradient = f"d {name}"
+            self.forward.sizes[gradient] = self.forward.sizes[name]
+        self._gradients[name] = gradient
+        return gradient
+
+    def _like(self, name: str, gradient: str) -> str:
+        self.forward.sizes[gradient] = self.forward.columns[name] * self.forward.situation.itemsize
+        return gradient
+
+    @staticmethod
+    def _of(parameter: str | None) -> str | None:
+        return None if parameter is None else f"d {parameter}"
+
+    def _linear(self, x: str, weight: str, bias: str | None, dy: str, columns: int, inner: int) -> None:
+        self.steps.append(steps.WeightGradient(dy, x, f"d {weight}", columns, inner))
+        if bias is not None:
+            self.steps.append(steps.ColumnSum(dy, f"d {bias}", columns))
+        found = self._gradients.get(x)  # of another consumer: the GEMM adds to it
+        total = self._new(x) if found is None else found
+        self.steps.append(steps.Gemm(dy, weight, None, found, total, inner, columns, False))
+
+    def _Gemm(self, step: steps.Gemm) -> None:
+        dy = self._gradient(step.d)
+        if step.c is not None and step.d not in self._inputs:
+            assert step.c not in self._gradients
+            self._gradients[step.c] = dy
+        self._linear(step.a, step.b, step.bias, dy, step.columns, step.inner)
+
+    def _RotaryProjection(self, step: steps.RotaryProjection) -> None:
+        dy, heads = self._gradient(step.qkv), step.heads
+        tables = (step.cos, step.sin, step.positions, step.table_rows)
+        sizes = (3 * heads, 2 * heads, step.head_dim, step.head_dim // 2)
+        self.steps.append(steps.Rotary(dy, *tables, *sizes, -1.0))
+        self._linear(step.x, step.weight, step.bias, dy, step.columns, step.inner)
+
+    def _Rotary(self, step: steps.Rotary) -> None:
+        self.steps.append(step._replace(x=self._gradient(step.x), sign=-step.sign))
+
+    def _Attention(self, step: steps.Attention) -> None:
+        common = step[: steps.Attention._fields.index("out")]
+        dout = self._gradient(step.out)
+        self.steps.append(steps.AttentionBackward(*common, dout, step.out, step.lse, self._new(step.qkv)))
+
+    def _AddNorm(self, step: steps.AddNorm) -> None:
+        assert step.residual not in self._gradients
+        assert step.z is not None
+        situation = self.forward.situation
+        separate = step.threshold > 0 or situation.itemsize != situation.stream_itemsize
+        dz = self._gradients.get(step.z)
+        dstream = self._new(step.residual)
+        dx = self._like(step.x, f"d {step.x}") if separate else None
+        self._gradients[step.x] = dstream if dx is None else dx
+        self.steps.append(
+            steps.AddNormBackward(
+                *(step.columns, step.seed, step.seed_index, step.threshold, step.scale, self._gradient(step.y), dz),
+                *(step.z, step.weight, step.statistics, dstream, dx),
+                *map(self._of, (step.weight, step.bias, step.linear_bias)),
+            )
+        )
+
+    def _RmsNorm(self, step: steps.RmsNorm) -> None:
+        dz = self._gradients.get(step.x)
+        source = self._inputs.get(step.x)
+        if source is not None:
+            total = self._gradients[step.x] = self._new(source)
+        elif step.x == "z":
+            total = self._gradients["z"] = self.forward.stream("d z", step.columns)
+        else:
+            total = self._new(step.x)
+        norm = (self._gradient(step.y), dz, step.x, step.weight, step.rstd, total, self._of(step.weight), step.columns)
+        self.steps.append(steps.RmsNormBackward(*norm))
+
+    def _GatedActivation(self, step: steps.GatedActivation) -> None:
+        common = (step.x, step.bias, step.columns, step.activation, step.gate_first)
+        dy, dx = self._gradient(step.y), self._new(step.x)
+        self.steps.append(steps.GatedActivationBackward(*common, dy, dx, self._of(step.bias)))
+
+    def _Activation(self, step: steps.Activation) -> None:
+        common = (step.x, step.bias, step.columns, step.activation)
+        dy, dx = self._gradient(step.y), self._new(step.x)
+        self.steps.append(steps.ActivationBackward(*common, dy, dx, None, self._of(step.bias)))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _in_order(names: Iterable[str], sizes: dict[str, int]) -> dict[str, int]:
+    """Offsets of tensors one after the other."""
+    places, end = {}, 0
+    for name in names:
+        places[name] = end
+        end += sizes[name]
+    return places
+
+
+def _placed(sequence: Sequence[Any], sizes: dict[str, int], others: set[str]) -> tuple[dict[str, int], int]:
+    """Offsets of the tensors of the steps that are not among the ``others``, and the end of the last one: the largest
+    first, each at the lowest offset at which it overlaps none that is in use at the same time."""
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for number, step in enumerate(sequence):
+        for name in steps.names_in(step):
+            if name in sizes and name not in others:
+                first.setdefault(name, number)
+                last[name] = number
+    places: dict[str, int] = {}
+    end = 0
+    for name in sorted(first, key=lambda name: (-sizes[name], first[name])):
+        meeting = sorted(
+            (places[other], places[other] + sizes[other])
+            for other in places
+            if first[other] <= last[name] and first[name] <= last[other]
+        )
+        offset = 0
+        for start, stop in meeting:
+            if offset + sizes[name] <= start:
+                break
+            offset = max(offset, stop)
+        places[name] = offset
+        end = max(end, offset + sizes[name])
+    return places, end
+
+
+def _named(buffer: str, places: dict[str, int]) -> dict[str, int]:
+    index = BUFFERS.index(buffer)
+    return {name: index << 40 | offset for name, offset in places.items()}
+
+
+# ---- words for the core: kernels/layers/op.h -------------------------------------------------------------------------
+
+_PARAMETERS, _GRADIENTS = 1 << 56, 2 << 56
+_NULL = -1
+
+
+def _encoded(sequence: Sequence[Any], places: dict[str, int]) -> Words:
+    words = array("q")
+    for step in sequence:
+        words.extend((steps.CODES[type(step)], len(step) + 2))
+        words.extend(_word(field, places) for field in step)
+    return Words(words)
+
+
+def _word(field: Any, places: dict[str, int]) -> int:
+    if field is None:
+        return _NULL
+    if isinstance(field, float):
+        (bits,) = struct.unpack("q", struct.pack("d", field))
+        return int(bits)
+    if not isinstance(field, str):
+        return int(field)
+    if field in places:
+        return places[field]
+    if field in _GIVEN:
+        return BUFFERS.index(field) << 40
+    if field.startswith(("cos", "sin")):
+        return _table_buffer(int(field[3:])) + (0 if field.startswith("cos") else 1) << 40
+    table, name = (_GRADIENTS, field[2:]) if field.startswith("d ") else (_PARAMETERS, field)
+    index, _, parameter = name.partition(".")
+    return table | int(index) * len(FIELDS) + FIELDS.index(parameter) << 40

@@ -1,0 +1,82 @@
+"""What a transformer layer computes, as plain data without tensors.
+
+    pre-LN    z1 = z + dropout(attention(x)),   y1 = norm_a(z1)      z' = z1 + dropout(mlp(y1)),   y = norm_b(z')
+    post-LN   y1 = norm_a(x + dropout(attention(x)))                 y = norm_b(y1 + dropout(mlp(y1)))
+
+In a pre-LN model x is already normalized, z is the residual stream, and norm_b is the next layer's first norm or the
+model's last: every residual addition directly precedes a norm. The parameters are ``BlockParameters``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Norm:
+    kind: str  # "layer" for LayerNorm, "rms" for RMSNorm
+    eps: float
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Self-attention over packed sequences. Queries, keys and values are one projection, in this order of heads."""
+
+    heads: int
+    kv_heads: int  # a divisor of heads
+    head_dim: int
+    window_left: int = -1  # keys before a query that it attends to, -1 for all
+    window_right: int = -1
+    rotary: int | None = None  # the index of the tables that rotate queries and keys
+    rotary_columns: int = 0  # of a head that are rotated
+    scale: float | None = None  # of the scores; 1 / sqrt(head_dim) by default
+    dropout: float = 0.0  # of the weights
+
+    @property
+    def columns(self) -> int:
+        """Columns of the projection's output."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    def is_causal_or_full(self) -> bool:
+        return (self.window_left, self.window_right) in ((-1, -1), (-1, 0))
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    columns: int  # of down's input
+    activation: str  # a value of ops.ACTIVATIONS
+    gated: bool = False  # up computes [gate, up], and down's input is activation(gate) * up
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    width: int
+    pre_norm: bool
+    attention: Attention
+    feed_forward: FeedForward
+    norm_a: Norm
+    norm_b: Norm
+    present: frozenset[str]  # the fields of BlockParameters that are not None
+    dropout_a: float = 0.0  # of the attention block's output
+    dropout_b: float = 0.0  # of the feed-forward block's output
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters."""
+        width, inner = self.width, self.feed_forward.columns
+        up = inner * (2 if self.feed_forward.gated else 1)
+        attended = self.attention.heads * self.attention.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "qkv_weight": (self.attention.columns, width),
+            "qkv_bias": (self.attention.columns,),
+            "out_weight": (width, attended),
+            "out_bias": (width,),
+            "norm_a_weight": (width,),
+            "norm_a_bias": (width,),
+            "up_weight": (up, width),
+            "up_bias": (up,),
+            "down_weight": (width, inner),
+            "down_bias": (width,),
+            "norm_b_weight": (width,),
+            "norm_b_bias": (width,),
+        }
+        return {name: shape for name, shape in shapes.items() if name in self.present}

@@ -1,0 +1,281 @@
+"""The steps of a plan. A field is the name of a tensor, None, or a number; the core reads them in this order
+(kernels/layers/run.h). ``CODES`` are LayerStep's in kernels/layers/op.h."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Name = str  # of a tensor
+
+
+class Zero(NamedTuple):
+    """Sets bytes to 0."""
+
+    target: Name
+    bytes: int
+
+
+class Gemm(NamedTuple):
+    """d = a b + bias + c; b is [columns, inner] if it is transposed, otherwise [inner, columns]."""
+
+    a: Name
+    b: Name
+    bias: Name | None
+    c: Name | None
+    d: Name
+    columns: int
+    inner: int
+    transposed: bool
+
+
+class WeightGradient(NamedTuple):
+    """d [rows, columns] = a^T b in the parameters' dtype."""
+
+    a: Name
+    b: Name
+    d: Name
+    rows: int
+    columns: int
+
+
+class RotaryProjection(NamedTuple):
+    """qkv = x weight^T + bias, with rotated queries and keys."""
+
+    x: Name
+    weight: Name
+    bias: Name | None
+    qkv: Name
+    columns: int
+    inner: int
+    cos: Name
+    sin: Name
+    positions: Name
+    table_rows: int  # the index of the buffer that has their number
+    heads: int
+    head_dim: int
+
+
+class Rotary(NamedTuple):
+    """Rotates the first heads of x in place; ``sign`` is -1 for the inverse rotation."""
+
+    x: Name
+    cos: Name
+    sin: Name
+    positions: Name
+    table_rows: int
+    heads: int
+    rotary_heads: int
+    columns: int
+    pairs: int
+    sign: float
+
+
+class Attention(NamedTuple):
+    qkv: Name
+    seed: Name | None
+    seed_index: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window_left: int
+    window_right: int
+    scale: float
+    threshold: int
+    dropout_scale: float
+    out: Name
+    lse: Name
+    counters: Name | None
+    counter: int
+
+
+class AttentionBackward(NamedTuple):
+    qkv: Name
+    seed: Name | None
+    seed_index: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window_left: int
+    window_right: int
+    scale: float
+    threshold: int
+    dropout_scale: float
+    dout: Name
+    out: Name
+    lse: Name
+    dqkv: Name
+
+
+class AddNorm(NamedTuple):
+    """z = residual + dropout(x + linear_bias), y = LayerNorm(z)."""
+
+    columns: int
+    seed: Name | None
+    seed_index: int
+    threshold: int
+    scale: float
+    x: Name
+    residual: Name
+    linear_bias: Name | None
+    weight: Name | None
+    bias: Name | None
+    y: Name
+    z: Name | None
+    statistics: Name
+    eps: float
+
+
+class AddNormBackward(NamedTuple):
+    """dresidual = dz + the gradient through the norm, dx that through dropout; None if they are equal."""
+
+    columns: int
+    seed: Name | None
+    seed_index: int
+    threshold: int
+    scale: float
+    dy: Name
+    dz: Name | None
+    z: Name
+    weight: Name | None
+    statistics: Name
+    dresidual: Name
+    dx: Name | None
+    dweight: Name | None
+    dbias: Name | None
+    dlinear_bias: Name | None
+
+
+class RmsNorm(NamedTuple):
+    x: Name
+    weight: Name | None
+    y: Name
+    rstd: Name
+    columns: int
+    eps: float
+
+
+class RmsNormBackward(NamedTuple):
+    """dx = dz + the gradient through the norm."""
+
+    dy: Name
+    dz: Name | None
+    x: Name
+    weight: Name | None
+    rstd: Name
+    dx: Name
+    dweight: Name | None
+    columns: int
+
+
+class GatedActivation(NamedTuple):
+    """y = activation(gate) * up of x [T, 2 columns] + bias."""
+
+    x: Name
+    bias: Name | None
+    columns: int
+    activation: int
+    gate_first: bool
+    y: Name
+
+
+class GatedActivationBackward(NamedTuple):
+    x: Name
+    bias: Name | None
+    columns: int
+    activation: int
+    gate_first: bool
+    dy: Name
+    dx: Name
+    dbias: Name | None
+
+
+class Activation(NamedTuple):
+    """y = activation(x + bias)."""
+
+    x: Name
+    bias: Name | None
+    columns: int
+    activation: int
+    y: Name
+
+
+class ActivationBackward(NamedTuple):
+    x: Name
+    bias: Name | None
+    columns: int
+    activation: int
+    dy: Name
+    dx: Name
+    y: Name | None
+    dbias: Name | None
+
+
+class GemmActivation(NamedTuple):
+    """y = activation(x weight^T + bias); h, if it is not None, is the product."""
+
+    x: Name
+    weight: Name
+    bias: Name | None
+    columns: int
+    activation: int
+    inner: int
+    h: Name | None
+    y: Name
+
+
+class ColumnSum(NamedTuple):
+    x: Name
+    sum: Name
+    columns: int
+
+
+CODES: dict[type, int] = {
+    Zero: 0,
+    Gemm: 1,
+    WeightGradient: 2,
+    RotaryProjection: 3,
+    Rotary: 4,
+    Attention: 5,
+    AttentionBackward: 6,
+    AddNorm: 7,
+    AddNormBackward: 8,
+    RmsNorm: 9,
+    RmsNormBackward: 10,
+    GatedActivation: 11,
+    GatedActivationBackward: 12,
+    Activation: 13,
+    ActivationBackward: 14,
+    GemmActivation: 15,
+    ColumnSum: 16,
+}
+
+# The fields that a step writes; it reads the others.
+_WRITES: dict[type, tuple[str, ...]] = {
+    Zero: ("target",),
+    Gemm: ("d",),
+    WeightGradient: ("d",),
+    RotaryProjection: ("qkv",),
+    Rotary: ("x",),
+    Attention: ("out", "lse"),
+    AttentionBackward: ("dqkv",),
+    AddNorm: ("y", "z", "statistics"),
+    AddNormBackward: ("dresidual", "dx", "dweight", "dbias", "dlinear_bias"),
+    RmsNorm: ("y", "rstd"),
+    RmsNormBackward: ("dx", "dweight"),
+    GatedActivation: ("y",),
+    GatedActivationBackward: ("dx", "dbias"),
+    Activation: ("y",),
+    ActivationBackward: ("dx", "y", "dbias"),
+    GemmActivation: ("h", "y"),
+    ColumnSum: ("sum",),
+}
+
+
+def names_in(step: Any) -> list[Name]:
+    """The tensors that a step reads or writes."""
+    return [field for field in step if isinstance(field, str)]
+
+
+def written_by(step: Any) -> list[Name]:
+    """The tensors that a step writes."""
+    return [name for field in _WRITES[type(step)] if (name := getattr(step, field)) is not None]
