@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.ops import linear, transformer_native, transformer_stack
+from fasttfm.ops.layers import parameters as layer_parameters
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, transformer_block
 
 pytestmark = pytest.mark.usefixtures("torch_multiplies_by_blas")
@@ -221,7 +222,7 @@ def test_gradients_that_are_requested(
 ) -> None:
     problem = Problem(device, dtype, parameter_dtype)
     if wanted == "layer by layer":
-        monkeypatch.setattr(transformer_stack, "_LARGE", 1)
+        monkeypatch.setattr(layer_parameters, "_LARGE", 1)
         monkeypatch.setattr(transformer_stack, "_faster_attention", lambda *_: None)  # that of Triton has other bits
     else:
         frozen = problem.layers[0] if "first" in wanted else [each.up_bias for each in problem.layers]
@@ -239,7 +240,7 @@ def test_which_gradients_are_computed_layer_by_layer(monkeypatch: pytest.MonkeyP
     def depths() -> list[int]:
         layers = transformer_native.layers_of([each for layer in problem.layers for each in layer])
         assert isinstance(layers, transformer_native.Layers)
-        return [part.depth for part, _ in parameters.parts_of(problem.x, problem.seeds, layers)]
+        return [part.depth for part, _ in layer_parameters.parts_of(problem.x, problem.seeds, layers)]
 
     assert depths() == [3]
     hook = problem.layers[1].up_bias.register_post_accumulate_grad_hook(lambda _: None)
@@ -294,7 +295,7 @@ def test_attention_s_backward_by_another_backend(
 ) -> None:
     """Large layers of short sequences, for which Triton's kernels are faster on a GPU."""
     problem = Problem(device, dtype, parameter_dtype, pre_norm=pre_norm, options=OPTIONS._replace(**RATES))
-    monkeypatch.setattr(transformer_stack, "_LARGE", 1)
+    monkeypatch.setattr(layer_parameters, "_LARGE", 1)
     calls: list[Tensor] = []
     backward = transformer_stack._attention_backward
     monkeypatch.setattr(
@@ -409,7 +410,7 @@ def test_parameters_in_another_dtype(bias: bool) -> None:
     layers = transformer_native.layers_of([each for layer in problem.layers for each in layer])
     assert not isinstance(layers, str)
     with torch.no_grad():
-        found, expected = (parameters.in_type(layers, torch.bfloat16, copies=copies) for copies in (False, True))
+        found, expected = (layer_parameters.in_type(layers, torch.bfloat16, copies=copies) for copies in (False, True))
     for one, other, given in zip(found, expected, layers.given, strict=True):
         assert (one is given) is (other is given)
         assert one is None or (one.dtype == other.dtype and torch.equal(one, other))

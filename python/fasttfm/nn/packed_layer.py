@@ -187,10 +187,18 @@ class PackedLayer(nn.Module):
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
         """Whether ``forward`` calls none of the layer's modules, because all are plain."""
+        return self.has_plain_modules(next_norm)
+
+    def has_plain_modules(self, next_norm: nn.Module | None = None) -> bool:
+        """Whether the layer's linear layers and LayerNorms, and ``next_norm``, are plain."""
         own = self._modules
         norm = next_norm if self.norm_first else own["norm1"]
         norms = (own["norm2"],) if norm is None else (own["norm2"], norm)
         return is_plain_linear(own["qkv"], own["out"], own["up"], own["down"]) and is_plain_norm(*norms)
+
+    def is_described(self) -> bool:
+        """Whether one op computes what this class's ``forward`` does: not that of a subclass that overrides it."""
+        return type(self) is PackedLayer
 
     def uses_fp8(self) -> bool:
         """Whether ``forward`` has FP8 operands in its GEMMs, if the layer's modules are plain."""

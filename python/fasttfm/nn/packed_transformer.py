@@ -111,13 +111,18 @@ class PackedTransformer(nn.Module):
             return None
         if self.training and any(isinstance(each, PackedLayer) and each.uses_fp8() for each in self.layers):
             return None
-        plan: _Plan | None = self.__dict__.get("_plan")
+        plan = self.plain_layers()
+        return None if plan is None else plan.groups(max_seqlen)
+
+    def plain_layers(self) -> PlainLayers | None:
+        """The layers with their modules; None if some of them have to be called."""
+        plan: PlainLayers | None = self.__dict__.get("_plan")
         if plan is None or plan.tree.root is not self or not plan.tree.is_unchanged():
             tree = Tree(self)
             if not tree.is_unchanged():  # something watches a module
                 return None
-            plan = self.__dict__["_plan"] = _Plan(tree, self._modules_in_order(), self.final_norm)
-        return plan.groups(max_seqlen) if plan.fusable else None
+            plan = self.__dict__["_plan"] = PlainLayers(tree, self._modules_in_order(), self.final_norm)
+        return plan if plan.fusable else None
 
     def first_tokens(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
         """The rows of ``forward``'s result that belong to the first tokens of the sequences, ``[sequences, C]``, of a
@@ -215,17 +220,17 @@ _settings_of = operator.itemgetter(
 _epsilon_of = operator.itemgetter("eps")
 
 
-class _Plan(Uncopied):
+class PlainLayers(Uncopied):
     """What is needed to run a tree of modules as one stack, computed once for as long as the tree is unchanged."""
 
     def __init__(self, tree: Tree, layers: Sequence[Any], final_norm: nn.LayerNorm | None) -> None:
         self.tree = tree
         following: list[Any] = [None] * len(layers)
-        known = all(type(layer) is PackedLayer for layer in layers)
+        known = all(isinstance(layer, PackedLayer) and layer.is_described() for layer in layers)
         if known and layers and final_norm is not None:  # in a pre-LN model a layer applies the next layer's first norm
             following = [*(layer.norm1 for layer in layers[1:]), final_norm]
         self.layers = list(zip(layers, following, strict=True))
-        self.fusable = known and bool(layers) and all(layer.is_fusable(norm) for layer, norm in self.layers)
+        self.fusable = known and bool(layers) and all(layer.has_plain_modules(norm) for layer, norm in self.layers)
         modules = [layer.block_modules(norm) for layer, norm in self.layers] if self.fusable else []
         self._owners = [each._parameters for own in modules for each in own]
         self._layers = [layer.__dict__ for layer in layers]
@@ -233,9 +238,13 @@ class _Plan(Uncopied):
         # Settings, and what follows from them: the options of consecutive layers, and which parameters are theirs.
         self._known: tuple[Any, list[tuple[BlockOptions, slice]]] = (None, [])
 
+    def parameters(self) -> list[Tensor | None] | None:
+        """The layers' parameters now; None if some are missing or not plain tensors."""
+        return plain_parameters(self._owners)
+
     def groups(self, max_seqlen: int) -> list[Group] | None:
         """The layers' options and parameters now; None if parameters are missing or not plain tensors."""
-        values = plain_parameters(self._owners)
+        values = self.parameters()
         if values is None:
             return None
         settings = (requested(None), [*map(_settings_of, self._layers)], [*map(_epsilon_of, self._norms)])

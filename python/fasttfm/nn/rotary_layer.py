@@ -14,8 +14,14 @@ from fasttfm import ops
 from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
 from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.parts import layer_norm, packed_residual_norm, product
+from fasttfm.nn.plain import Uncopied
 from fasttfm.ops import linear
+from fasttfm.ops.backends import requested
+from fasttfm.ops.layers import spec, stack
+from fasttfm.ops.layers.spec import LayerSpec
+from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import is_plain
+from fasttfm.ops.transformer_block import BlockParameters
 
 Table = tuple[Tensor, Tensor]  # cosines and sines [positions, D / 2]
 Tables = dict[Any, Table]  # by ``RotaryLayer.table_key``
@@ -148,8 +154,33 @@ class RotaryLayer(PackedLayer):
         return self.theta
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
-        """False: there is no op for the whole layer."""
+        """False: the layer by itself is several ops. ``RotaryTransformer`` runs all layers as one."""
         return False
+
+    def is_described(self) -> bool:
+        return type(self).forward is RotaryLayer.forward
+
+    def spec(self, next_norm: nn.LayerNorm, table: int) -> LayerSpec:
+        """What the layer computes, with the rotation by the table of this index."""
+        attention_p, p_a, _ = self.rates()
+        head_dim = self.width // self.heads
+        attention = spec.Attention(
+            *(self.heads, self.heads, head_dim, *self.window),
+            rotary=table,
+            rotary_columns=head_dim,
+            dropout=attention_p,
+        )
+        names = zip(BlockParameters._fields, self.block_parameters(next_norm), strict=True)
+        return LayerSpec(
+            self.width,
+            pre_norm=True,
+            attention=attention,
+            feed_forward=spec.FeedForward(self.down.in_features, ops.ACTIVATIONS[self.activation], gated=True),
+            norm_a=spec.Norm("layer", self.norm2.eps),
+            norm_b=spec.Norm("layer", next_norm.eps),
+            present=frozenset(name for name, parameter in names if parameter is not None),
+            dropout_a=p_a,
+        )
 
     def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """The attention weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``, for plots.
@@ -202,9 +233,21 @@ class TableCache:
         return known[-1]
 
 
+class _Specs(Uncopied):
+    """A stack's layers as data, and the settings from which they were made."""
+
+    def __init__(self, settings: Any, specs: tuple[LayerSpec, ...]) -> None:
+        self.settings, self.specs = settings, specs
+
+
 def is_capturing(x: Tensor) -> bool:
     """Whether a CUDA graph captures the calls of the current stream."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _settings_of(layer: Any) -> tuple[Any, ...]:
+    """What a layer's description depends on, apart from its parameters."""
+    return (*layer.rates(), layer.window, layer.activation, layer.heads, layer.norm2.eps, layer.table_key())
 
 
 class RotaryTransformer(PackedTransformer):
@@ -245,7 +288,55 @@ class RotaryTransformer(PackedTransformer):
             tables = self.make_tables(x, positions)
             positions = torch.arange(len(positions), device=positions.device)
         angles: dict[str, Any] = {"tables": tables, "positions": positions}
+        if hidden_states is None and not inputs:
+            whole = self._run_described(x, cu_seqlens, max_seqlen, tables, positions)
+            if whole is not None:
+                return whole
         return super().forward(x, cu_seqlens, max_seqlen, hidden_states=hidden_states, **angles, **inputs)
+
+    def groups(self, max_seqlen: int) -> None:
+        """None: the layers are described by ``LayerSpec``."""
+
+    def _run_described(
+        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, tables: Tables, positions: Tensor
+    ) -> Tensor | None:
+        """The result by the plan of all layers; None if they have to run one by one."""
+        described = self._described(tables)
+        if described is None:
+            return None
+        specs, parameters = described
+        first: Any = next(iter(self.layers))
+        residual = x
+        if first.norm1 is not None:
+            x = layer_norm(first.norm1, x)
+        (x,) = linear.autocast(x)
+        first.check(x, cu_seqlens, residual, None)
+        drops = any(each.dropout_a or each.attention.dropout for each in specs)
+        seeds = draw_seeds(x.device, len(specs)) if drops else None
+        inputs = Inputs(x, residual, cu_seqlens, max_seqlen, seeds, tuple(tables.values()), positions)
+        y, _ = stack.run_stack(specs, inputs, parameters)
+        return y
+
+    def _described(self, tables: Tables) -> tuple[tuple[LayerSpec, ...], list[Tensor | None]] | None:
+        """The layers as data, and their parameters; None if they have to run one by one: one is not plain or drops
+        elements inside of its feed-forward block, gradient checkpointing is on, or the call is compiled."""
+        special = self.fp8 is not None or self.int8 is not None or (self.checkpointing and self.training)
+        if special or torch.compiler.is_dynamo_compiling() or requested(None) is not None:
+            return None
+        plain = self.plain_layers()
+        parameters = None if plain is None else plain.parameters()
+        if plain is None or parameters is None:
+            return None
+        layers: list[Any] = self.in_order()
+        if any(layer.uses_fp8() or (layer.training and layer.intermediate_dropout) for layer in layers):
+            return None
+        settings = [_settings_of(layer) for layer in layers], [each is None for each in parameters], list(tables)
+        known: Any = self.__dict__.get("_specs")
+        if known is None or known.settings != settings:
+            keys = list(tables)
+            specs = tuple(layer.spec(norm, keys.index(layer.table_key())) for layer, norm in plain.layers)
+            known = self.__dict__["_specs"] = _Specs(settings, specs)
+        return known.specs, parameters
 
     def tables(self, x: Tensor, max_seqlen: int) -> Tables:
         """The tables of the positions up to ``max_seqlen``. A call that is traced or transformed computes them, because

@@ -1,7 +1,6 @@
 """Layers as data: the core's executors against torch's ops in fp64, forward and backward, for layers of many
 descriptions."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -151,7 +150,7 @@ def by_autocast_ops(specs: Any, inputs: Inputs, parameters: list[Any]) -> Any:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The directions that the core has run."""
     called: list[str] = []
     for name in ("forward", "backward"):
@@ -162,7 +161,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             return run(*args, **options)
 
         monkeypatch.setattr(core_executor, name, record)
-    yield called
+    return called
 
 
 def assert_as_accurate(found: list[Tensor], plain: list[Tensor], exact: list[Tensor]) -> None:

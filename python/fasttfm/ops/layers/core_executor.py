@@ -1,4 +1,4 @@
-"""Runs a plan by the native core: on Hopper in 16-bit types, on a CPU in fp32. One call for all steps of a direction."""
+"""Runs a plan by the native core, on Hopper in 16-bit types and on a CPU in fp32: one call for each direction."""
 
 from __future__ import annotations
 
@@ -157,9 +157,8 @@ def _refuse_spec(
         if spec.attention.rotary_columns % 16 and device.type == "cuda":
             return f"rotates columns in multiples of 16, got {spec.attention.rotary_columns}"
         rms = "rms" in (spec.norm_a.kind, spec.norm_b.kind)
-        if rms and (
-            types[0] != types[1] or spec.dropout_a or spec.dropout_b or {"out_bias", "down_bias"} & named.keys()
-        ):
+        biased = bool({"out_bias", "down_bias"} & named.keys())
+        if rms and (types[0] != types[1] or spec.dropout_a or spec.dropout_b or biased):
             return "takes RMSNorm without dropout, without biases before it, and with a stream in x's dtype"
         reason = (_refuse_cuda if device.type == "cuda" else _refuse_cpu)(spec, types)
         if reason is not None:
@@ -185,10 +184,9 @@ def _refuse_cuda(spec: LayerSpec, types: Types) -> str | None:
         return f"takes bfloat16 and float16, got {dtype_name(dtype)}"
     if parameters not in (dtype, torch.float32) or (parameters != torch.float32 and stream != dtype):
         return "takes parameters in x's type or float32, and float32 ones where the stream is float32"
-    if own.head_dim not in _HEAD_DIMS or spec.width % 8 or spec.feed_forward.columns % 8 or spec.width > 8192:
-        return (
-            f"takes head dims of 64 and 128 and up to 8192 columns, in multiples of 8, got {own.head_dim}, {spec.width}"
-        )
+    sizes = (spec.width, spec.feed_forward.columns)
+    if own.head_dim not in _HEAD_DIMS or any(size % 8 for size in sizes) or spec.width > 8192:
+        return f"takes head dims of 64 and 128, up to 8192 columns, in multiples of 8, got {own.head_dim} and {sizes}"
     if not own.is_causal_or_full() and own.dropout:
         return "takes windows without dropout of attention weights"
     if own.heads != own.kv_heads and own.dropout:
