@@ -47,7 +47,7 @@ class Batch:
         self.packed_labels = torch.where(chosen, ids, -100)[mask].to(device)
         self.cu_seqlens = ops.cu_seqlens_from_lengths(lengths.tolist(), device=device)
         self.longest = int(lengths.max())
-        self.positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(device)
+        self.token_positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(device)
 
 
 def model_of(name: str, config: models.ModernBertConfig, device: torch.device) -> Any:
@@ -79,7 +79,7 @@ def call_of(name: str, model: Any, batch: Batch, *, trained: bool) -> Callable[[
     if name == "hf-flash":
         bounds = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
         longest = {"max_length_q": batch.longest, "max_length_k": batch.longest}
-        given = {"input_ids": batch.packed[None], "position_ids": batch.positions[None], **bounds, **longest}
+        given = {"input_ids": batch.packed[None], "position_ids": batch.token_positions[None], **bounds, **longest}
         labels = {"labels": batch.packed_labels[None]}
     else:
         given = {"input_ids": batch.ids, "attention_mask": batch.mask}
