@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from fasttfm.data.commonsense import read_commonsense, shipped_graph
+from fasttfm.data.commonsense import read_commonsense
 from fasttfm.data.graphs import ConceptGraph, GraphVectors, PathFinder, read_graph, read_graph_vectors, schema_graph
 from fasttfm.data.grounding import Grounder, base_forms
 from fasttfm.data.lines import DataError
+from fasttfm.data.texts import shipped_graph
 from fasttfm.models.entity_files import write_embeddings
 
 EDGES = """\

@@ -13,10 +13,10 @@ import torch
 from fasttfm import models
 from fasttfm.cli.main import main
 from fasttfm.data import Tokenizer
-from fasttfm.data.commonsense import CommonsenseExample, read_commonsense, shipped_graph
+from fasttfm.data.commonsense import CommonsenseExample, read_commonsense
 from fasttfm.data.graphs import read_graph
 from fasttfm.data.lines import DataError
-from fasttfm.data.texts import shipped_task
+from fasttfm.data.texts import shipped_graph, shipped_task
 from fasttfm.models.entity_files import write_embeddings
 from fasttfm.tasks.commonsense import CommonsenseTask, path_text
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare
@@ -184,6 +184,28 @@ def test_korean_questions_have_paths(bert_directory: Path, tmp_path: Path, capsy
     files = [f"--{name}={tmp_path / file}" for name, file in (("data", "train.jsonl"), ("graph", "graph.tsv"))]
     assert main([*command, *files, f"--dev={tmp_path / 'train.jsonl'}", "--epochs", "1", "--device", "cpu"]) == 0
     assert "dev: 1 of 2 questions have no path in the graph" in capsys.readouterr().out
+
+
+def test_the_korean_sample(bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--language`` selects the questions and the graph; explain finds the flower, the soil and the shovel."""
+    command = ["finetune", "--task=commonsense", "--model", str(bert_directory), "--language=korean", "--device=cpu"]
+    assert main([*command, "--output", str(tmp_path / "run"), "--epochs=1", "--path-length=2"]) == 0
+    said = capsys.readouterr().out
+    assert "138 training examples, 45 in the dev set: the shipped sample in Korean" in said
+    assert "dev: 0 of 45 questions have no path" in said
+    asked = ["--question", "꽃을 심으려면 무엇이 필요할까?", "--choices", "흙을 파는 삽", "구름"]
+    assert main(["explain", "--model", str(tmp_path / "run"), "--device", "cpu", *asked]) == 0
+    assert "꽃을_심다 --HasPrerequisite--> 흙을_파다" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*command, "--data", str(tmp_path)])
+    assert "language: expected without data: it selects the sample" in capsys.readouterr().err
+    for language, message in (
+        ("latin", "expected one of english, korean, got 'latin'"),
+        ("korean", "in Korean, got 'ta"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["finetune", "--task", "tag", "--model", str(bert_directory), "--language", language])
+        assert message in capsys.readouterr().err
 
 
 # ---- other families --------------------------------------------------------------------------------------------------

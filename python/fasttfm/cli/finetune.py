@@ -95,6 +95,11 @@ def _add_data(group: Any) -> None:
         "--data", type=Path, metavar="PATH", help="file or directory of training examples (default: the shipped sample)"
     )
     group.add_argument(
+        "--language",
+        metavar="LANGUAGE",
+        help="without --data: the language of the shipped sample, english or, for commonsense and qa, korean",
+    )
+    group.add_argument(
         "--dev", type=Path, metavar="FILE", help="dev set (default: the directory's, or a tenth of the examples)"
     )
     group.add_argument(
@@ -260,7 +265,8 @@ class Session:
 
         self.arguments, self.world = arguments, world
         columns, seed = columns_of(arguments), arguments.seed
-        self.examples = read_examples(arguments.task, arguments.data, arguments.dev, seed=seed, columns=columns)
+        form = {"columns": columns, "language": arguments.language}
+        self.examples = read_examples(arguments.task, arguments.data, arguments.dev, seed=seed, **form)
         self.test = None if arguments.test is None else read_files(arguments.task, [arguments.test], columns)
         model, task = self._first = self._prepare(arguments.seed)
         task.check_labels(self.examples.dev, f"{self.examples.source}, dev set")
@@ -337,10 +343,13 @@ class Session:
     def _prepare(self, seed: int) -> Any:
         import torch
 
+        from fasttfm.data.texts import shipped_graph
         from fasttfm.tasks.finetuning import prepare
 
         arguments = self.arguments
         options = {name: getattr(arguments, name) for name in TASKS[arguments.task].options}
+        if arguments.language is not None and options.get("graph", "") is None:
+            options["graph"] = shipped_graph(arguments.language)
         torch.manual_seed(seed)  # of the head
         return prepare(
             arguments.task,

@@ -11,7 +11,6 @@ from typing import Any
 from fasttfm.data.lines import data_error
 from fasttfm.data.tables import Row, Table, open_table
 from fasttfm.data.task_files import ChoiceExample
-from fasttfm.data.texts import shipped_corpus
 
 
 @dataclass(frozen=True)
@@ -23,11 +22,6 @@ class CommonsenseExample(ChoiceExample):
 
     def key(self, choice: int) -> str:
         return self.keys[choice]
-
-
-def shipped_graph() -> Path:
-    """The edge file of the small graph that is shipped for the questions of the sample."""
-    return shipped_corpus() / "tasks" / "commonsense-graph.tsv"
 
 
 def read_commonsense(path: str | Path) -> list[CommonsenseExample]:

@@ -17,6 +17,7 @@ _MARKUP, _TABLES = (".md", ".rst"), (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 OTHER_SUFFIXES = (*_MARKUP, *_TABLES)
 _HERE = Path(__file__).parent
 LANGUAGES = {"english": _HERE / "corpus", "korean": _HERE / "languages" / "korean"}  # of the shipped texts
+_SAMPLES = {**LANGUAGES, "english": _HERE / "corpus" / "tasks"}  # of the shipped labelled data sets
 # Lines of Markdown and reStructuredText that do not belong to a paragraph: headings, items, quotes, tables, directives.
 _OWN_LINE = re.compile(r"\s{4,}|\s*(?:#|[-*+] |\d+[.)] |>|\||\.\. |:\w|([-=~^\"'`*+#])\1{2,}\s*$)")
 
@@ -70,13 +71,26 @@ def shipped_corpus(language: str = "english") -> Path:
     return LANGUAGES[language]
 
 
-def shipped_task(name: str) -> dict[str, Path]:
-    """The files ``"train"`` and ``"dev"`` of the small labelled data set that is shipped for a task."""
-    files = sorted((_HERE / "corpus" / "tasks").glob("*-train.*"))
+def shipped_task(name: str, language: str = "english") -> dict[str, Path]:
+    """The files ``"train"`` and ``"dev"`` of the small labelled data set that is shipped for a task, in English or, for
+    some tasks, in Korean."""
+    files = sorted(_samples(language).glob("*-train.*"))
     known = {path.name.partition("-train.")[0]: path for path in files}
     if name not in known:
-        raise ValueError(f"shipped_task: name: expected one of {', '.join(known)}, got {name!r}")
+        which = "" if language == "english" else f" in {language.title()}"
+        raise ValueError(f"shipped_task: name: expected one of {', '.join(known)}{which}, got {name!r}")
     return {"train": known[name], "dev": known[name].with_name(known[name].name.replace("-train.", "-dev."))}
+
+
+def shipped_graph(language: str = "english") -> Path:
+    """The edge file of the small graph that is shipped for the questions of the sample ``"commonsense"``."""
+    return _samples(language) / "commonsense-graph.tsv"
+
+
+def _samples(language: str) -> Path:
+    if language not in _SAMPLES:
+        raise ValueError(f"language: expected one of {', '.join(_SAMPLES)}, got {language!r}")
+    return _SAMPLES[language]
 
 
 def shipped_knowledge(name: str) -> Path:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fasttfm.data.commonsense import CommonsenseExample, read_commonsense, shipped_graph
+from fasttfm.data.commonsense import CommonsenseExample, read_commonsense
 from fasttfm.data.graphs import (
     ConceptGraph,
     ConceptPath,
@@ -25,6 +25,7 @@ from fasttfm.data.graphs import (
 )
 from fasttfm.data.grounding import Grounder
 from fasttfm.data.lines import DataError
+from fasttfm.data.texts import shipped_graph
 from fasttfm.models.family import Head
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.nn.graph import GraphBatch

@@ -39,7 +39,13 @@ class Examples(NamedTuple):
 
 
 def read_examples(
-    task: str, data: Path | None = None, dev: Path | None = None, *, seed: int = 0, columns: Columns = BY_NAME
+    task: str,
+    data: Path | None = None,
+    dev: Path | None = None,
+    *,
+    seed: int = 0,
+    columns: Columns = BY_NAME,
+    language: str | None = None,
 ) -> Examples:
     """The training set and the dev set.
 
@@ -50,10 +56,13 @@ def read_examples(
         dev: The file of the dev set. Without one, a random tenth of the examples becomes the dev set.
         seed: Random seed of that choice.
         columns: The columns of the files, if their names do not identify them.
+        language: Without ``data``, the language of the shipped sample: ``"english"`` (the default) or ``"korean"``.
     """
     if data is None:
-        parts = {part: [path] for part, path in shipped_task(task).items()}
-        source = "the shipped sample"
+        parts = {part: [path] for part, path in shipped_task(task, language or "english").items()}
+        source = "the shipped sample" if language is None else f"the shipped sample in {language.title()}"
+    elif language is not None:
+        raise ValueError("language: expected without data: it selects the sample that ships with the package")
     else:
         parts = {"train": [data]}
         if data.is_dir() and not _is_split(data) and not (task == ImageTask.name and is_image_folder(data)):
