@@ -48,13 +48,13 @@ def test_each_notebook_is_that_of_its_page(tool: ModuleType) -> None:
 def test_a_page_becomes_cells(tool: ModuleType, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "# Title\n\n```\na formula\n```\n\n```\nfasttfm info \\\n  --json\nfasttfm doctor\n```\n\n"
+        "# Title\n\n```\na formula\n```\n\n```\nfasttfm info \\\n  --json\nfasttfm doctor {x}\n```\n\n"
         "```python\nx = 1\nprint(x)\n```\n\nThe end.\n"
     )
     book = json.loads(tool.notebook(page))
     assert [(cell["cell_type"], "".join(cell["source"])) for cell in book["cells"]] == [
         ("markdown", "# Title\n\n```\na formula\n```"),
-        ("code", "!fasttfm info --json\n!fasttfm doctor"),
+        ("code", "!fasttfm info --json\n!fasttfm doctor {{x}}"),
         ("code", "x = 1\nprint(x)"),
         ("markdown", "The end."),
     ]

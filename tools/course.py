@@ -76,7 +76,9 @@ def notebook(page: Path) -> str:
             continue
         code = cell.text
         if cell.kind == "commands":
+            # IPython replaces {name} by a variable, and {{ by {.
             code = "\n".join(f"!{' '.join(command.split())}" for command in commands(code))
+            code = code.replace("{", "{{").replace("}", "}}")
         made.append({"cell_type": "code", **shared, "execution_count": None, "outputs": [], "source": _lines(code)})
     metadata = {
         "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -98,7 +100,8 @@ def shortened(code: str) -> str:
 
 
 def _reads_corpus(line: str) -> bool:
-    return line.startswith(("!fasttfm pretrain ", "!fasttfm distill ")) and " --task " not in line
+    command = line.startswith(("!fasttfm pretrain ", "!fasttfm distill "))
+    return command and not any(option in line for option in (" --task ", " --data ", " --language "))
 
 
 def _write_short_text() -> None:
@@ -129,11 +132,12 @@ def run(page: Path, *, quick: bool = False) -> None:
         if not code.startswith("!"):
             exec(compile(code, str(page), "exec"), names)
             continue
-        for command in code.splitlines():
-            print(f"\n$ {command[1:]}", flush=True)
-            program, *arguments = shlex.split(command[1:])
+        for line in code.splitlines():
+            command = line[1:].replace("{{", "{").replace("}}", "}")
+            print(f"\n$ {command}", flush=True)
+            program, *arguments = shlex.split(command)
             if program != "fasttfm" or fasttfm(arguments):
-                raise SystemExit(f"{page}: {command[1:]}: the command fails")
+                raise SystemExit(f"{page}: {command}: the command fails")
 
 
 def _copy_picture(source: Path, target: Path) -> None:

@@ -81,7 +81,7 @@ def install_package(python: Path, lay_over: bool) -> None:
     if not lay_over:
         # What torch needs comes with the package, from the usual index only.
         pip(python, constraints, *torch_index(), "--no-deps", "torch")
-    pip(python, constraints, "--no-build-isolation", "--editable", f"{ROOT}[train]")
+    pip(python, constraints, "--no-build-isolation", "--editable", f"{ROOT}[tasks]")
 
 
 def install_checks(python: Path, lay_over: bool) -> None:

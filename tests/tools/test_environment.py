@@ -44,7 +44,7 @@ def test_torch_is_installed_first_unless_the_machine_brings_it(
     torch, package = ("--extra-index-url", "builds", "--no-deps", "torch"), installed[1 if lay_over else 2]
     assert (torch in installed[:2]) is not lay_over
     assert package[:2] == ("--no-build-isolation", "--editable")
-    assert package[2].endswith("[train]")  # the demo needs no tools of tests
+    assert package[2].endswith("[tasks]")  # finetune is the next command after the demo; no tools of tests
 
 
 def test_docs_need_no_package(environment: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
