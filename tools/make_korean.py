@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import gzip
 import itertools
+import json
 from pathlib import Path
 
 from korean.public_domain import DOCUMENTS
 from korean.questions import graph_and_questions
+from korean.reading import questions as reading_questions
 from korean.writing import documents, read_subjects
 
 from fasttfm.data.sentences import sentence_starts
@@ -35,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, lines in (("graph.tsv", edges), *((f"{part}.jsonlines", rows) for part, rows in questions.items())):
         (parsed.output / f"commonsense-{name}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     written = list(documents(subjects, parsed.seed, SIZE))
+    for part, rows in reading_questions(written).items():
+        text = json.dumps(rows, ensure_ascii=False, separators=(",", ":"))
+        (parsed.output / f"qa-{part}.json").write_text(text + "\n", encoding="utf-8")
     text = joined(written).encode()
     data = gzip.compress(text, 9, mtime=0)
     (parsed.output / "written.txt.gz").write_bytes(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from fasttfm import data
 from fasttfm.data.commonsense import read_commonsense
 from fasttfm.data.graphs import PathFinder, read_graph
 from fasttfm.data.grounding import Grounder
+from fasttfm.data.question_files import read_questions
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -108,3 +110,34 @@ def test_the_shipped_questions_have_paths() -> None:
     for example in sets[0] + sets[1]:
         (right,) = grounder.ground(example.endings[example.label or 0])[:1]
         assert any(finder.find(concept, right) for concept in grounder.ground(example.context)), example
+
+
+def test_the_shipped_questions_on_passages(writing: ModuleType) -> None:
+    """They are those of the generator; passages are in the text, answers in them, and both sets have other ones."""
+    folder = data.shipped_corpus("korean")
+    text = gzip.decompress((folder / "written.txt.gz").read_bytes()).decode()
+    made = importlib.import_module("korean.reading").questions([each.splitlines() for each in text.split("\n\n")])
+    assert {part: json.loads((folder / f"qa-{part}.json").read_text()) for part in made} == made
+    train, dev = (read_questions(folder / f"qa-{part}.json") for part in ("train", "dev"))
+    assert len(train) > 3 * len(dev) > 240
+    assert not {each.context for each in train} & {each.context for each in dev}
+    joined = text.replace("\n", " ")
+    for example in train + dev:
+        assert example.context in joined
+        (answer,) = example.answers
+        assert example.context[answer.start :].startswith(answer.text)
+        assert example.question.endswith("까?")
+        assert "{" not in example.question
+
+
+def test_a_question_is_about_the_sentence_that_has_its_answer(writing: ModuleType) -> None:
+    lines = ["안녕.", "곰은 깊은 산에서 꿀을 먹고 산다.", "곰은 크다.", "끝.", "다음."]
+    made = importlib.import_module("korean.reading").questions([lines, lines, ["질문이 없는 글이다."]])
+    (first,), (second,) = ([each["paragraphs"][0] for each in made[part]["data"]] for part in ("dev", "train"))
+    assert first["context"] == "안녕. 곰은 깊은 산에서 꿀을 먹고 산다. 곰은 크다. 끝."
+    assert (first["qas"][0]["question"], first["qas"][0]["answers"]) == (
+        "곰은 깊은 산에서 무엇을 먹고 살까?",
+        [{"text": "꿀", "answer_start": first["context"].index("꿀")}],
+    )
+    asked = second["qas"][0]
+    assert (asked["question"], asked["answers"][0]["text"]) == ("곰은 어디에서 꿀을 먹고 살까?", "깊은 산")

@@ -84,7 +84,7 @@ def _curves(arguments: argparse.Namespace) -> int:
         from fasttfm.train.compared_curves import compare_curves
 
         compare_curves(arguments.runs, arguments.columns, output)
-        print(f"{len(arguments.runs)} runs: {output}")
+        print(f"{len(arguments.runs)} run{'s' if len(arguments.runs) > 1 else ''}: {output}")
     return 0
 
 
