@@ -14,6 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fasttfm.models import ModernBertConfig, ModernBertModel
+from fasttfm.nn import RotaryLayer, RotaryTransformer
+from fasttfm.ops import transformer_native
+from fasttfm.ops.layers import stack
 
 POSITIONS = 16
 gpu = pytest.mark.gpu
@@ -172,3 +175,87 @@ def test_a_graph_that_is_captured_first_makes_its_own_tables() -> None:
     torch.cuda.synchronize()
     for theta, tables in expected.items():
         torch.testing.assert_close(found[theta], tables)
+
+
+# ---- all layers by one plan ------------------------------------------------------------------------------------------
+
+
+def _count_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of layers of the calls that run a plan."""
+    calls: list[int] = []
+    run = stack.run_stack
+
+    def record(specs: Any, *others: Any) -> Any:
+        calls.append(len(specs))
+        return run(specs, *others)
+
+    monkeypatch.setattr(stack, "run_stack", record)
+    return calls
+
+
+def _small_stack(**options: Any) -> RotaryTransformer:
+    torch.manual_seed(0)
+    layers = [
+        RotaryLayer(64, 2, 48, theta=theta, window=window, first=number == 0, **options)
+        for number, (theta, window) in enumerate(((1e4, None), (1e3, (4, 4)), (1e3, (4, 4))))
+    ]
+    return RotaryTransformer(layers, torch.nn.LayerNorm(64, bias=False), 16)
+
+
+def test_layers_run_by_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's results and gradients are those of the layers one by one."""
+    module, x = _small_stack(), torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
+    cu_seqlens = torch.tensor([0, 12, 20], dtype=torch.int32)
+    calls = _count_plans(monkeypatch)
+    states: list[Tensor] = []
+    expected = module(x, cu_seqlens, 12, hidden_states=states)  # one by one, because it collects states
+    assert not calls
+    found = module(x, cu_seqlens, 12)
+    assert calls == [3]
+    torch.testing.assert_close(found, expected)
+    of_plan = torch.autograd.grad(found.square().sum(), list(module.parameters()))
+    of_layers = torch.autograd.grad(expected.square().sum(), list(module.parameters()))
+    for got, true in zip(of_plan, of_layers, strict=True):
+        torch.testing.assert_close(got, true, atol=1e-4, rtol=1e-4)
+
+
+def test_dropout_and_settings_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = _small_stack(dropout=0.3), torch.randn(12, 64)
+    cu_seqlens = torch.tensor([0, 12], dtype=torch.int32)
+    calls = _count_plans(monkeypatch)
+    dropped = module(x, cu_seqlens, 12)
+    module.eval()
+    kept = module(x, cu_seqlens, 12)
+    module.layers[1].window = (0, 0)
+    narrow = module(x, cu_seqlens, 12)
+    assert calls == [3, 3, 3]
+    assert not torch.allclose(dropped, kept)
+    assert not torch.allclose(kept, narrow)
+
+
+def test_what_has_to_be_called_runs_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = _small_stack(), torch.randn(12, 64)
+    cu_seqlens = torch.tensor([0, 12], dtype=torch.int32)
+    calls = _count_plans(monkeypatch)
+    expected = module(x, cu_seqlens, 12)
+    seen: list[Tensor] = []
+    handle = module.layers[1].up.register_forward_hook(lambda *call: seen.append(call[2]))
+    assert str(module.explain(x, 12)).startswith("transformer_layers: modules")
+    torch.testing.assert_close(module(x, cu_seqlens, 12), expected)
+    assert [each.shape for each in seen] == [(12, 96)]
+    handle.remove()
+    module.layers[1].intermediate_dropout = 0.5
+    module(x, cu_seqlens, 12)  # dropout inside of the feed-forward block
+    module.checkpointing = True
+    module(x, cu_seqlens, 12)
+    assert calls == [3]
+
+
+def test_the_plan_is_explained() -> None:
+    module, x = _small_stack(), torch.randn(12, 64)
+    found = module.explain(x, 12)
+    expected = "core" if transformer_native.missing_cpu() is None else "ops"
+    assert found.chosen == expected
+    assert found.forward.count("Attention") == found.backward.count("AttentionBackward") == 3
+    assert "rotary_projection: no: is Hopper's" in str(found)
+    assert module.double().explain(x.double(), 12).chosen == "ops"

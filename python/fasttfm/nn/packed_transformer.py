@@ -29,7 +29,7 @@ Group = tuple[BlockOptions, list[Tensor | None]]  # consecutive layers with the 
 # saves.
 _SIZABLE = 2**23
 
-_NOT_WHOLE = "takes layers that are plain, without hooks, wrappers or checkpointing"
+NOT_WHOLE = "takes layers that are plain, without hooks, wrappers or checkpointing"
 
 
 class PackedTransformer(nn.Module):
@@ -172,7 +172,7 @@ class PackedTransformer(nn.Module):
         "cuda_few_rows" is one native call, "ops" runs a layer's ops one by one. Nothing is computed."""
         groups = self.groups(max_seqlen)
         if groups is None:
-            reasons = {"cpu": _NOT_WHOLE, "cuda_few_rows": _NOT_WHOLE, "cuda": _NOT_WHOLE, "ops": None}
+            reasons = {"cpu": NOT_WHOLE, "cuda_few_rows": NOT_WHOLE, "cuda": NOT_WHOLE, "ops": None}
             return Explanation("transformer_stack", "ops", reasons, "ops")
         residual = None if self.final_norm is None else x
         (normalised,) = linear.autocast(x)

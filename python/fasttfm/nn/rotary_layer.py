@@ -12,12 +12,13 @@ from torch.nn import functional
 
 from fasttfm import ops
 from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
-from fasttfm.nn.packed_transformer import PackedTransformer
+from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer
 from fasttfm.nn.parts import layer_norm, packed_residual_norm, product
 from fasttfm.nn.plain import Uncopied
 from fasttfm.ops import linear
-from fasttfm.ops.backends import requested
+from fasttfm.ops.backends import Explanation, requested
 from fasttfm.ops.layers import spec, stack
+from fasttfm.ops.layers.explain import explain
 from fasttfm.ops.layers.spec import LayerSpec
 from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import is_plain
@@ -301,6 +302,21 @@ class RotaryTransformer(PackedTransformer):
         self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, tables: Tables, positions: Tensor
     ) -> Tensor | None:
         """The result by the plan of all layers; None if they have to run one by one."""
+        call = self._call(x, cu_seqlens, max_seqlen, tables, positions)
+        return None if call is None else stack.run_stack(*call)[0]
+
+    def explain(self, x: Tensor, max_seqlen: int) -> Any:
+        """How ``forward`` runs the layers for ``x`` [T, C]: by which plan, or one by one. Nothing is computed."""
+        cu_seqlens = torch.tensor((0, x.shape[0]), dtype=torch.int32, device=x.device)
+        call = self._call(x, cu_seqlens, max_seqlen, self.tables(x, max_seqlen), None)
+        if call is None:
+            return Explanation("transformer_layers", "modules", {"core": NOT_WHOLE, "modules": None}, "modules")
+        return explain(*call)
+
+    def _call(
+        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, tables: Tables, positions: Tensor | None
+    ) -> tuple[tuple[LayerSpec, ...], Inputs, list[Tensor | None]] | None:
+        """The arguments of ``run_stack``; None if the layers have to run one by one."""
         described = self._described(tables)
         if described is None:
             return None
@@ -313,9 +329,7 @@ class RotaryTransformer(PackedTransformer):
         first.check(x, cu_seqlens, residual, None)
         drops = any(each.dropout_a or each.attention.dropout for each in specs)
         seeds = draw_seeds(x.device, len(specs)) if drops else None
-        inputs = Inputs(x, residual, cu_seqlens, max_seqlen, seeds, tuple(tables.values()), positions)
-        y, _ = stack.run_stack(specs, inputs, parameters)
-        return y
+        return specs, Inputs(x, residual, cu_seqlens, max_seqlen, seeds, tuple(tables.values()), positions), parameters
 
     def _described(self, tables: Tables) -> tuple[tuple[LayerSpec, ...], list[Tensor | None]] | None:
         """The layers as data, and their parameters; None if they have to run one by one: one is not plain or drops

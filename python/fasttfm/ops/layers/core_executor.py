@@ -14,7 +14,7 @@ from fasttfm.kernels.common.launch import multiprocessors
 from fasttfm.ops.attention_checks import check_values
 from fasttfm.ops.backends import dtype_name
 from fasttfm.ops.layers.plan import BUFFERS, FIELDS, Plan, Words, plan
-from fasttfm.ops.layers.rules import Situation, applied
+from fasttfm.ops.layers.rules import applied, situation_of
 from fasttfm.ops.layers.spec import LayerSpec
 from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.transformer_native import Layers, address_table, missing_cpu, missing_cuda
@@ -38,9 +38,8 @@ class Sizes(NamedTuple):
 
 def plan_of(specs: tuple[LayerSpec, ...], inputs: Inputs, *, training: bool) -> Plan:
     """The plan for a call."""
-    x, stream = inputs.x, inputs.x if inputs.residual is None else inputs.residual
-    situation = Situation(x.device.type, training, x.element_size(), stream.element_size())
-    return plan(specs, situation._replace(rules=applied(specs, situation, x.shape[0])))
+    situation = situation_of(inputs, training=training)
+    return plan(specs, situation._replace(rules=applied(specs, situation, inputs.x.shape[0])))
 
 
 def forward(

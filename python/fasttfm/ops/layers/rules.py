@@ -4,7 +4,7 @@ its range."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fasttfm.ops.layers.spec import LayerSpec
 
@@ -17,6 +17,12 @@ class Situation(NamedTuple):
     itemsize: int  # bytes of an element of x
     stream_itemsize: int  # of the residual stream
     rules: frozenset[str] = frozenset()  # names of the rules that apply
+
+
+def situation_of(inputs: Any, *, training: bool) -> Situation:
+    """The situation of a call, without rules."""
+    x, stream = inputs.x, inputs.x if inputs.residual is None else inputs.residual
+    return Situation(x.device.type, training, x.element_size(), stream.element_size())
 
 
 class Rule(NamedTuple):

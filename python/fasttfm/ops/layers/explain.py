@@ -1,0 +1,51 @@
+"""Says how a stack of layers runs: by which executor, with which fusions, in which steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fasttfm.ops.layers import stack
+from fasttfm.ops.layers.core_executor import plan_of
+from fasttfm.ops.layers.rules import RULES, situation_of
+from fasttfm.ops.layers.spec import LayerSpec
+from fasttfm.ops.layers.torch_executor import Inputs
+from fasttfm.ops.library import needs_gradient
+
+
+@dataclass(frozen=True)
+class PlanExplanation:
+    """How a stack runs. Prints as a list."""
+
+    chosen: str  # "core", or "ops" for torch's ops one by one
+    refused: str | None  # why the core does not run the layers
+    rules: dict[str, str | None]  # why a rule applies to none of the layers; None if it applies
+    forward: tuple[str, ...]  # the kinds of the steps, of all layers
+    backward: tuple[str, ...]  # empty without gradients
+
+    def __str__(self) -> str:
+        lines = [f"layers: {self.chosen}" + (f" (core: {self.refused})" if self.refused else "")]
+        for rule in RULES:
+            reason = self.rules[rule.name]
+            lines.append(f"  {rule.name}: " + (f"{rule.does}" if reason is None else f"no: {reason}"))
+        for direction, kinds in (("forward", self.forward), ("backward", self.backward)):
+            if kinds:
+                counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+                lines.append(f"  {direction}: {len(kinds)} steps: {counts}")
+        return "\n".join(lines)
+
+
+def explain(specs: tuple[LayerSpec, ...], inputs: Inputs, parameters: list[Tensor | None]) -> PlanExplanation:
+    """How ``stack.run_stack`` runs a call. Nothing is computed."""
+    training = needs_gradient(inputs.x, inputs.residual, *parameters)
+    refused = stack.refused(specs, inputs, parameters)
+    situation = situation_of(inputs, training=training)
+    rules = {}
+    for rule in RULES:
+        reasons = [rule.refuse(spec, situation, inputs.x.shape[0]) for spec in dict.fromkeys(specs)]
+        rules[rule.name] = None if None in reasons else reasons[0]
+    found: Any = plan_of(specs, inputs, training=training)
+    kinds = [tuple(type(step).__name__ for step in steps) for steps in (found.forward, found.backward)]
+    return PlanExplanation("ops" if refused else "core", refused, rules, *kinds)
