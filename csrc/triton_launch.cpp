@@ -73,7 +73,7 @@ struct Call {
   int32_t device;
 };
 
-class Key {
+class LaunchKey {
  public:
   void add(int64_t word) {
     if (size_ < kMaxWords) words_[size_] = word;
@@ -127,7 +127,7 @@ class Key {
 // ---- arguments -------------------------------------------------------------------------------------------------------
 // Each returns false for what is left to Triton. No Python exception is set then.
 
-bool bind_arguments(const Kernel& kernel, PyObject* args, PyObject* kwargs, Call& call, Key& key) {
+bool bind_arguments(const Kernel& kernel, PyObject* args, PyObject* kwargs, Call& call, LaunchKey& key) {
   const size_t count = kernel.parameters.size(), positional = PyTuple_GET_SIZE(args);
   if (positional > count) return false;
   for (size_t i = 0; i < count; ++i)
@@ -149,7 +149,7 @@ bool bind_arguments(const Kernel& kernel, PyObject* args, PyObject* kwargs, Call
   return true;
 }
 
-bool read_tensor(const Parameter& parameter, PyObject* given, Call& call, size_t i, Key& key) {
+bool read_tensor(const Parameter& parameter, PyObject* given, Call& call, size_t i, LaunchKey& key) {
   dlpack::Tensor tensor;
   if (torch_exchange()->tensor_from_py_object_no_sync(given, &tensor) != 0) {
     PyErr_Clear();
@@ -164,7 +164,7 @@ bool read_tensor(const Parameter& parameter, PyObject* given, Call& call, size_t
   return true;
 }
 
-bool read_integer(const Parameter& parameter, PyObject* given, Call& call, size_t i, Key& key) {
+bool read_integer(const Parameter& parameter, PyObject* given, Call& call, size_t i, LaunchKey& key) {
   int overflow = 0;
   const int64_t value = PyLong_AsLongLongAndOverflow(given, &overflow);
   if (overflow != 0) return false;
@@ -176,7 +176,7 @@ bool read_integer(const Parameter& parameter, PyObject* given, Call& call, size_
   return true;
 }
 
-bool read_float(PyObject* given, Call& call, size_t i, Key& key) {
+bool read_float(PyObject* given, Call& call, size_t i, LaunchKey& key) {
   const float value = static_cast<float>(PyFloat_AS_DOUBLE(given));
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -186,7 +186,7 @@ bool read_float(PyObject* given, Call& call, size_t i, Key& key) {
   return true;
 }
 
-bool read_argument(const Parameter& parameter, PyObject* given, Call& call, size_t i, Key& key) {
+bool read_argument(const Parameter& parameter, PyObject* given, Call& call, size_t i, LaunchKey& key) {
   if (parameter.is_constexpr || given == Py_None) {
     call.letters[i] = '-';
     key.add_constant(given);
@@ -340,7 +340,7 @@ void launch_record(const Kernel& kernel, const Record& record, const Call& call,
 }
 
 py::object launch(const Kernel& kernel, PyObject* given_grid, PyObject* args, PyObject* kwargs) {
-  Key key;
+  LaunchKey key;
   Call call;
   uint32_t grid[3];
   call.device = cuda::current_device();
