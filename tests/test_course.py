@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor
 
 from fasttfm import models
+from fasttfm.cli.main import COMMANDS, parser_of
 from fasttfm.tasks.distillation_recipes import TinyBertRecipe
 from fasttfm.tasks.distillation_runs import tinybert_student
+from fasttfm.tasks.experiments.registry import EXPERIMENTS
 
 ROOT = Path(__file__).parents[1]
 COURSE = ROOT / "docs" / "course"
@@ -42,7 +46,7 @@ def tool() -> ModuleType:
 def test_each_notebook_is_that_of_its_page(tool: ModuleType) -> None:
     different = [page for page in tool.pages() if page.with_suffix(".ipynb").read_text() != tool.notebook(page)]
     assert not different, "run python tools/course.py notebooks"
-    assert {path.stem for path in COURSE.rglob("*.ipynb")} == set(LECTURES)
+    assert {path.with_suffix(".md") for folder in tool.FOLDERS for path in folder.glob("*.ipynb")} == set(tool.pages())
 
 
 def test_a_page_becomes_cells(tool: ModuleType, tmp_path: Path) -> None:
@@ -78,6 +82,28 @@ def test_the_index_lists_every_lecture(folder: Path) -> None:
     assert sorted(re.findall(r"^\| \[.*?\]\((\w+)\.md\)", (folder / "index.md").read_text(), re.MULTILINE)) == LECTURES
 
 
+def _inline_commands(text: str) -> list[str]:
+    """Commands within sentences."""
+    return [" ".join(command.split()) for command in re.findall(r"`fasttfm (\w[^`]*)`", text)]
+
+
+@pytest.mark.parametrize("lecture", LECTURES)
+def test_commands_within_sentences_are_whole_and_the_same_in_both_languages(tool: ModuleType, lecture: str) -> None:
+    parser = parser_of({name: importlib.import_module(path) for name, path in COMMANDS.items()})[0]
+    english, korean = (_inline_commands((folder / f"{lecture}.md").read_text()) for folder in tool.FOLDERS)
+    for command in english:
+        parser.parse_args(shlex.split(command))  # exits with the reason
+    assert english == korean
+
+
+def test_the_pages_name_every_experiment_and_every_head_of_pretraining(tool: ModuleType) -> None:
+    for folder in tool.FOLDERS:
+        text = "".join((folder / f"{lecture}.md").read_text() for lecture in LECTURES)
+        assert [name for name in EXPERIMENTS if not re.search(rf"[` ]{name}`", text)] == []
+        for lecture in ("bert", "albert", "electra"):
+            assert f"fasttfm predict --model runs/{lecture}" in text
+
+
 def test_pictures_are_small_and_are_those_that_the_code_draws(tool: ModuleType) -> None:
     for lecture in LECTURES:
         page = COURSE / f"{lecture}.md"
@@ -85,7 +111,7 @@ def test_pictures_are_small_and_are_those_that_the_code_draws(tool: ModuleType) 
             assert f"{tool.RUNS}/{name}" in page.read_text(), f"{page.name} shows {name}, which its code does not write"
             assert (COURSE / name).stat().st_size < _MOST_BYTES
     shown = {name for lecture in LECTURES for name in tool.pictures(COURSE / f"{lecture}.md")}
-    assert shown == {path.name for path in COURSE.rglob("*.png")}
+    assert shown == {path.name for folder in tool.FOLDERS for path in folder.glob("*.png")}
 
 
 # ---- the code --------------------------------------------------------------------------------------------------------

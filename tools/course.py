@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 COURSE = Path(__file__).resolve().parent.parent / "docs" / "course"
+FOLDERS = (COURSE, COURSE / "ko")  # English and Korean
 RUNS = "runs"  # where the pages' commands write
 QUICK = 2  # steps and epochs of a quick run
 _TEXT = "quick.txt"  # what it reads instead of the shipped corpus
@@ -36,7 +37,7 @@ class Cell(NamedTuple):
 
 def pages() -> list[Path]:
     """Every page of the course in both languages; an index has no code and no notebook."""
-    return [page for page in sorted(COURSE.rglob("*.md")) if page.stem != "index"]
+    return [page for folder in FOLDERS for page in sorted(folder.glob("*.md")) if page.stem != "index"]
 
 
 def cells(text: str) -> list[Cell]:
