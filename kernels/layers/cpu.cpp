@@ -19,6 +19,8 @@ struct Cpu {
   static constexpr auto activation_forward = cpu::bias_gelu_forward;
   static constexpr auto activation_backward = cpu::bias_gelu_backward;
   static constexpr auto column_sum = cpu::column_sum;
+  static constexpr auto head_norm_forward = cpu::head_norm_forward;
+  static constexpr auto head_norm_backward = cpu::head_norm_backward;
   static constexpr int64_t kGemmWorkspaceBytes = 0;
 
   static Status add_norm_forward(const DropoutAddLayerNormForward& call) {
@@ -65,6 +67,10 @@ struct Cpu {
   static int64_t column_sum_parts(const LayersCall&, int64_t) { return 0; }
   static int64_t column_sum_workspace(const LayersCall& call, int64_t columns) {
     return bytes_of(cpu::column_sum_workspace(call.tokens, columns));
+  }
+  static int64_t head_norm_blocks(const LayersCall&) { return 0; }
+  static int64_t head_norm_workspace(const LayersCall& call, int64_t head_dim) {
+    return bytes_of(cpu::head_norm_workspace(call.tokens, head_dim));
   }
   static int64_t bytes_of(int64_t floats) { return (Count(floats) * 4).value; }
 

@@ -29,6 +29,8 @@ struct Hopper {
   static constexpr auto activation_forward = cuda::bias_gelu_forward;
   static constexpr auto activation_backward = cuda::bias_gelu_backward;
   static constexpr auto column_sum = cuda::column_sum;
+  static constexpr auto head_norm_forward = cuda::head_norm_forward;
+  static constexpr auto head_norm_backward = cuda::head_norm_backward;
   static constexpr int64_t kGemmWorkspaceBytes = kGemmWorkspace;
 
   static Status add_norm_forward(const DropoutAddLayerNormForward& call) {
@@ -106,6 +108,10 @@ struct Hopper {
   }
   static int64_t column_sum_workspace(const LayersCall& call, int64_t columns) {
     return bytes_of((Count(column_sum_parts(call, columns)) * columns).value);
+  }
+  static int64_t head_norm_blocks(const LayersCall& call) { return 4 * call.processors; }
+  static int64_t head_norm_workspace(const LayersCall& call, int64_t head_dim) {
+    return bytes_of(cuda::head_norm_workspace(head_norm_blocks(call), head_dim));
   }
   static int64_t bytes_of(int64_t floats) { return (Count(floats) * 4).value; }
 

@@ -30,6 +30,8 @@ enum class LayerStep : int64_t {
   activation_backward = 14,
   gemm_activation = 15,
   column_sum = 16,
+  head_norm = 17,
+  head_norm_backward = 18,
 };
 
 // A step is its kind, the number of its words, these two included, and its fields: addresses, integers, and floating

@@ -14,6 +14,7 @@
 #include "dropout_add_layer_norm/op.h"
 #include "gated_activation/op.h"
 #include "gemm/op.h"
+#include "head_norm/op.h"
 #include "layers/op.h"
 #include "rms_norm/op.h"
 #include "rotary/op.h"
@@ -109,6 +110,8 @@ class Run {
       case LayerStep::activation_backward: return activation_backward();
       case LayerStep::gemm_activation: return Device::gemm_activation(this);
       case LayerStep::column_sum: return column_sum();
+      case LayerStep::head_norm: return head_norm();
+      case LayerStep::head_norm_backward: return head_norm_backward();
     }
   }
 
@@ -334,6 +337,42 @@ class Run {
     launch(Device::rms_norm_backward, &norm, Device::rms_norm_workspace(call_, norm.columns));
   }
 
+  // The fields that the norm of heads has in both directions.
+  template <class Norm>
+  Norm head_norm_fields() {
+    Norm norm{};
+    norm.x = fields_.address();
+    norm.q_weight = fields_.address();
+    norm.k_weight = fields_.address();
+    norm.rstd = fields_.template address<float>();
+    norm.heads = fields_.integer();
+    norm.kv_heads = fields_.integer();
+    norm.head_dim = fields_.integer();
+    norm.tokens = call_.tokens;
+    norm.dtype = call_.dtype;
+    norm.weight_dtype = call_.parameter_dtype;
+    return norm;
+  }
+
+  // y: x [T, heads + 2 kv_heads, head_dim] with normalized heads of q and k.
+  void head_norm() {
+    auto norm = head_norm_fields<HeadNorm>();
+    norm.y = fields_.address();
+    norm.eps = fields_.number();
+    launch(Device::head_norm_forward, &norm, 0);
+  }
+
+  // In place of dy.
+  void head_norm_backward() {
+    auto norm = head_norm_fields<HeadNormBackward>();
+    norm.dy = fields_.address();
+    norm.dq_weight = fields_.address();
+    norm.dk_weight = fields_.address();
+    norm.workspace = static_cast<float*>(call_.workspace);
+    norm.blocks = static_cast<int>(Device::head_norm_blocks(call_));
+    launch(Device::head_norm_backward, &norm, Device::head_norm_workspace(call_, norm.head_dim));
+  }
+
   // The fields that activations have in both directions: of x [T, columns], or [T, 2 columns] if it is gated.
   template <class Params>
   Params activation_fields(int64_t parts) {
@@ -400,7 +439,7 @@ class Run {
     launch(Device::column_sum, &columns, Device::column_sum_workspace(call_, columns.columns));
   }
 
-  // Launches a kernel that needs so many bytes of the workspace, which all steps share.
+  // Launches a kernel that needs this number of bytes of the workspace, which all steps share.
   template <class Launcher, class Params>
   void launch(Launcher launcher, Params* params, int64_t workspace_bytes) {
     if (workspace_bytes > workspace_bytes_) workspace_bytes_ = workspace_bytes;

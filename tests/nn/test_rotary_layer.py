@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fasttfm.models import ModernBertConfig, ModernBertModel
 from fasttfm.nn import RotaryLayer, RotaryTransformer
+from fasttfm.nn.rotary_layer import rotary_norm
 from fasttfm.ops import transformer_native
 from fasttfm.ops.layers import stack
 
@@ -199,12 +200,17 @@ def _small_stack(**options: Any) -> RotaryTransformer:
         RotaryLayer(64, 2, 48, theta=theta, window=window, first=number == 0, **options)
         for number, (theta, window) in enumerate(((1e4, None), (1e3, (4, 4)), (1e3, (4, 4))))
     ]
-    return RotaryTransformer(layers, torch.nn.LayerNorm(64, bias=False), 16)
+    norm = options.get("norm", "layer")
+    return RotaryTransformer(layers, rotary_norm(norm, 64, 1e-5, bias=False), 16)
 
 
-def test_layers_run_by_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+QWEN3 = {"norm": "rms", "kv_heads": 1, "head_dim": 48, "head_norm": True, "activation": "silu"}
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "rms"}, {"kv_heads": 1}, {"head_norm": True}, QWEN3], ids=str)
+def test_layers_run_by_one_plan(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan's results and gradients are those of the layers one by one."""
-    module, x = _small_stack(), torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
+    module, x = _small_stack(**options), torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
     cu_seqlens = torch.tensor([0, 12, 20], dtype=torch.int32)
     calls = _count_plans(monkeypatch)
     states: list[Tensor] = []
@@ -231,6 +237,31 @@ def test_dropout_and_settings_are_read_at_the_call(monkeypatch: pytest.MonkeyPat
     assert calls == [3, 3, 3]
     assert not torch.allclose(dropped, kept)
     assert not torch.allclose(kept, narrow)
+
+
+def test_an_epsilon_that_changes_is_read_at_the_call() -> None:
+    module, x = _small_stack(**QWEN3), torch.randn(12, 64)
+    cu_seqlens = torch.tensor([0, 12], dtype=torch.int32)
+    before = module(x, cu_seqlens, 12)
+    for norm in (module.layers[1].norm1, module.layers[1].q_norm, module.final_norm):
+        norm.eps = 1.0
+        after = module(x, cu_seqlens, 12)
+        assert not torch.allclose(before, after)
+        torch.testing.assert_close(after, module(x, cu_seqlens, 12, hidden_states=[]))
+        before = after
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_heads": 3}, "kv_heads: expected a divisor of the 2 heads, got 3"),
+        ({"head_dim": 7}, "head_dim: expected an even number, got 7"),
+        ({"norm": "batch"}, "norm: expected one of layer, rms, got 'batch'"),
+    ],
+)
+def test_what_a_layer_cannot_have_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RotaryLayer(64, 2, 48, **options)
 
 
 def test_what_has_to_be_called_runs_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ class RMSNorm(torch.nn.RMSNorm):
     If ``eps`` is None it is the machine epsilon of the statistics' dtype, as in torch: fp32, or fp64 for fp64 inputs.
     Under autocast the output has the input's dtype.
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_parameter("bias", None)  # as a LayerNorm without one: layers read both kinds in the same way
 
     def forward(self, x: Tensor) -> Tensor:
         rows = _flat_input("RMSNorm", "x", x, self.normalized_shape)

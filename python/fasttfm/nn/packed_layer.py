@@ -20,7 +20,7 @@ from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 from fasttfm.ops.transformer_stack import transformer_stack
 
 _NAME = "PackedLayer"
-_NO_NORM = nn.LayerNorm(1, elementwise_affine=False)
+NO_NORM = nn.LayerNorm(1, elementwise_affine=False)  # of a layer without this norm
 _PARAMETERS = ("weight", "bias")
 SEEDS = 3  # dropout seeds of a layer: for the attention weights and for the outputs of its two blocks
 
@@ -148,7 +148,7 @@ class PackedLayer(nn.Module):
         own: dict[str, Any] = self._modules  # faster than the module's attributes
         norm_a, norm_b = own["norm1"], own["norm2"]
         if self.norm_first:
-            norm_a, norm_b = norm_b, _NO_NORM if next_norm is None else next_norm
+            norm_a, norm_b = norm_b, NO_NORM if next_norm is None else next_norm
         return own["qkv"], own["out"], norm_a, own["up"], own["down"], norm_b
 
     def block_parameters(self, next_norm: nn.LayerNorm | None) -> BlockParameters:

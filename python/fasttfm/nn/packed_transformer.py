@@ -234,7 +234,8 @@ class PlainLayers(Uncopied):
         modules = [layer.block_modules(norm) for layer, norm in self.layers] if self.fusable else []
         self._owners = [each._parameters for own in modules for each in own]
         self._layers = [layer.__dict__ for layer in layers]
-        self._norms = [norm.__dict__ for _, _, norm_a, _, _, norm_b in modules for norm in (norm_a, norm_b)]
+        # norm_a, norm_b, and the norms of heads where layers have them
+        self._norms = [norm.__dict__ for own in modules for norm in (own[2], *own[5:])]
         # Settings, and what follows from them: the options of consecutive layers, and which parameters are theirs.
         self._known: tuple[Any, list[tuple[BlockOptions, slice]]] = (None, [])
 
@@ -242,12 +243,16 @@ class PlainLayers(Uncopied):
         """The layers' parameters now; None if some are missing or not plain tensors."""
         return plain_parameters(self._owners)
 
+    def epsilons(self) -> list[float]:
+        """Those of all norms, now."""
+        return [*map(_epsilon_of, self._norms)]
+
     def groups(self, max_seqlen: int) -> list[Group] | None:
         """The layers' options and parameters now; None if parameters are missing or not plain tensors."""
         values = self.parameters()
         if values is None:
             return None
-        settings = (requested(None), [*map(_settings_of, self._layers)], [*map(_epsilon_of, self._norms)])
+        settings = (requested(None), [*map(_settings_of, self._layers)], self.epsilons())
         known, groups = self._known
         if settings != known:
             groups = self._grouped(max_seqlen)

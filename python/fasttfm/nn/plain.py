@@ -22,14 +22,18 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _has_any_global_hook
 
 from fasttfm import ops
-from fasttfm.nn.layer_norm import LayerNorm
+from fasttfm.nn.layer_norm import LayerNorm, RMSNorm
 from fasttfm.ops.library import PLAIN_TENSORS
 
 Condition = Callable[[Any], bool] | None  # None for no condition
 
 
-def _of_the_last_dimension(norm: nn.LayerNorm) -> bool:
+def _of_the_last_dimension(norm: nn.LayerNorm | RMSNorm) -> bool:
     return len(norm.normalized_shape) == 1
+
+
+def _has_an_epsilon(norm: RMSNorm) -> bool:
+    return _of_the_last_dimension(norm) and norm.eps is not None
 
 
 def _looks_rows_up(table: nn.Embedding) -> bool:
@@ -43,6 +47,7 @@ _CLASSES: dict[type, Condition] = {
     NonDynamicallyQuantizableLinear: None,
     nn.LayerNorm: _of_the_last_dimension,
     LayerNorm: _of_the_last_dimension,
+    RMSNorm: _has_an_epsilon,
     nn.Embedding: _looks_rows_up,
     nn.Dropout: None,
     nn.Identity: None,
@@ -82,13 +87,19 @@ def is_plain(*modules: Any) -> bool:
 def is_plain_linear(*modules: Any) -> bool:
     """Whether all are plain and linear layers, with a weight to read: another plain module may have replaced one."""
     return is_plain(*modules) and all(
-        "weight" in module._parameters and not isinstance(module, (nn.LayerNorm, nn.Embedding)) for module in modules
+        "weight" in module._parameters and not isinstance(module, (nn.LayerNorm, RMSNorm, nn.Embedding))
+        for module in modules
     )
 
 
 def is_plain_norm(*modules: Any) -> bool:
     """Whether all are plain and LayerNorms, with a weight to read: another plain module may have replaced one."""
     return is_plain(*modules) and all(isinstance(module, nn.LayerNorm) for module in modules)
+
+
+def is_plain_rms_norm(*modules: Any) -> bool:
+    """Whether all are plain and RMSNorms."""
+    return is_plain(*modules) and all(isinstance(module, RMSNorm) for module in modules)
 
 
 def is_plain_dropout(*modules: Any) -> bool:

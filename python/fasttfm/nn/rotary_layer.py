@@ -11,28 +11,40 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fasttfm import ops
-from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
-from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer
-from fasttfm.nn.parts import layer_norm, packed_residual_norm, product
-from fasttfm.nn.plain import Uncopied
-from fasttfm.ops import linear
+from fasttfm.nn.layer_norm import RMSNorm
+from fasttfm.nn.packed_layer import NO_NORM, PackedLayer, draw_seeds
+from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer, PlainLayers
+from fasttfm.nn.parts import layer_norm, linear_layer, packed_residual_norm, product
+from fasttfm.nn.plain import Uncopied, is_plain_linear, is_plain_norm, is_plain_rms_norm
+from fasttfm.ops import checks, linear
 from fasttfm.ops.backends import Explanation, requested
 from fasttfm.ops.layers import spec, stack
 from fasttfm.ops.layers.explain import explain
-from fasttfm.ops.layers.spec import LayerSpec
+from fasttfm.ops.layers.spec import FIELDS, LayerSpec
 from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import is_plain
-from fasttfm.ops.transformer_block import BlockParameters
 
 Table = tuple[Tensor, Tensor]  # cosines and sines [positions, D / 2]
 Tables = dict[Any, Table]  # by ``RotaryLayer.table_key``
 
+_NAME = "RotaryLayer"
+_NORMS = ("layer", "rms")
+_BLOCK_VALUES = 16  # of a layer: weight and bias of each of ``RotaryLayer.block_modules``
+
+
+def rotary_norm(kind: str, width: int, eps: float, *, bias: bool, **factory: Any) -> nn.Module:
+    """The LayerNorm or RMSNorm of a ``RotaryLayer``'s kind."""
+    if kind == "rms":
+        return RMSNorm(width, eps=eps, **factory)
+    return nn.LayerNorm(width, eps=eps, bias=bias, **factory)
+
 
 class RotaryLayer(PackedLayer):
-    """ModernBERT's layer: ``x + attention(norm1(x))``, then ``x + down(activation(gate) * up)`` of ``norm2(x)``.
+    """A layer of ModernBERT, Llama or Qwen3: ``x + attention(norm1(x))``, then ``x + down(activation(gate) * up)`` of
+    ``norm2(x)``.
 
-    Queries and keys are rotated by their positions. The module ``up`` computes both gate and up; the gate is its first
-    half.
+    Queries and keys are rotated by their positions. The module ``qkv`` computes all queries, then all keys, then all
+    values. The module ``up`` computes both gate and up; the gate is its first half.
 
     Args:
         width: C, the model's width.
@@ -46,6 +58,10 @@ class RotaryLayer(PackedLayer):
         intermediate_dropout: Dropout probability of ``down``'s input.
         eps: Added to variances.
         attention_bias, feed_forward_bias, norm_bias: Whether these parts have biases.
+        kv_heads: The number of heads of keys and of values, a divisor of ``heads``; ``heads`` by default.
+        head_dim: Columns of a head; ``width / heads`` by default.
+        norm: "layer" for LayerNorm or "rms" for RMSNorm.
+        head_norm: Whether each head of queries and keys has an RMSNorm before it is rotated.
     """
 
     def __init__(
@@ -64,10 +80,16 @@ class RotaryLayer(PackedLayer):
         attention_bias: bool = False,
         feed_forward_bias: bool = False,
         norm_bias: bool = False,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        norm: str = "layer",
+        head_norm: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        if norm not in _NORMS:
+            raise checks.bad_value(_NAME, "norm", f"one of {', '.join(_NORMS)}", repr(norm))
         super().__init__(
             width,
             heads,
@@ -85,10 +107,23 @@ class RotaryLayer(PackedLayer):
         self.theta, self.intermediate_dropout = theta, intermediate_dropout
         self.up = nn.Linear(width, 2 * intermediate, bias=feed_forward_bias, **factory)
         self.down = nn.Linear(intermediate, width, bias=feed_forward_bias, **factory)
-        norms = (nn.LayerNorm(width, eps=eps, bias=norm_bias, **factory) for _ in range(2))
-        self.norm1, self.norm2 = norms
+        self.norm = norm
+        norms: list[Any] = [rotary_norm(norm, width, eps, bias=norm_bias, **factory) for _ in range(2)]
+        self.norm1, self.norm2 = norms[0], norms[1]
         if first:
             self.norm1 = None  # type: ignore[assignment]
+        self.kv_heads = heads if kv_heads is None else kv_heads
+        self.head_dim = width // heads if head_dim is None else head_dim
+        if self.kv_heads < 1 or heads % self.kv_heads:
+            raise checks.bad_value(_NAME, "kv_heads", f"a divisor of the {heads} heads", self.kv_heads)
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise checks.bad_value(_NAME, "head_dim", "an even number", self.head_dim)
+        attended = heads * self.head_dim
+        if (self.kv_heads, attended) != (heads, width):
+            columns = attended + 2 * self.kv_heads * self.head_dim
+            self.qkv = nn.Linear(width, columns, bias=attention_bias, **factory)
+            self.out = nn.Linear(attended, width, bias=attention_bias, **factory)
+        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, eps=eps, **factory) if head_norm else None for _ in range(2))
 
     def forward(
         self,
@@ -118,8 +153,9 @@ class RotaryLayer(PackedLayer):
             seed, seed_a, _ = (draw_seeds(x.device) if seeds is None else seeds).split(1)
         qkv = self.rotated(x, cu_seqlens, max_seqlen, tables, positions)
         packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
+        parts = (qkv.unflatten(1, (3, self.heads)),) if self.kv_heads == self.heads else self.split_heads(qkv)
         context = ops.attention(
-            qkv, window=self.window, max_seqlen=max_seqlen, dropout_p=attention_p, seed=seed, **packed
+            *parts, window=self.window, max_seqlen=max_seqlen, dropout_p=attention_p, seed=seed, **packed
         )
         assert isinstance(context, Tensor)
         branch, bias = product(self.out, context.flatten(-2))
@@ -139,16 +175,26 @@ class RotaryLayer(PackedLayer):
         tables: Tables | None,
         positions: Tensor | None,
     ) -> Tensor:
-        """Queries, keys and values [T, 3, H, D] of ``x``; queries and keys are rotated. They are one tensor, so that
-        attention's gradient is one tensor, too."""
+        """The heads of queries, keys and values [T, heads, D] of ``x``; those of queries and keys are rotated. They are
+        one tensor, so that attention's gradient is one tensor, too."""
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
         if tables is None:
             every = torch.arange(max_seqlen, device=x.device)
-            tables = {self.table_key(): rotary_tables(self.theta, every, self.width // self.heads, like=x)}
-        heads = self.project(x).flatten(1, 2)
-        rotated = ops.rotary(heads, *tables[self.table_key()], positions=positions, rotary_heads=2 * self.heads)
-        return rotated.unflatten(1, (3, self.heads))
+            tables = {self.table_key(): rotary_tables(self.theta, every, self.head_dim, like=x)}
+        heads = linear_layer(self.qkv, x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None:
+            assert self.k_norm is not None
+            q, k, v = self.split_heads(heads)
+            heads = torch.cat((self.q_norm(q), self.k_norm(k), v), 1)
+        rotated: Tensor = ops.rotary(
+            heads, *tables[self.table_key()], positions=positions, rotary_heads=self.heads + self.kv_heads
+        )
+        return rotated
+
+    def split_heads(self, heads: Tensor) -> tuple[Tensor, ...]:
+        """Those of queries, of keys and of values [T, heads, D]."""
+        return heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
 
     def table_key(self) -> Any:
         """What the tables of this layer depend on: layers with equal keys share them."""
@@ -161,32 +207,49 @@ class RotaryLayer(PackedLayer):
     def is_described(self) -> bool:
         return type(self).forward is RotaryLayer.forward
 
-    def spec(self, next_norm: nn.LayerNorm, table: int) -> LayerSpec:
-        """What the layer computes, with the rotation by the table of this index."""
+    def has_plain_modules(self, next_norm: nn.Module | None = None) -> bool:
+        own = self._modules
+        norms = (own["norm2"],) if next_norm is None else (own["norm2"], next_norm)
+        heads = [own[name] for name in ("q_norm", "k_norm") if own.get(name) is not None]
+        plain = is_plain_linear(own["qkv"], own["out"], own["up"], own["down"]) and is_plain_rms_norm(*heads)
+        return plain and (is_plain_rms_norm if self.norm == "rms" else is_plain_norm)(*norms)
+
+    def block_modules(self, next_norm: nn.LayerNorm | None) -> tuple[Any, ...]:
+        """Those of ``PackedLayer``, and the norms of the heads of queries and keys."""
+        heads = (self._modules.get(name) for name in ("q_norm", "k_norm"))
+        return *super().block_modules(next_norm), *(NO_NORM if each is None else each for each in heads)
+
+    def spec(self, next_norm: nn.LayerNorm, table: int, present: frozenset[str]) -> LayerSpec:
+        """What the layer computes, with the rotation by the table of this index. ``present`` are the parameters that it
+        has."""
         attention_p, p_a, _ = self.rates()
-        head_dim = self.width // self.heads
         attention = spec.Attention(
-            *(self.heads, self.heads, head_dim, *self.window),
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            window_left=self.window[0],
+            window_right=self.window[1],
             rotary=table,
-            rotary_columns=head_dim,
+            rotary_columns=self.head_dim,
             dropout=attention_p,
+            head_norm_eps=None if self.q_norm is None else self.q_norm.eps,
         )
-        names = zip(BlockParameters._fields, self.block_parameters(next_norm), strict=True)
         return LayerSpec(
             self.width,
             pre_norm=True,
             attention=attention,
             feed_forward=spec.FeedForward(self.down.in_features, ops.ACTIVATIONS[self.activation], gated=True),
-            norm_a=spec.Norm("layer", self.norm2.eps),
-            norm_b=spec.Norm("layer", next_norm.eps),
-            present=frozenset(name for name, parameter in names if parameter is not None),
+            norm_a=spec.Norm(self.norm, self.norm2.eps),
+            norm_b=spec.Norm(self.norm, next_norm.eps),
+            present=present,
             dropout_a=p_a,
         )
 
     def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """The attention weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``, for plots.
         Computed in plain torch."""
-        q, k, _ = self.rotated(x, cu_seqlens, max_seqlen, None, None).unbind(1)
+        q, k, _ = self.split_heads(self.rotated(x, cu_seqlens, max_seqlen, None, None))
+        k = k.repeat_interleave(self.heads // self.kv_heads, 1)
         left, right = self.window
         return ops.attention_weights(q, k, window=(left, right), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
 
@@ -237,7 +300,7 @@ class TableCache:
 class _Specs(Uncopied):
     """A stack's layers as data, and the settings from which they were made."""
 
-    def __init__(self, settings: Any, specs: tuple[LayerSpec, ...]) -> None:
+    def __init__(self, settings: Any, specs: tuple[LayerSpec, ...] | None) -> None:
         self.settings, self.specs = settings, specs
 
 
@@ -247,8 +310,29 @@ def is_capturing(x: Tensor) -> bool:
 
 
 def _settings_of(layer: Any) -> tuple[Any, ...]:
-    """What a layer's description depends on, apart from its parameters."""
-    return (*layer.rates(), layer.window, layer.activation, layer.heads, layer.norm2.eps, layer.table_key())
+    """What a layer's description depends on, apart from its parameters and the epsilons of its norms."""
+    return (*layer.rates(), layer.window, layer.activation, layer.heads, layer.kv_heads, layer.table_key())
+
+
+def _specs_of(plain: PlainLayers, keys: list[Any], absent: list[bool]) -> tuple[LayerSpec, ...] | None:
+    """The layers as data; None if the norms of a layer's heads have different epsilons."""
+    specs = []
+    for index, (layer, norm) in enumerate(plain.layers):
+        if layer.q_norm is not None and layer.q_norm.eps != layer.k_norm.eps:
+            return None
+        of_layer = absent[index * len(FIELDS) : (index + 1) * len(FIELDS)]
+        present = frozenset(name for name, missing in zip(FIELDS, of_layer, strict=True) if not missing)
+        specs.append(layer.spec(norm, keys.index(layer.table_key()), present))
+    return tuple(specs)
+
+
+def _with_head_norms(values: list[Tensor | None]) -> list[Tensor | None]:
+    """The FIELDS of layers, of the weights and biases of all of ``block_modules``; the norms of heads have no bias."""
+    parameters: list[Tensor | None] = []
+    for first in range(0, len(values), _BLOCK_VALUES):
+        parameters += values[first : first + _BLOCK_VALUES - 4]
+        parameters += values[first + _BLOCK_VALUES - 4 : first + _BLOCK_VALUES : 2]
+    return parameters
 
 
 class RotaryTransformer(PackedTransformer):
@@ -338,19 +422,19 @@ class RotaryTransformer(PackedTransformer):
         if special or torch.compiler.is_dynamo_compiling() or requested(None) is not None:
             return None
         plain = self.plain_layers()
-        parameters = None if plain is None else plain.parameters()
-        if plain is None or parameters is None:
+        values = None if plain is None else plain.parameters()
+        if plain is None or values is None:
             return None
+        parameters = _with_head_norms(values)
         layers: list[Any] = self.in_order()
         if any(layer.uses_fp8() or (layer.training and layer.intermediate_dropout) for layer in layers):
             return None
-        settings = [_settings_of(layer) for layer in layers], [each is None for each in parameters], list(tables)
+        absent = [each is None for each in parameters]
+        settings = ([_settings_of(layer) for layer in layers], absent, list(tables), plain.epsilons())
         known: Any = self.__dict__.get("_specs")
         if known is None or known.settings != settings:
-            keys = list(tables)
-            specs = tuple(layer.spec(norm, keys.index(layer.table_key())) for layer, norm in plain.layers)
-            known = self.__dict__["_specs"] = _Specs(settings, specs)
-        return known.specs, parameters
+            known = self.__dict__["_specs"] = _Specs(settings, _specs_of(plain, list(tables), absent))
+        return None if known.specs is None else (known.specs, parameters)
 
     def tables(self, x: Tensor, max_seqlen: int) -> Tables:
         """The tables of the positions up to ``max_seqlen``. A call that is traced or transformed computes them, because
@@ -371,4 +455,4 @@ class RotaryTransformer(PackedTransformer):
     def _rotations(self) -> dict[float, int]:
         """The head size of the layers, by ``theta``."""
         layers: list[Any] = self.in_order()
-        return {layer.theta: layer.width // layer.heads for layer in layers}
+        return {layer.theta: layer.head_dim for layer in layers}

@@ -42,13 +42,18 @@ _SHORT_HEAD_DIMS = (32, 64)
 class Layers(NamedTuple):
     """The parameters of consecutive layers, for the core."""
 
-    given: list[Tensor | None]  # of all layers, in the order of BlockParameters
+    given: list[Tensor | None]  # of all layers, in the order of BlockParameters or of layers/spec.py's FIELDS
     depth: int  # the number of layers
     dtype: torch.dtype  # of all parameters
     intermediate: int
     device: torch.device  # of all parameters
     shapes: tuple[torch.Size | None, ...]  # a layer's
     table: array[int]  # addresses of all parameters, 0 for None
+
+    @property
+    def fields(self) -> int:
+        """The number of parameters of a layer, those that are None included."""
+        return len(self.shapes)
 
     def present(self) -> list[Tensor]:
         """The parameters that are not None."""
@@ -63,38 +68,38 @@ def layers_in(given: list[Any]) -> list[BlockParameters]:
 # ---- which calls the core supports -----------------------------------------------------------------------------------
 
 
-def layers_of(given: list[Tensor | None]) -> Layers | str:
-    """The layers of a list of parameters, or why the core does not support them: all layers must have the same dtypes
-    and shapes, and contiguous parameters."""
+def layers_of(given: list[Tensor | None], fields: int = PARAMETERS) -> Layers | str:
+    """The layers of a list of parameters, ``fields`` of each, or why the core does not support them: all layers must
+    have the same dtypes and shapes, and contiguous parameters."""
     if (missing := _native.missing()) is not None:
         return missing
     table = array("q", bytes(8 * len(given)))
-    if _native.core().tensor_table(given, table.buffer_info()[0], PARAMETERS) < 0:
+    if _native.core().tensor_table(given, table.buffer_info()[0], fields) < 0:
         if not are_plain_tensors(given):
             return NOT_PLAIN
-        if (reason := _differences(given)) is not None:
+        if (reason := _differences(given, fields)) is not None:
             return reason
         table = address_table(given)
-    first = given[:PARAMETERS]
+    first = given[:fields]
     qkv_weight, up_weight = first[0], first[_UP_WEIGHT]
     assert qkv_weight is not None
     assert up_weight is not None
     shapes = tuple(None if each is None else each.shape for each in first)
-    depth, dtype, device = len(given) // PARAMETERS, qkv_weight.dtype, qkv_weight.device
+    depth, dtype, device = len(given) // fields, qkv_weight.dtype, qkv_weight.device
     return Layers(given, depth, dtype, up_weight.shape[0], device, shapes, table)
 
 
 NOT_PLAIN = "takes plain tensors in eager calls"
 
 
-def _differences(given: list[Tensor | None]) -> str | None:
+def _differences(given: list[Tensor | None], fields: int) -> str | None:
     present = [each for each in given if each is not None]
     if len({each.dtype for each in present}) > 1:
         return "takes parameters of one type"
     if len({each.device for each in present}) > 1:
         return "takes parameters on one device"
     shapes = [None if each is None else each.shape for each in given]
-    if shapes != shapes[:PARAMETERS] * (len(given) // PARAMETERS):
+    if shapes != shapes[:fields] * (len(given) // fields):
         return "takes layers with the same biases, of the same shapes"
     if not all(each.is_contiguous() for each in present):
         return "takes contiguous parameters"

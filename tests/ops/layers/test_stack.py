@@ -12,9 +12,9 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.ops import transformer_native
 from fasttfm.ops.layers import core_executor, stack, torch_executor
-from fasttfm.ops.layers.plan import FIELDS, plan
+from fasttfm.ops.layers.plan import plan
 from fasttfm.ops.layers.rules import Situation
-from fasttfm.ops.layers.spec import Attention, FeedForward, LayerSpec, Norm
+from fasttfm.ops.layers.spec import FIELDS, Attention, FeedForward, LayerSpec, Norm
 from fasttfm.ops.layers.torch_executor import Inputs
 
 pytestmark = pytest.mark.usefixtures("torch_multiplies_by_blas")
@@ -31,8 +31,9 @@ DEVICES = [
 ]
 SEQUENCES = [0, 9, 9, 10, 40, 77]  # one is empty
 HEADS, WIDTH, INNER, HEAD_DIM = 2, 128, 192, 64
-EVERY = frozenset(FIELDS)
-NO_BIASES = frozenset(name for name in FIELDS if name.endswith("weight"))
+HEAD_NORMS = frozenset(("q_norm_weight", "k_norm_weight"))
+EVERY = frozenset(FIELDS) - HEAD_NORMS
+NO_BIASES = frozenset(name for name in EVERY if name.endswith("weight"))
 LAYER_NORM, RMS_NORM = Norm("layer", 1e-5), Norm("rms", 1e-6)
 ATTENTION = Attention(HEADS, HEADS, HEAD_DIM)
 GELU, GATED = FeedForward(INNER, "gelu"), FeedForward(INNER, "gelu", gated=True)
@@ -48,8 +49,9 @@ LLAMA = LayerSpec(
     FeedForward(INNER, "silu", gated=True),
     RMS_NORM,
     RMS_NORM,
-    NO_BIASES - {"norm_a_bias", "norm_b_bias"},
+    NO_BIASES,
 )
+QWEN3 = replace(LLAMA, attention=replace(LLAMA.attention, head_norm_eps=1e-6), present=NO_BIASES | HEAD_NORMS)
 STACKS = {
     "BERT": (BERT,) * 3,
     "GPT": (GPT,) * 3,
@@ -63,9 +65,12 @@ STACKS = {
     "grouped": (replace(MODERN, attention=replace(ROTARY, heads=4, kv_heads=1)),) * 2,
     "scaled": (replace(MODERN, attention=replace(ROTARY, scale=0.2)),) * 2,
     "LLaMA": (LLAMA,) * 3,
+    "Qwen3": (QWEN3,) * 3,
+    "one-head-norm": (replace(QWEN3, present=NO_BIASES | {"q_norm_weight"}),) * 2,
     "post-RMS": (replace(LLAMA, pre_norm=False),) * 2,
 }
 LONG = [0, 1500, 1510, 2300]  # rows for which the projection rotates, on Hopper
+LONG_ON_CPU = [0, 300, 310, 700]  # more than one block of each kernel
 
 
 class Problem:
@@ -92,7 +97,7 @@ class Problem:
             shapes = spec.shapes()
             for name in FIELDS:
                 shape = shapes.get(name)
-                offset = 1.0 if name.startswith("norm") and name.endswith("weight") else 0.0
+                offset = 1.0 if "norm" in name and name.endswith("weight") else 0.0
                 drawn.append(None if shape is None else (offset + draw(*shape)).to(parameter_dtype))
         rms = first.norm_a.kind == "rms"
         stream = dtype if rms else parameter_dtype
@@ -143,7 +148,7 @@ def by_ops(specs: Any, inputs: Inputs, parameters: list[Any]) -> Any:
 def by_autocast_ops(specs: Any, inputs: Inputs, parameters: list[Any]) -> Any:
     """Torch's ops with the operands of GEMMs in x's dtype."""
     cast = [
-        each.to(inputs.x.dtype) if each is not None and FIELDS[index % len(FIELDS)][:4] != "norm" else each
+        each.to(inputs.x.dtype) if each is not None and "norm" not in FIELDS[index % len(FIELDS)] else each
         for index, each in enumerate(parameters)
     ]
     return by_ops(specs, inputs, cast)
@@ -193,10 +198,10 @@ def test_core_and_ops(
     assert_as_accurate(results, plain[0], exact[0])
 
 
-@pytest.mark.parametrize("name", ["ModernBERT", "LLaMA", "post-LN-gated"])
+@pytest.mark.parametrize("name", ["ModernBERT", "LLaMA", "Qwen3", "post-LN-gated"])
 @pytest.mark.parametrize(("device", "dtype", "parameter_dtype"), DEVICES)
 def test_many_rows(name: str, device: str, dtype: torch.dtype, parameter_dtype: torch.dtype, runs: list[str]) -> None:
-    problem = Problem(STACKS[name], device, dtype, parameter_dtype, LONG)
+    problem = Problem(STACKS[name], device, dtype, parameter_dtype, LONG if device == "cuda" else LONG_ON_CPU)
     exact = problem.call(by_ops, double=True)
     plain = problem.call(by_autocast_ops)
     found = problem.call(stack.run_stack)

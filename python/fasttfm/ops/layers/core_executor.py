@@ -13,9 +13,9 @@ from fasttfm import _native
 from fasttfm.kernels.common.launch import multiprocessors
 from fasttfm.ops.attention_checks import check_values
 from fasttfm.ops.backends import dtype_name
-from fasttfm.ops.layers.plan import BUFFERS, FIELDS, Plan, Words, plan
+from fasttfm.ops.layers.plan import BUFFERS, Plan, Words, plan
 from fasttfm.ops.layers.rules import applied, situation_of
-from fasttfm.ops.layers.spec import LayerSpec
+from fasttfm.ops.layers.spec import FIELDS, LayerSpec
 from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.transformer_native import Layers, address_table, missing_cpu, missing_cuda
 
@@ -78,7 +78,7 @@ def backward(
 
 
 def _rows(count: int, x: Tensor) -> Tensor:
-    """Memory of so many bytes per token."""
+    """Memory of ``count`` bytes per token."""
     rows = -(-x.shape[0] // _ROWS) * _ROWS
     return torch.empty(count * rows, dtype=torch.uint8, device=x.device)
 

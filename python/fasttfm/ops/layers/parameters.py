@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fasttfm.ops import direct_gradients, linear
 from fasttfm.ops.transformer_block import BlockParameters
-from fasttfm.ops.transformer_native import PARAMETERS, Layers
+from fasttfm.ops.transformer_native import Layers
 
 # The parameters of a layer that are operands of GEMMs, in x's dtype.
 _MULTIPLIED = tuple(
@@ -45,9 +45,9 @@ def parts_of(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Laye
         return [(layers, seeds)]
     parts = []
     for index in range(layers.depth):
-        given = layers.given[index * PARAMETERS : (index + 1) * PARAMETERS]
+        parameters = slice(index * layers.fields, (index + 1) * layers.fields)
         own = None if seeds is None else seeds[index : index + 1]
-        table = layers.table[index * PARAMETERS : (index + 1) * PARAMETERS]
+        given, table = layers.given[parameters], layers.table[parameters]
         parts.append((layers._replace(given=given, depth=1, table=table), own))
     return parts
 
@@ -63,7 +63,7 @@ def in_type(layers: Layers, dtype: torch.dtype, *, copies: bool) -> list[Tensor 
         return layers.given
     own: list[Any] = list(layers.given)
     if copies:
-        indices = [first + index for first in range(0, len(own), PARAMETERS) for index in _MULTIPLIED]
+        indices = [first + index for first in range(0, len(own), layers.fields) for index in _MULTIPLIED]
         cast = linear.in_type([own[index] for index in indices], dtype, copies=True)
         for index, tensor in zip(indices, cast, strict=True):
             own[index] = tensor
@@ -71,11 +71,11 @@ def in_type(layers: Layers, dtype: torch.dtype, *, copies: bool) -> list[Tensor 
     given: list[Tensor] = []
     made: list[Tensor] = []
     for index in _MULTIPLIED:
-        same = own[index::PARAMETERS]
+        same = own[index :: layers.fields]
         if same[0] is not None:  # one tensor for the same parameter of all layers
             given += same
-            own[index::PARAMETERS] = same[0].new_empty((layers.depth, *same[0].shape), dtype=dtype).unbind()
-            made += own[index::PARAMETERS]
+            own[index :: layers.fields] = same[0].new_empty((layers.depth, *same[0].shape), dtype=dtype).unbind()
+            made += own[index :: layers.fields]
     torch._foreach_copy_(made, given)
     return own
 

@@ -18,10 +18,8 @@ from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.activation import CODES as ACTIVATIONS
 from fasttfm.ops.layers import steps
 from fasttfm.ops.layers.rules import RULES, Situation
-from fasttfm.ops.layers.spec import LayerSpec, Norm
-from fasttfm.ops.transformer_block import BlockParameters
+from fasttfm.ops.layers.spec import FIELDS, LayerSpec, Norm
 
-FIELDS = BlockParameters._fields
 SEEDS = 3  # of a layer
 
 # The buffers of a call, in the order of the core's table. After them, each pair of rotary tables has its cosines, its
@@ -122,8 +120,7 @@ class _Forward:
 
     def _attention(self, index: int, spec: LayerSpec, x: str) -> str:
         own = spec.attention
-        qkv = self.tensor(f"{index}.qkv", own.columns)
-        self._project(index, spec, x, qkv)
+        qkv = self._project(index, spec, x)
         attended = own.heads * own.head_dim
         out, lse = self.tensor(f"{index}.out", attended), self._sized(f"{index}.lse", 4 * own.heads)
         scale = 1 / math.sqrt(own.head_dim) if own.scale is None else own.scale
@@ -138,20 +135,35 @@ class _Forward:
         )
         return self._linear(index, spec, "out", out, attended, spec.width)
 
-    def _project(self, index: int, spec: LayerSpec, x: str, qkv: str) -> None:
+    def _project(self, index: int, spec: LayerSpec, x: str) -> str:
+        """q, k and v, whose q and k are normalized and rotated."""
         own = spec.attention
+        qkv = self.tensor(f"{index}.qkv", own.columns)
         weight, bias = f"{index}.qkv_weight", self.parameter(index, spec, "qkv_bias")
-        if own.rotary is None:
-            self.steps.append(steps.Gemm(x, weight, bias, None, qkv, own.columns, spec.width, True))
-            return
-        tables = (f"cos{own.rotary}", f"sin{own.rotary}", "positions", _table_buffer(own.rotary) + 2)
+        tables: tuple[Any, ...] = ()
+        if own.rotary is not None:
+            tables = (f"cos{own.rotary}", f"sin{own.rotary}", "positions", _table_buffer(own.rotary) + 2)
         if self._applies("rotary_projection", spec):
             sizes = (own.heads, own.head_dim)
-            self.steps.append(steps.RotaryProjection(x, weight, bias, qkv, own.columns, spec.width, *tables, *sizes))
-            return
+            self.steps.append(
+                steps.RotaryProjection._make((x, weight, bias, qkv, own.columns, spec.width, *tables, *sizes))
+            )
+            return qkv
         self.steps.append(steps.Gemm(x, weight, bias, None, qkv, own.columns, spec.width, True))
-        heads = (own.heads + 2 * own.kv_heads, own.heads + own.kv_heads, own.head_dim, own.rotary_columns // 2)
-        self.steps.append(steps.Rotary(qkv, *tables, *heads, 1.0))
+        if own.head_norm_eps is not None:
+            qkv = self._normalized_heads(index, spec, qkv, own.head_norm_eps)
+        if own.rotary is not None:
+            heads = (own.heads + 2 * own.kv_heads, own.heads + own.kv_heads, own.head_dim, own.rotary_columns // 2)
+            self.steps.append(steps.Rotary._make((qkv, *tables, *heads, 1.0)))
+        return qkv
+
+    def _normalized_heads(self, index: int, spec: LayerSpec, qkv: str, eps: float) -> str:
+        own = spec.attention
+        y = self.tensor(f"{index}.qkv.normalized", own.columns)
+        q_weight, k_weight = (self.parameter(index, spec, name) for name in ("q_norm_weight", "k_norm_weight"))
+        rstd = self._sized(f"{index}.qkv.rstd", 4 * (own.heads + own.kv_heads))
+        self.steps.append(steps.HeadNorm(qkv, q_weight, k_weight, rstd, own.heads, own.kv_heads, own.head_dim, y, eps))
+        return y
 
     def _applies(self, name: str, spec: LayerSpec) -> bool:
         if name not in self.situation.rules:
@@ -199,24 +211,35 @@ class _Forward:
             z = self.stream(f"{index}.{names[1]}", spec.width)
         weight = self.parameter(index, spec, f"{prefix}_weight")
         if kind.kind == "rms":
+            assert z is not None
             self._add_in_gemm(branch, stream, z)
             rstd = self._sized(f"{index}.{prefix}.rstd", 4)
-            assert z is not None
             self.steps.append(steps.RmsNorm(z, weight, y, rstd, spec.width, kind.eps))
             return y, z
         threshold = philox.threshold(p)
         seed = "seeds" if threshold else None
         statistics = self._sized(f"{index}.{prefix}.statistics", 8)
-        biases = (self.parameter(index, spec, linear_bias), weight, self.parameter(index, spec, f"{prefix}_bias"))
         self.steps.append(
             steps.AddNorm(
-                *(spec.width, seed, SEEDS * index + seed_index, threshold, philox.scale(threshold)),
-                *(branch, stream, *biases, y, z, statistics, kind.eps),
+                spec.width,
+                seed,
+                SEEDS * index + seed_index,
+                threshold,
+                philox.scale(threshold),
+                x=branch,
+                residual=stream,
+                linear_bias=self.parameter(index, spec, linear_bias),
+                weight=weight,
+                bias=self.parameter(index, spec, f"{prefix}_bias"),
+                y=y,
+                z=z,
+                statistics=statistics,
+                eps=kind.eps,
             )
         )
         return y, y if z is None else z
 
-    def _add_in_gemm(self, branch: str, stream: str, z: str | None) -> None:
+    def _add_in_gemm(self, branch: str, stream: str, z: str) -> None:
         """The last step, a GEMM, adds the stream."""
         product = self.steps.pop()
         assert isinstance(product, steps.Gemm)
@@ -298,10 +321,16 @@ class _Backward:
     def _Rotary(self, step: steps.Rotary) -> None:
         self.steps.append(step._replace(x=self._gradient(step.x), sign=-step.sign))
 
+    def _HeadNorm(self, step: steps.HeadNorm) -> None:
+        dy, weights = self._gradient(step.y), (step.q_weight, step.k_weight)
+        sizes = (step.heads, step.kv_heads, step.head_dim)
+        self.steps.append(steps.HeadNormBackward(step.x, *weights, step.rstd, *sizes, dy, *map(self._of, weights)))
+        self._gradients[step.x] = dy
+
     def _Attention(self, step: steps.Attention) -> None:
         common = step[: steps.Attention._fields.index("out")]
         dout = self._gradient(step.out)
-        self.steps.append(steps.AttentionBackward(*common, dout, step.out, step.lse, self._new(step.qkv)))
+        self.steps.append(steps.AttentionBackward._make((*common, dout, step.out, step.lse, self._new(step.qkv))))
 
     def _AddNorm(self, step: steps.AddNorm) -> None:
         assert step.residual not in self._gradients

@@ -1,4 +1,4 @@
-"""Which steps are fused: one table. A rule states for which layers and calls it applies, and the measurement behind
+"""Which steps are fused: one table. A rule states for which layers and calls it applies, and the measurement of
 its range."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from fasttfm.ops.layers.spec import LayerSpec
 
 
 class Situation(NamedTuple):
-    """What a plan depends on, besides the layers."""
+    """What a plan depends on, next to the layers."""
 
     device: str  # cpu or cuda
     training: bool  # whether there will be a backward
@@ -46,6 +46,8 @@ def _refuse_rotary_projection(spec: LayerSpec, situation: Situation, rows: int) 
         return f"takes as many heads of k and v as of q, of {_PROJECTED_HEAD_DIM} columns"
     if attention.rotary_columns != attention.head_dim:
         return "rotates whole heads"
+    if attention.head_norm_eps is not None:
+        return "takes heads without a norm"
     return None if rows >= _LEAST_PROJECTED else f"takes at least {_LEAST_PROJECTED} rows, got {rows}"
 
 

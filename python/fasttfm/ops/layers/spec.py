@@ -4,12 +4,16 @@
     post-LN   y1 = norm_a(x + dropout(attention(x)))                 y = norm_b(y1 + dropout(mlp(y1)))
 
 In a pre-LN model x is already normalized, z is the residual stream, and norm_b is the next layer's first norm or the
-model's last: every residual addition directly precedes a norm. The parameters are ``BlockParameters``.
+model's last: every residual addition directly precedes a norm. The parameters are ``FIELDS``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from fasttfm.ops.transformer_block import BlockParameters
+
+FIELDS = (*BlockParameters._fields, "q_norm_weight", "k_norm_weight")  # the last two are [head_dim]
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Attention:
     rotary_columns: int = 0  # of a head that are rotated
     scale: float | None = None  # of the scores; 1 / sqrt(head_dim) by default
     dropout: float = 0.0  # of the weights
+    head_norm_eps: float | None = None  # of RMSNorm over each head of q and k, before they are rotated; None for none
 
     @property
     def columns(self) -> int:
@@ -56,7 +61,7 @@ class LayerSpec:
     feed_forward: FeedForward
     norm_a: Norm
     norm_b: Norm
-    present: frozenset[str]  # the fields of BlockParameters that are not None
+    present: frozenset[str]  # the FIELDS that are not None
     dropout_a: float = 0.0  # of the attention block's output
     dropout_b: float = 0.0  # of the feed-forward block's output
 
@@ -78,5 +83,7 @@ class LayerSpec:
             "down_bias": (width,),
             "norm_b_weight": (width,),
             "norm_b_bias": (width,),
+            "q_norm_weight": (self.attention.head_dim,),
+            "k_norm_weight": (self.attention.head_dim,),
         }
         return {name: shape for name, shape in shapes.items() if name in self.present}

@@ -14,7 +14,7 @@ from fasttfm.ops.layers import core_executor, torch_executor
 from fasttfm.ops.layers.parameters import distinct, gradients_like, in_type, parts_of, summed, wanted_of
 from fasttfm.ops.layers.plan import plan
 from fasttfm.ops.layers.rules import Situation
-from fasttfm.ops.layers.spec import LayerSpec
+from fasttfm.ops.layers.spec import FIELDS, LayerSpec
 from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, unshared
 from fasttfm.ops.transformer_native import Layers, versions
@@ -25,7 +25,7 @@ _MOST_SEQUENCES = 65535  # of attention's backward on Hopper
 def run_stack(
     specs: tuple[LayerSpec, ...], inputs: Inputs, parameters: list[Tensor | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """y, and the stream of a pre-LN model, of layers with ``parameters``, all in one list."""
+    """y, and the stream of a pre-LN model, of layers with ``parameters``, the FIELDS of each in one list."""
     gradient = needs_gradient(inputs.x, inputs.residual, *parameters)
     layers = _native_layers(specs, inputs, parameters, gradient=gradient)
     if isinstance(layers, str):
@@ -56,7 +56,7 @@ def _native_layers(
         return f"takes 1 to {_MOST_SEQUENCES} sequences, got {inputs.cu_seqlens.shape[0] - 1}"
     if any(table.dtype != torch.float32 or not table.is_contiguous() for table in tables):
         return "takes contiguous float32 tables of cosines and sines"
-    layers = transformer_native.layers_of(parameters)
+    layers = transformer_native.layers_of(parameters, len(FIELDS))
     if isinstance(layers, str):
         return layers
     return core_executor.refuse(specs, inputs, layers, gradient=gradient) or layers
@@ -71,7 +71,7 @@ def _run_with_gradient(specs: tuple[LayerSpec, ...], inputs: Inputs, layers: Lay
         nodes = given.values() if direct is None else (direct_gradients.witness(x),)
         own = specs[first : first + part.depth]
         first += part.depth
-        call = inputs._replace(x=None, residual=None, seeds=seeds)
+        call = inputs._replace(seeds=seeds)
         x, residual = _Stack.apply_plain(x, residual, own, call, part, direct, *nodes)
     return x, residual
 
@@ -91,8 +91,8 @@ class _Stack(OpFunction):
         direct: list[Tensor] | None,
         *_: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """``inputs`` has neither x nor the residual. ``direct`` are the parameters whose gradients the backward writes
-        itself, if they are no inputs."""
+        """``x`` and ``residual`` replace those of ``inputs``. ``direct`` are the parameters whose gradients the
+        backward writes itself, if they are no inputs."""
         call = inputs._replace(x=x, residual=residual)
         found = core_executor.plan_of(specs, call, training=True)
         own = in_type(layers, x.dtype, copies=True)

@@ -229,6 +229,35 @@ class ColumnSum(NamedTuple):
     columns: int
 
 
+class HeadNorm(NamedTuple):
+    """y = x [T, heads + 2 kv_heads, head_dim] with RMSNorm of each head of q and k."""
+
+    x: Name
+    q_weight: Name | None
+    k_weight: Name | None
+    rstd: Name
+    heads: int
+    kv_heads: int
+    head_dim: int
+    y: Name
+    eps: float
+
+
+class HeadNormBackward(NamedTuple):
+    """In place of dy."""
+
+    x: Name
+    q_weight: Name | None
+    k_weight: Name | None
+    rstd: Name
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dy: Name
+    dq_weight: Name | None
+    dk_weight: Name | None
+
+
 CODES: dict[type, int] = {
     Zero: 0,
     Gemm: 1,
@@ -247,6 +276,8 @@ CODES: dict[type, int] = {
     ActivationBackward: 14,
     GemmActivation: 15,
     ColumnSum: 16,
+    HeadNorm: 17,
+    HeadNormBackward: 18,
 }
 
 # The fields that a step writes; it reads the others.
@@ -268,6 +299,8 @@ _WRITES: dict[type, tuple[str, ...]] = {
     ActivationBackward: ("dx", "y", "dbias"),
     GemmActivation: ("h", "y"),
     ColumnSum: ("sum",),
+    HeadNorm: ("y", "rstd"),
+    HeadNormBackward: ("dy", "dq_weight", "dk_weight"),
 }
 
 

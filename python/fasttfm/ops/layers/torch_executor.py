@@ -6,20 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fasttfm import ops
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.ops.layers import steps
-from fasttfm.ops.layers.plan import FIELDS
+from fasttfm.ops.layers.spec import FIELDS
 from fasttfm.ops.linear import dense
 
 _ACTIVATIONS = {code: name for name, code in CODES.items()}
 
 
 class Inputs(NamedTuple):
-    """The inputs of a stack, besides its parameters."""
+    """The inputs of a stack, in addition to its parameters."""
 
     x: Tensor  # [T, C]; in a pre-LN model normalized
     residual: Tensor | None  # the stream of a pre-LN model
@@ -81,6 +82,14 @@ def _rotary(state: _State, step: steps.Rotary) -> None:
 def _rotary_projection(state: _State, step: steps.RotaryProjection) -> None:
     product = dense(state.get(step.x), state.get(step.weight), state.get(step.bias))
     state.tensors[step.qkv] = _rotate(state, step, product, 3 * step.heads, 2 * step.heads)
+
+
+def _head_norm(state: _State, step: steps.HeadNorm) -> None:
+    heads = state.get(step.x).unflatten(-1, (-1, step.head_dim))
+    q, k, v = heads.split((step.heads, step.kv_heads, step.kv_heads), dim=-2)
+    q = ops.rms_norm(q, state.get(step.q_weight), eps=step.eps)
+    k = ops.rms_norm(k, state.get(step.k_weight), eps=step.eps)
+    state.tensors[step.y] = torch.cat((q, k, v), dim=-2).flatten(-2)
 
 
 def _attention(state: _State, step: steps.Attention) -> None:
@@ -147,6 +156,7 @@ _RUN: dict[type, Callable[[_State, Any], None]] = {
     steps.Gemm: _gemm,
     steps.Rotary: _rotary,
     steps.RotaryProjection: _rotary_projection,
+    steps.HeadNorm: _head_norm,
     steps.Attention: _attention,
     steps.AddNorm: _add_norm,
     steps.RmsNorm: _rms_norm,
