@@ -10,13 +10,16 @@ import torch
 from fasttfm import models
 from fasttfm.data import Tokenizer
 
+_ROBERTA = {"max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 _DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 64}
 # The name of its classes, its sizes and the kind of its tokenizer.
 SMALL_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "bert": ("Bert", {**_SMALL, "max_position_embeddings": 64}, "wordpiece"),
-    "roberta": ("Roberta", {**_SMALL, "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}, "bpe"),
+    "roberta": ("Roberta", {**_SMALL, **_ROBERTA}, "bpe"),
+    "xlm-roberta": ("XLMRoberta", {**_SMALL, **_ROBERTA}, "unigram"),
+    "camembert": ("Camembert", {**_SMALL, **_ROBERTA}, "unigram"),
     "albert": ("Albert", {**_SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
     "electra": ("Electra", {**_SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
     "distilbert": ("DistilBert", _DISTILBERT, "wordpiece"),

@@ -21,6 +21,11 @@ def bpe() -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
+def unigram() -> Tokenizer:
+    return train_tokenizer("unigram", addresses(20), 1000)
+
+
+@pytest.fixture(scope="session")
 def bert_directory(wordpiece: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_bert(wordpiece, tmp_path_factory.mktemp("bert"))
 

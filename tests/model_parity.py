@@ -44,6 +44,7 @@ FAMILIES = (
     "Bert",
     "Roberta",
     "XLMRoberta",
+    "Camembert",
     "MPNet",
     "Albert",
     "Electra",
@@ -55,6 +56,7 @@ FAMILIES = (
     "GPT3",
     "OpenAIGPT",
 )
+ROBERTAS = ("Roberta", "XLMRoberta", "Camembert")  # positions start after the padding token's id
 MASKS = {
     "full": torch.ones(B, S, dtype=torch.int64),
     "right": torch.arange(S).expand(B, S) < torch.tensor([[4], [9], [1]]),
@@ -148,7 +150,7 @@ def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def positions_of(name: str) -> Tensor:
     """The positions of the tokens of ``IDS``; for packed tokens whose mask had gaps they are unknown."""
-    return (IDS != 1).cumsum(1) + 1 if name.startswith("Roberta") else torch.arange(S).expand(B, S)
+    return (IDS != 1).cumsum(1) + 1 if name.startswith(ROBERTAS) else torch.arange(S).expand(B, S)
 
 
 def check_layout(name: str, ours: Any, theirs: Any, kind: str, *, packed: bool, segments: bool = True) -> None:

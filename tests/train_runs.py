@@ -46,8 +46,7 @@ if (root := str(Path(__file__).parents[1])) not in sys.path:
 _BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2}
 SIZES: dict[str, dict[str, Any]] = {
-    "bert": _BERT,
-    "roberta": _BERT,
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert"), _BERT),
     "albert": {**_BERT, "embedding_size": 16},
     "electra": {**_BERT, "embedding_size": 16, "generator_size": 0.5},
     "gpt": _GPT,
@@ -75,10 +74,10 @@ def write_texts(path: Path, documents: int = 40) -> Path:
 
 
 def write_corpus(folder: Path) -> dict[str, Path]:
-    """Texts and tokenizers of both kinds."""
+    """Texts and tokenizers of all kinds."""
     texts = write_texts(folder / "texts.txt")
     found = {"data": texts}
-    for kind, size in (("wordpiece", 300), ("bpe", 400)):
+    for kind, size in (("wordpiece", 300), ("bpe", 400), ("unigram", 300)):
         tokenizer = data.train_tokenizer(kind, data.read_documents(texts), size)  # type: ignore[arg-type]
         tokenizer.save(folder / kind)
         found[kind] = folder / kind

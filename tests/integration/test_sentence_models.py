@@ -56,7 +56,7 @@ def caller(given: dict[str, Tensor], *outputs: str) -> Any:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("family", ["XLMRoberta", "MPNet"])
+@pytest.mark.parametrize("family", ["XLMRoberta", "Camembert", "MPNet"])
 def test_losses_and_gradients(family: str, mask: str) -> None:
     ours, theirs = (module.train() for module in pair(f"{family}ForMaskedLM"))
     check_patched(ours, theirs, caller(batch(f"{family}ForMaskedLM", mask), "loss"))
@@ -103,7 +103,7 @@ def test_reports_list_what_is_not_patched() -> None:
     assert list(report.left) == ["poolers and classifiers"]
 
 
-@pytest.mark.parametrize("name", ["XLMRobertaModel", "MPNetModel"])
+@pytest.mark.parametrize("name", ["XLMRobertaModel", "CamembertModel", "MPNetModel"])
 def test_unpatch(name: str) -> None:
     module = theirs_of(name)
     classes = [type(each) for each in module.modules()]

@@ -1,4 +1,4 @@
-"""BERT and RoBERTa against transformers: the same checkpoint, the same outputs and gradients, padded and packed."""
+"""BERT, RoBERTa and the families like it against transformers: the same checkpoint, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from model_parity import (
     IDS,
     LABELS,
     MASKS,
+    ROBERTAS,
     SIZES,
     WORDS,
     B,
@@ -36,13 +37,15 @@ CLASSES = [
     "BertForNextSentencePrediction",
     "BertForSequenceClassification",
     "BertForTokenClassification",
-    "RobertaModel",
-    "RobertaForMaskedLM",
-    "RobertaForSequenceClassification",
-    "RobertaForTokenClassification",
+    *(
+        f"{family}{head}"
+        for family in ROBERTAS
+        for head in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+    ),
 ]
 # Padded and packed against transformers on padded sequences. Heads do not depend on whether a mask has gaps.
-LAYOUTS = [(name, mask) for name in CLASSES for mask in ("right", "full")] + [
+LAYOUTS = [(name, "right") for name in CLASSES] + [
+    *((name, "full") for name in CLASSES if name.startswith(("Bert", "Roberta"))),
     ("BertForMaskedLM", "anywhere"),
     ("RobertaForTokenClassification", "anywhere"),
 ]
@@ -51,16 +54,16 @@ LAYOUTS = [(name, mask) for name in CLASSES for mask in ("right", "full")] + [
 @pytest.mark.parametrize(("name", "kind"), LAYOUTS)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_same_numbers_as_transformers(name: str, kind: str, packed: bool, tmp_path: Path) -> None:
-    ours, theirs = pair(name, tmp_path, **({"type_vocab_size": 2} if name.startswith("Roberta") else {}))
+    ours, theirs = pair(name, tmp_path, **({"type_vocab_size": 2} if name.startswith(ROBERTAS) else {}))
     check_layout(name, ours, theirs, kind, packed=packed)
 
 
-@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+@pytest.mark.parametrize("family", ["Bert", *ROBERTAS])
 def test_multiple_choice(family: str, tmp_path: Path) -> None:
     check_multiple_choice(*pair(f"{family}ForMultipleChoice", tmp_path))
 
 
-@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+@pytest.mark.parametrize("family", ["Bert", *ROBERTAS])
 def test_question_answering(family: str, tmp_path: Path) -> None:
     check_question_answering(*pair(f"{family}ForQuestionAnswering", tmp_path, num_labels=2))
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import train_runs
-from model_parity import GPT_SIZES, config_of, same_tensors
+from model_parity import GPT_SIZES, ROBERTAS, config_of, same_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -29,7 +29,7 @@ SIZES = {
     "intermediate_size": 20,
     "max_position_embeddings": 11,
 }
-ENCODERS = ("Bert", "Roberta", "Albert", "Electra", "DistilBert", "ModernBert")
+ENCODERS = ("Bert", *ROBERTAS, "Albert", "Electra", "DistilBert", "ModernBert")
 CLASSES = [
     name
     for name in models.__all__

@@ -1,3 +1,3 @@
-from model_fixtures import bert_directory, bpe, gpt_directory, wordpiece
+from model_fixtures import bert_directory, bpe, gpt_directory, unigram, wordpiece
 
-__all__ = ["bert_directory", "bpe", "gpt_directory", "wordpiece"]
+__all__ = ["bert_directory", "bpe", "gpt_directory", "unigram", "wordpiece"]

@@ -213,6 +213,8 @@ def test_the_korean_sample(bert_directory: Path, tmp_path: Path, capsys: pytest.
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
 FAMILIES = {
     "Roberta": SMALL,
+    "XLMRoberta": SMALL,
+    "Camembert": SMALL,
     "Albert": {**SMALL, "embedding_size": 16},
     "Electra": {**SMALL, "embedding_size": 16},
     "DistilBert": {"dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 64},

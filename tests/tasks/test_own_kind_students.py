@@ -23,7 +23,7 @@ def teacher_of(family: str) -> Any:
     return getattr(models, f"{family}ForMaskedLM")(getattr(models, f"{family}Config")(**SIZES, **more)).eval()
 
 
-@pytest.mark.parametrize("family", ["Roberta", "Electra"])
+@pytest.mark.parametrize("family", ["Roberta", "XLMRoberta", "Camembert", "Electra"])
 def test_layers_are_those_of_the_teacher(family: str) -> None:
     teacher = teacher_of(family)
     student: Any = distilbert_student(teacher)
@@ -122,7 +122,9 @@ def test_terms_of_a_gpt() -> None:
 # ---- TinyBERT's ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["Roberta", "Electra", "Albert", "DistilBert", "GPT2", "OpenAIGPT", "GPT3"])
+@pytest.mark.parametrize(
+    "family", ["Roberta", "XLMRoberta", "Electra", "Albert", "DistilBert", "GPT2", "OpenAIGPT", "GPT3"]
+)
 @pytest.mark.parametrize("attention", ["scores", "weights"])
 def test_tinyberts_terms_of_other_kinds(family: str, attention: str) -> None:
     """Against the formulas, over the keys that each query attends to. The terms are computed in fp32."""

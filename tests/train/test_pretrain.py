@@ -77,6 +77,8 @@ def same(found: Any, expected: Any) -> None:
 HEADS = {
     "bert": ("AutoModelForPreTraining", "prediction_logits"),
     "roberta": ("AutoModelForMaskedLM", "logits"),
+    "xlm-roberta": ("AutoModelForMaskedLM", "logits"),
+    "camembert": ("AutoModelForMaskedLM", "logits"),
     "albert": ("AutoModelForPreTraining", "prediction_logits"),
     "electra": ("AutoModelForPreTraining", "logits"),
     "gpt": ("AutoModelForCausalLM", "logits"),

@@ -25,6 +25,17 @@ from fasttfm.models.bert import (
     BertKagNetConfig,
     BertModel,
 )
+from fasttfm.models.camembert import (
+    CamembertConfig,
+    CamembertForMaskedLM,
+    CamembertForMultipleChoice,
+    CamembertForQuestionAnswering,
+    CamembertForSequenceClassification,
+    CamembertForTokenClassification,
+    CamembertKagNet,
+    CamembertKagNetConfig,
+    CamembertModel,
+)
 from fasttfm.models.checkpoint_files import CheckpointError
 from fasttfm.models.distilbert import (
     DistilBertConfig,
@@ -109,6 +120,17 @@ from fasttfm.models.vit import (
     ViTForMaskedImageModeling,
     ViTModel,
 )
+from fasttfm.models.xlm_roberta import (
+    XLMRobertaConfig,
+    XLMRobertaForMaskedLM,
+    XLMRobertaForMultipleChoice,
+    XLMRobertaForQuestionAnswering,
+    XLMRobertaForSequenceClassification,
+    XLMRobertaForTokenClassification,
+    XLMRobertaKagNet,
+    XLMRobertaKagNetConfig,
+    XLMRobertaModel,
+)
 
 __all__ = [
     "AlbertConfig",
@@ -132,6 +154,15 @@ __all__ = [
     "BertKagNet",
     "BertKagNetConfig",
     "BertModel",
+    "CamembertConfig",
+    "CamembertForMaskedLM",
+    "CamembertForMultipleChoice",
+    "CamembertForQuestionAnswering",
+    "CamembertForSequenceClassification",
+    "CamembertForTokenClassification",
+    "CamembertKagNet",
+    "CamembertKagNetConfig",
+    "CamembertModel",
     "CheckpointError",
     "DistilBertConfig",
     "DistilBertForMaskedLM",
@@ -196,6 +227,15 @@ __all__ = [
     "ViTForImageClassification",
     "ViTForMaskedImageModeling",
     "ViTModel",
+    "XLMRobertaConfig",
+    "XLMRobertaForMaskedLM",
+    "XLMRobertaForMultipleChoice",
+    "XLMRobertaForQuestionAnswering",
+    "XLMRobertaForSequenceClassification",
+    "XLMRobertaForTokenClassification",
+    "XLMRobertaKagNet",
+    "XLMRobertaKagNetConfig",
+    "XLMRobertaModel",
     "export_onnx",
     "model_directory",
 ]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from fasttfm.models import (
     albert,
     bert,
+    camembert,
     distilbert,
     electra,
     ernie_knowledge,
@@ -16,6 +17,7 @@ from fasttfm.models import (
     openai_gpt,
     roberta,
     vit,
+    xlm_roberta,
 )
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import (
@@ -27,7 +29,8 @@ from fasttfm.models.objectives import (
     SentenceOrder,
 )
 
-_FILES = (bert, roberta, albert, electra, distilbert, modernbert, ernie_knowledge, openai_gpt, gpt, gpt3, vit)
+_ENCODERS = (bert, roberta, xlm_roberta, camembert, albert, electra, distilbert, modernbert, ernie_knowledge)
+_FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 
 

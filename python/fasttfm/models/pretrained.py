@@ -210,6 +210,10 @@ class PretrainedModel(nn.Module):
         """Converts tensors with the names of a checkpoint of this model to our parameters' names."""
         prefix = f"{self.names.prefix}." if self.base else ""
         full = {prefix + name: value for name, value in tensors.items()}
+        for tied in self.tied().items():  # tensors have one of the two names
+            one, other = (self.names.find(self._full(name))[0][0] for name in tied)
+            if one in full:
+                full.setdefault(other, full[one])
         names = [name for name, _ in self.named_parameters()]
         return {name: from_checkpoint(self.names, self._full(name), full.__getitem__) for name in names}
 

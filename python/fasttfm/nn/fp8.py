@@ -52,8 +52,8 @@ class Fp8Training:
     a CUDA graph can capture steps: best after three steps, when the host knows that nothing is to be measured.
 
     Args:
-        model: A model with ``PackedLayer``s, on its device: those of BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT and
-            GPT-2. GPUs need compute capability 8.9; on a CPU FP8 is emulated, slowly.
+        model: A model with ``PackedLayer``s, on its device: those of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA,
+            ALBERT, DistilBERT and GPT-2. GPUs need compute capability 8.9; on a CPU FP8 is emulated, slowly.
         gradients: The format of gradients: "e5m2", or "e4m3", which has one more mantissa bit and less range. Weights
             and activations are e4m3.
         history: The number of steps whose largest magnitudes determine a scale.

@@ -25,11 +25,13 @@ from fasttfm.inference.opening import base_of, checkpoint_of, longest_input, wit
 from fasttfm.models import (
     AlbertConfig,
     BertConfig,
+    CamembertConfig,
     CheckpointError,
     DistilBertConfig,
     DistilBertForMaskedLM,
     ElectraConfig,
     RobertaConfig,
+    XLMRobertaConfig,
 )
 from fasttfm.models.gpt import GPTConfig
 from fasttfm.models.pretrained import PretrainedModel
@@ -52,7 +54,8 @@ from fasttfm.train.settings import at_least
 from fasttfm.train.step_checkpoints import StepCheckpoints
 
 _LAYER = re.compile(r"encoder\.layers\.(\d+)\.")
-_BERT_SIZES = (AlbertConfig, BertConfig, ElectraConfig, RobertaConfig)  # fields have BERT's names
+_ROBERTAS = (RobertaConfig, XLMRobertaConfig, CamembertConfig)
+_BERT_SIZES = (AlbertConfig, BertConfig, ElectraConfig, *_ROBERTAS)  # fields have BERT's names
 PROJECTIONS = "projections.safetensors"  # TinyBERT's, in the student's directory
 
 OnResults = Callable[[list[StepResult]], Any]
@@ -63,14 +66,14 @@ OnResults = Callable[[list[StepResult]], Any]
 
 def distilbert_student(teacher: PretrainedModel, layers: int | None = None) -> PretrainedModel:
     """A student that starts with the teacher's embeddings, its head and ``layers`` of its layers, evenly spaced from
-    the first on: every second one by default. The student of a BERT is a DistilBERT; that of a RoBERTa, an ELECTRA
-    generator or a GPT has the teacher's class."""
+    the first on: every second one by default. The student of a BERT is a DistilBERT; that of a RoBERTa or one like
+    it, an ELECTRA generator or a GPT has the teacher's class."""
     depth = len(base_of(teacher).encoder.order)
     count = max(1, depth // 2) if layers is None else layers
     if not 1 <= count <= depth:
         raise ValueError(f"layers: expected 1 to the teacher's {depth}, got {count}")
     chosen = [index * depth // count for index in range(count)]
-    if teacher.config.model_type in ("roberta", "electra") or isinstance(teacher.config, GPTConfig):
+    if isinstance(teacher.config, (*_ROBERTAS, ElectraConfig, GPTConfig)):
         return with_layers(teacher, chosen)
     return DistilBertForMaskedLM.from_teacher(teacher, chosen)  # type: ignore[arg-type]
 
@@ -104,7 +107,7 @@ def tinybert_student(
     config, stack = teacher.config, base_of(teacher).encoder.in_order()
     names = _size_names(config)
     if names is None:
-        expected = "a BERT, RoBERTa, ELECTRA, ALBERT, DistilBERT or GPT"
+        expected = "a BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, ALBERT, DistilBERT or GPT"
         raise ValueError(f"tinybert: teacher: expected {expected}, got {config.model_type!r}")
     heads = stack[0].heads
     width = stack[0].width // 2 if width is None else width

@@ -80,6 +80,11 @@ _SMALL = {"learning_rate": 5e-4, "small_rate": 5e-4}
 # Liu et al., table 9.
 _ROBERTA = Recipe("RoBERTa (Liu et al., 2019)", 50_265, 512, 8192, 6e-4, 24_000, steps=500_000, clip=None)
 _ROBERTA = replace(_ROBERTA, betas=(0.9, 0.98))
+# Conneau et al., sections 3 and 4, state vocabulary, batch and steps; the other numbers are RoBERTa's.
+_XLM_ROBERTA = replace(_ROBERTA, paper="XLM-RoBERTa (Conneau et al., 2019)", vocabulary=250_002, steps=1_500_000)
+# Martin et al., section 4.
+_CAMEMBERT = replace(_ROBERTA, paper="CamemBERT (Martin et al., 2019)", vocabulary=32_005, whole_word=True)
+_CAMEMBERT = replace(_CAMEMBERT, learning_rate=7e-4, warmup=10_000, steps=100_000)
 # Lan et al., sections 4.1 and A.2.
 _ALBERT = Recipe("ALBERT (Lan et al., 2019)", 30_000, 512, 4096, 1.76e-3, 3125, steps=125_000, optimizer="lamb")
 _ALBERT = replace(_ALBERT, whole_word=True, ngram=3)
@@ -101,6 +106,8 @@ _GPT2 = replace(_GPT3, paper="GPT-2 (Radford et al., 2019)", max_length=1024, ba
 RECIPES: dict[str, dict[str, Recipe]] = {}
 RECIPES["bert"] = _sizes(_BERT, tiny=_TINY, mini=_TINY, small=_SMALL, medium=_SMALL, base={}, large={})
 RECIPES["roberta"] = _sizes(_ROBERTA, tiny=_TINY, base={}, large={"learning_rate": 4e-4, "warmup": 30_000})
+RECIPES["xlm-roberta"] = _sizes(_XLM_ROBERTA, tiny=_TINY, base={}, large={"learning_rate": 4e-4, "warmup": 30_000})
+RECIPES["camembert"] = _sizes(_CAMEMBERT, tiny=_TINY, base={}, large={})
 RECIPES["albert"] = _sizes(_ALBERT, tiny={"small_rate": 1e-3}, base={}, large={}, xlarge={}, xxlarge={})
 RECIPES["electra"] = _sizes(
     _ELECTRA,
