@@ -166,6 +166,21 @@ def test_code_that_fails_is_found(
 # Spans are tested in tasks/test_answers.py, the residual projections of a GPT-2 in models/test_gpt.py.
 
 
+@pytest.mark.parametrize(
+    ("family", "sentence"),
+    [
+        ("distilled", "map the student's embeddings and states to the teacher's width; the teacher is not projected"),
+        ("electra", "The training is not adversarial"),
+        ("gpt", "0.02 / sqrt(N), where N is the number of all these layers"),
+        ("bert", "the span from token i to j ≥ i"),
+        ("bert", "a threshold that is tuned on the dev set"),
+    ],
+)
+def test_the_page_of_the_family_says_so(family: str, sentence: str) -> None:
+    assert sentence in " ".join((ROOT / "docs" / "families" / f"{family}.md").read_text().split())
+    assert all(f"families/{family}.md" in (folder / "index.md").read_text() for folder in (COURSE, COURSE / "ko"))
+
+
 def test_tinyberts_projection_maps_the_student_to_the_teachers_width() -> None:
     fields = {"vocab_size": 50, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 16}
     teacher = models.BertForMaskedLM(models.BertConfig(hidden_size=32, num_hidden_layers=4, **fields))
