@@ -2,13 +2,14 @@
 
     python benchmarks/modernbert_step.py                                ModernBERT-base, 64 x 1024 packed, on a GPU
     python benchmarks/modernbert_step.py --inference --batch 1 --sequence 8192
+    python benchmarks/modernbert_step.py --inference --spread --batch 16 --sequence 1024
     python benchmarks/modernbert_step.py --layers 4 --batch 2 --sequence 64 --device cpu --rounds 3
 
-The step is forward, backward and AdamW in bf16 autocast with fp32 weights and without dropout; inference is in bf16.
-Lengths are spread evenly from S/8 to S (56% real tokens), 15% of the tokens are predicted. ``hf`` and ``hf-compile``
-are transformers with SDPA over padded batches; ``hf-flash`` gets the same packed tokens as ours, through
-``attn_implementation="fasttfm_flash"``; ``hf-patched`` is transformers' model after ``fasttfm.patch``. The contenders
-take turns; times are medians. ``--profile`` prints the kernels of one call instead.
+The step is forward, backward and AdamW in bf16 autocast with fp32 weights and without dropout; inference is in bf16,
+over full sequences without ``--spread``. Lengths are spread evenly from S/8 to S (56% real tokens), 15% of the tokens
+are predicted. ``hf`` and ``hf-compile`` are transformers with SDPA over padded batches; ``hf-flash`` gets the same
+packed tokens as ours, through ``attn_implementation="fasttfm_flash"``; ``hf-patched`` is transformers' model after
+``fasttfm.patch``. The contenders take turns; times are medians. ``--profile`` prints the kernels of one call instead.
 """
 
 from __future__ import annotations
@@ -118,12 +119,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
     parser.add_argument("--inference", action="store_true", help="time the encoder's forward over full sequences")
+    parser.add_argument("--spread", action="store_true", help="inference over sequences of different lengths")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one call (GPU)")
     parsed = parser.parse_args()
     device = torch.device(parsed.device)
     changes = {} if parsed.layers is None else {"num_hidden_layers": parsed.layers}
     config = models.ModernBertConfig.named(parsed.size, **changes)
-    batch = Batch(parsed.batch, parsed.sequence, config.vocab_size, device, padded=not parsed.inference)
+    batch = Batch(
+        parsed.batch, parsed.sequence, config.vocab_size, device, padded=parsed.spread or not parsed.inference
+    )
     what = f"{parsed.batch} x {parsed.sequence}, {len(batch.packed)} tokens"
     print(f"{device_name(device)}, torch {torch.__version__}: ModernBERT-{parsed.size}, {what}")
     calls: dict[str, Callable[[], object]] = {}

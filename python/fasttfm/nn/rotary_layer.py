@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from fasttfm.ops import checks, linear
 from fasttfm.ops.backends import Explanation, requested
 from fasttfm.ops.layers import spec, stack
 from fasttfm.ops.layers.explain import explain
-from fasttfm.ops.layers.spec import FIELDS, LayerSpec
+from fasttfm.ops.layers.spec import FIELDS, LayerSpec, Specs
 from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import is_plain
 
@@ -300,7 +301,7 @@ class TableCache:
 class _Specs(Uncopied):
     """A stack's layers as data, and the settings from which they were made."""
 
-    def __init__(self, settings: Any, specs: tuple[LayerSpec, ...] | None) -> None:
+    def __init__(self, settings: Any, specs: Specs | None) -> None:
         self.settings, self.specs = settings, specs
 
 
@@ -309,21 +310,28 @@ def is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _settings_of(layer: Any) -> tuple[Any, ...]:
-    """What a layer's description depends on, apart from its parameters and the epsilons of its norms."""
-    return (*layer.rates(), layer.window, layer.activation, layer.heads, layer.kv_heads, layer.table_key())
+# The attributes that determine a layer's description, in addition to its parameters and the epsilons of its norms.
+_settings_of = operator.itemgetter(
+    *("training", "dropout", "feed_forward_dropout", "attention_dropout", "intermediate_dropout"),
+    *("heads", "kv_heads", "head_dim", "window", "activation", "norm", "theta"),
+)
 
 
-def _specs_of(plain: PlainLayers, keys: list[Any], absent: list[bool]) -> tuple[LayerSpec, ...] | None:
-    """The layers as data; None if the norms of a layer's heads have different epsilons."""
-    specs = []
+def _specs_of(plain: PlainLayers, keys: list[Any], absent: list[bool]) -> Specs | None:
+    """The layers as data; None for one that drops elements inside of its feed-forward block, or whose norms of heads
+    have different epsilons."""
+    specs: dict[LayerSpec, LayerSpec] = {}  # equal ones once
+    found = []
     for index, (layer, norm) in enumerate(plain.layers):
+        if layer.training and layer.intermediate_dropout:
+            return None
         if layer.q_norm is not None and layer.q_norm.eps != layer.k_norm.eps:
             return None
         of_layer = absent[index * len(FIELDS) : (index + 1) * len(FIELDS)]
         present = frozenset(name for name, missing in zip(FIELDS, of_layer, strict=True) if not missing)
-        specs.append(layer.spec(norm, keys.index(layer.table_key()), present))
-    return tuple(specs)
+        described = layer.spec(norm, keys.index(layer.table_key()), present)
+        found.append(specs.setdefault(described, described))
+    return Specs(found)
 
 
 def _with_head_norms(values: list[Tensor | None]) -> list[Tensor | None]:
@@ -426,11 +434,11 @@ class RotaryTransformer(PackedTransformer):
         if plain is None or values is None:
             return None
         parameters = _with_head_norms(values)
-        layers: list[Any] = self.in_order()
-        if any(layer.uses_fp8() or (layer.training and layer.intermediate_dropout) for layer in layers):
+        layers: list[Any] = [layer for layer, _ in plain.layers]
+        if any(layer.fp8 is not None and layer.uses_fp8() for layer in layers):
             return None
         absent = [each is None for each in parameters]
-        settings = ([_settings_of(layer) for layer in layers], absent, list(tables), plain.epsilons())
+        settings = ([_settings_of(layer.__dict__) for layer in layers], absent, list(tables), plain.epsilons())
         known: Any = self.__dict__.get("_specs")
         if known is None or known.settings != settings:
             known = self.__dict__["_specs"] = _Specs(settings, _specs_of(plain, list(tables), absent))

@@ -14,7 +14,7 @@ from fasttfm.kernels.common.launch import multiprocessors
 from fasttfm.ops.attention_checks import check_values
 from fasttfm.ops.backends import dtype_name
 from fasttfm.ops.layers.plan import BUFFERS, Plan, Words, plan
-from fasttfm.ops.layers.rules import applied, situation_of
+from fasttfm.ops.layers.rules import situation_of, with_rules
 from fasttfm.ops.layers.spec import FIELDS, LayerSpec
 from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.transformer_native import Layers, address_table, missing_cpu, missing_cuda
@@ -38,8 +38,7 @@ class Sizes(NamedTuple):
 
 def plan_of(specs: tuple[LayerSpec, ...], inputs: Inputs, *, training: bool) -> Plan:
     """The plan for a call."""
-    situation = situation_of(inputs, training=training)
-    return plan(specs, situation._replace(rules=applied(specs, situation, inputs.x.shape[0])))
+    return plan(specs, with_rules(situation_of(inputs, training=training), inputs.x.shape[0]))
 
 
 def forward(

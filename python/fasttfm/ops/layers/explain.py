@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fasttfm.ops.layers import stack
 from fasttfm.ops.layers.core_executor import plan_of
-from fasttfm.ops.layers.rules import RULES, situation_of
+from fasttfm.ops.layers.rules import RULES, refused, situation_of
 from fasttfm.ops.layers.spec import LayerSpec
 from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import needs_gradient
@@ -40,12 +40,12 @@ class PlanExplanation:
 def explain(specs: tuple[LayerSpec, ...], inputs: Inputs, parameters: list[Tensor | None]) -> PlanExplanation:
     """How ``stack.run_stack`` runs a call. Nothing is computed."""
     training = needs_gradient(inputs.x, inputs.residual, *parameters)
-    refused = stack.refused(specs, inputs, parameters)
+    why = stack.refused(specs, inputs, parameters)
     situation = situation_of(inputs, training=training)
     rules = {}
     for rule in RULES:
-        reasons = [rule.refuse(spec, situation, inputs.x.shape[0]) for spec in dict.fromkeys(specs)]
+        reasons = [refused(rule, spec, situation, inputs.x.shape[0]) for spec in dict.fromkeys(specs)]
         rules[rule.name] = None if None in reasons else reasons[0]
     found: Any = plan_of(specs, inputs, training=training)
     kinds = [tuple(type(step).__name__ for step in steps) for steps in (found.forward, found.backward)]
-    return PlanExplanation("ops" if refused else "core", refused, rules, *kinds)
+    return PlanExplanation("ops" if why else "core", why, rules, *kinds)

@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def plan(specs: tuple[LayerSpec, ...], situation: Situation) -> Plan:
-    """The plan for layers in a situation, whose ``rules`` are those that apply."""
+    """The plan for layers in a situation."""
     forward = _Forward(specs, situation)
     backward = _Backward(forward).steps if situation.training else []
     read_later = {name for step in backward for name in steps.names_in(step)}
@@ -169,7 +169,7 @@ class _Forward:
         if name not in self.situation.rules:
             return False
         rule = next(rule for rule in RULES if rule.name == name)
-        return rule.refuse(spec, self.situation, _ANY_ROWS) is None
+        return rule.refuse(spec, self.situation) is None
 
     def _linear(self, index: int, spec: LayerSpec, name: str, x: str, inner: int, columns: int) -> str:
         """The product with a weight; its bias is added with the residual."""
@@ -246,9 +246,6 @@ class _Forward:
         assert product.d == branch
         del self.sizes[branch]
         self.steps.append(product._replace(c=stream, d=z))
-
-
-_ANY_ROWS = 2**40  # a rule in ``Situation.rules`` has been applied to the call's rows
 
 
 def _table_buffer(table: int) -> int:

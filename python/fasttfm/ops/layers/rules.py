@@ -16,7 +16,7 @@ class Situation(NamedTuple):
     training: bool  # whether there will be a backward
     itemsize: int  # bytes of an element of x
     stream_itemsize: int  # of the residual stream
-    rules: frozenset[str] = frozenset()  # names of the rules that apply
+    rules: frozenset[str] = frozenset()  # names of the rules that have enough rows
 
 
 def situation_of(inputs: Any, *, training: bool) -> Situation:
@@ -28,15 +28,14 @@ def situation_of(inputs: Any, *, training: bool) -> Situation:
 class Rule(NamedTuple):
     name: str
     does: str
-    refuse: Callable[[LayerSpec, Situation, int], str | None]  # why it does not apply to a layer and a number of rows
+    least_rows: int  # from which it is faster
+    refuse: Callable[[LayerSpec, Situation], str | None]  # why it does not apply to a layer
 
 
-# qkv_projection rotates queries and keys in its epilogue, and is faster than cuBLASLt from this number of rows on.
-_LEAST_PROJECTED = 2048
 _PROJECTED_HEAD_DIM = 64
 
 
-def _refuse_rotary_projection(spec: LayerSpec, situation: Situation, rows: int) -> str | None:
+def _refuse_rotary_projection(spec: LayerSpec, situation: Situation) -> str | None:
     attention = spec.attention
     if situation.device != "cuda":
         return "is Hopper's"
@@ -46,12 +45,10 @@ def _refuse_rotary_projection(spec: LayerSpec, situation: Situation, rows: int) 
         return f"takes as many heads of k and v as of q, of {_PROJECTED_HEAD_DIM} columns"
     if attention.rotary_columns != attention.head_dim:
         return "rotates whole heads"
-    if attention.head_norm_eps is not None:
-        return "takes heads without a norm"
-    return None if rows >= _LEAST_PROJECTED else f"takes at least {_LEAST_PROJECTED} rows, got {rows}"
+    return "takes heads without a norm" if attention.head_norm_eps is not None else None
 
 
-def _refuse_gemm_activation(spec: LayerSpec, situation: Situation, rows: int) -> str | None:
+def _refuse_gemm_activation(spec: LayerSpec, situation: Situation) -> str | None:
     if situation.device != "cuda":
         return "is Hopper's"
     if situation.training:
@@ -60,13 +57,20 @@ def _refuse_gemm_activation(spec: LayerSpec, situation: Situation, rows: int) ->
 
 
 RULES = (
-    Rule("rotary_projection", "the projection to q, k and v also rotates", _refuse_rotary_projection),
-    Rule("gemm_activation", "the GEMM of up also applies the activation", _refuse_gemm_activation),
+    # qkv_projection rotates queries and keys in its epilogue, and is faster than cuBLASLt from this number of rows on.
+    Rule("rotary_projection", "the projection to q, k and v also rotates", 2048, _refuse_rotary_projection),
+    Rule("gemm_activation", "the GEMM of up also applies the activation", 1, _refuse_gemm_activation),
 )
 
 
-def applied(specs: tuple[LayerSpec, ...], situation: Situation, rows: int) -> frozenset[str]:
-    """The names of the rules that apply to at least one of the layers."""
-    return frozenset(
-        rule.name for rule in RULES if any(rule.refuse(spec, situation, rows) is None for spec in set(specs))
-    )
+def with_rules(situation: Situation, rows: int) -> Situation:
+    """The situation with the rules that a call with this number of rows has enough of."""
+    return situation._replace(rules=frozenset(rule.name for rule in RULES if rows >= rule.least_rows))
+
+
+def refused(rule: Rule, spec: LayerSpec, situation: Situation, rows: int) -> str | None:
+    """Why a rule does not apply to a layer in a call; None if it does."""
+    reason = rule.refuse(spec, situation)
+    if reason is None and rows < rule.least_rows:
+        return f"takes at least {rule.least_rows} rows, got {rows}"
+    return reason
