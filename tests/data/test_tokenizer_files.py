@@ -144,6 +144,48 @@ def test_unigram_of_sentencepiece(tmp_path: Path) -> None:
     assert 0 in load_tokenizer(tmp_path).encode("Whale")
 
 
+@pytest.mark.parametrize(
+    ("file", "fields", "first", "special"),
+    [
+        ("config.json", {"model_type": "xlm-roberta"}, 1, (0, 2)),
+        ("config.json", {"model_type": "bert", "tokenizer_class": "XLMRobertaTokenizer"}, 1, (0, 2)),
+        ("tokenizer_config.json", {"tokenizer_class": "CamembertTokenizerFast"}, 4, (5, 6)),
+    ],
+)
+def test_ids_of_fairseq(
+    tmp_path: Path, file: str, fields: dict[str, str], first: int, special: tuple[int, int]
+) -> None:
+    """XLM-RoBERTa's ids are those of SentencePiece plus 1, and CamemBERT's plus 4, behind their own special tokens."""
+    model_file(tmp_path / "sentencepiece.bpe.model", 1, PIECES)
+    plain = load_tokenizer(tmp_path)
+    (tmp_path / file).write_text(json.dumps(fields))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("whale wha") == [id + first for id in plain.encode("whale wha")]
+    assert (tokenizer.special.cls, tokenizer.special.sep) == special
+    assert (tokenizer.special.pad, tokenizer.special.unk) == (1, 3)
+    assert tokenizer.special.mask == tokenizer.vocab_size - 1 == len(PIECES) + first
+    assert tokenizer.encode("?")[-1] == 3
+    cls, sep = special
+    assert tokenizer.backend.encode("").ids == [cls, sep]
+    assert tokenizer.separators == 2
+
+
+def test_tokens_around_a_text_that_no_file_names(tmp_path: Path) -> None:
+    """As in mmBERT: [CLS] and [SEP] are called <bos> and <eos>."""
+    tokenizers = pytest.importorskip("tokenizers")
+    names = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "whale"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({name: id for id, name in enumerate(names)}, unk_token="<unk>")
+    )
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A <eos>", pair="<bos> $A <eos> $B <eos>", special_tokens=[("<bos>", 2), ("<eos>", 1)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.special.cls, tokenizer.special.sep, tokenizer.special.mask) == (2, 1, 4)
+    assert (tokenizer.separators, tokenizer.has_segments) == (1, False)
+
+
 def test_bpe_of_sentencepiece(tmp_path: Path) -> None:
     """Merges are ordered by score: "al" precedes "le"."""
     pieces = [*PIECES[:4], ("al", -0.5, 1), ("le", -1.0, 1), ("ale", -2.0, 1), *PIECES[6:]]

@@ -102,6 +102,17 @@ class Tokenizer:
         return np.array([start or name in special for start, name in zip(starts, names, strict=True)], dtype=bool)
 
     @property
+    def separators(self) -> int:
+        """The number of separators that transformers puts between two texts; 0 if it adds no special tokens."""
+        added: list[int] = [self.backend.num_special_tokens_to_add(pair) for pair in (False, True)]
+        return added[1] - added[0]
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether transformers gives the second of two texts segment 1."""
+        return bool(self.backend.encode("a", "a").type_ids[-1])
+
+    @property
     def fingerprint(self) -> str:
         """A hash of vocabulary, rules and special tokens."""
         text = json.dumps([json.loads(self.backend.to_str()), asdict(self.special)], sort_keys=True)
@@ -179,7 +190,8 @@ def finished(backend: Any, special: SpecialIds, lowercase: bool) -> Tokenizer:
 
 
 def special_by_name(backend: Any, settings: dict[str, Any]) -> SpecialIds:
-    """The special tokens that a folder's settings name, or else those with a known name."""
+    """The special tokens that a folder's settings name, or else those with a known name. [CLS] and [SEP] may also be
+    the tokens that the backend puts around a text."""
     found: dict[str, int | None] = {}
     for role, known in _NAMES.items():
         named = settings.get(f"{role}_token")
@@ -187,4 +199,6 @@ def special_by_name(backend: Any, settings: dict[str, Any]) -> SpecialIds:
         candidates = [named] if isinstance(named, str) else known
         ids = (backend.token_to_id(name) for name in candidates)
         found[role] = next((id for id in ids if id is not None), None)
+    if found["cls"] is None and found["sep"] is None and backend.num_special_tokens_to_add(False) == 2:
+        found["cls"], *_, found["sep"] = backend.encode("a").ids
     return SpecialIds(**found)

@@ -3,12 +3,13 @@
 tokenizer.json               the format of the tokenizers library
 vocab.txt                    WordPiece: BERT, DistilBERT and ELECTRA
 vocab.json and merges.txt    BPE: of bytes for GPT-2 and RoBERTa, of characters for GPT
-*.model                      SentencePiece: ALBERT (``spiece.model``), or your own
+*.model                      SentencePiece: ALBERT (``spiece.model``), XLM-RoBERTa, CamemBERT, or your own
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fasttfm.data.lines import data_error, read_lines
 from fasttfm.data.sentencepiece_model import SentencePieceModel, read_sentencepiece
 from fasttfm.data.tokenizer import Tokenizer, finished, library, special_by_name
 from fasttfm.data.tokenizer_training import wordpiece
+from fasttfm.models.checkpoint_files import CONFIG
 from fasttfm.models.directories import PARTS, checkpoint_directory
 from fasttfm.models.hub import TOKENIZER_FILES, Part
 
@@ -151,10 +153,28 @@ def _merges(path: Path, vocabulary: dict[str, Any]) -> list[tuple[str, str]]:
 
 # ---- SentencePiece ---------------------------------------------------------------------------------------------------
 
+# Models of fairseq have ids of their own: these tokens, then the pieces from a number on, and <mask>.
+_START = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+_FAIRSEQ = {
+    "xlmroberta": (_START, 3),
+    "camembert": ([("<s>NOTUSED", 0.0), _START[1], ("</s>NOTUSED", 0.0), _START[3], ("<unk>NOTUSED", -100.0)], 1),
+}
+
+
+def _with_ids_of(folder: Path, settings: dict[str, Any], model: SentencePieceModel) -> SentencePieceModel:
+    """The pieces with the ids of the model that the folder's files name."""
+    config = _settings(folder / CONFIG)
+    for named in (settings.get("tokenizer_class"), config.get("tokenizer_class"), config.get("model_type")):
+        kind = str(named).lower().replace("-", "").removesuffix("fast").removesuffix("tokenizer")
+        if kind in _FAIRSEQ:
+            start, first = _FAIRSEQ[kind]
+            return replace(model, pieces=[*start, *model.pieces[first:], ("<mask>", 0.0)], unknown=3)
+    return model
+
 
 def _from_sentencepiece(path: Path, settings: dict[str, Any]) -> Tokenizer:
     tokenizers = library()
-    model = read_sentencepiece(path)
+    model = _with_ids_of(path.parent, settings, read_sentencepiece(path))
     lowercase = _lowercase(settings, (piece.removeprefix("▁") for piece, _ in model.pieces))
     backend = tokenizers.Tokenizer(_sentencepiece_backend(model))
     backend.normalizer = _sentencepiece_normalizer(model, settings, lowercase)

@@ -67,12 +67,14 @@ class Format:
 
 
 def encoder_format(family: Family, config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
-    """The format of one text or two that a family of encoders is pre-trained with."""
+    """The format of one text or two that a family of encoders is pre-trained with. Separators and segments are those of
+    the tokenizer, if it has any."""
     first, last = tokenizer.special.cls, tokenizer.special.sep
     if first is None or last is None:
         expected = f"[CLS] and [SEP], or <s> and </s>, which {family.title} reads"
         raise DataError(f"tokenizer: expected {expected}, got {tokenizer.special}")
-    return Format([first], [last] * family.separators, [last], max_length, segments=config.type_vocab_size > 1)
+    between = [last] * (tokenizer.separators or family.separators)
+    return Format([first], between, [last], max_length, config.type_vocab_size > 1 and tokenizer.has_segments)
 
 
 def text_format(config: Any, tokenizer: Tokenizer, max_length: int) -> Format:

@@ -77,16 +77,16 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
         return SentenceFolder(folder)
     modules = read_modules(listed)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
-    if kinds[:2] != ["Transformer", "Pooling"]:
+    if kinds[:2] != ["Transformer", "Pooling"] and kinds != ["Transformer"]:  # a CrossEncoder has no Pooling
         raise CheckpointError(f"{listed}: expected a Transformer and then Pooling, got {', '.join(kinds) or 'nothing'}")
     paths = [folder / module_path(module, listed) for module in modules]
-    pooling = read_json(paths[1] / "config.json")
+    pooling = read_json(paths[1] / "config.json") if len(paths) > 1 else {}
     after = tuple(_module_after(kind, path, listed) for kind, path in zip(kinds[2:], paths[2:], strict=True))
     settings = _optional(folder / "config_sentence_transformers.json")
     transformer = _optional(paths[0] / "sentence_bert_config.json")
     return SentenceFolder(
         paths[0],
-        _pooling(pooling, paths[1] / "config.json"),
+        _pooling(pooling, paths[-1] / "config.json"),
         bool(pooling.get("include_prompt", True)),
         after,
         {name: text for name, text in (settings.get("prompts") or {}).items() if isinstance(text, str)},

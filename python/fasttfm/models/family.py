@@ -41,7 +41,7 @@ class Family:
         pretraining: The losses that it is pre-trained on, over ``models[Head.PRETRAINING]``.
         sequences: The sequences that it is pre-trained on, a kind of ``data.SequenceFormat``.
         tokenizer: The kind of ``data.train_tokenizer``; None if it reads no text.
-        separators: The number of separators between two texts.
+        separators: The number of separators between two texts, if the tokenizer does not add them itself.
         positions: The configuration's field with the maximum length of sequences.
         unused_positions: Rows of the position table that no sequence uses.
         patching: The module of ``fasttfm.patching`` that patches transformers' models of the family.
