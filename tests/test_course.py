@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from argparse import ArgumentParser, _SubParsersAction
 from pathlib import Path
 from types import ModuleType
 
@@ -87,13 +88,38 @@ def _inline_commands(text: str) -> list[str]:
     return [" ".join(command.split()) for command in re.findall(r"`fasttfm (\w[^`]*)`", text)]
 
 
+@pytest.fixture(scope="module")
+def parser() -> ArgumentParser:
+    return parser_of({name: importlib.import_module(path) for name, path in COMMANDS.items()})[0]
+
+
 @pytest.mark.parametrize("lecture", LECTURES)
-def test_commands_within_sentences_are_whole_and_the_same_in_both_languages(tool: ModuleType, lecture: str) -> None:
-    parser = parser_of({name: importlib.import_module(path) for name, path in COMMANDS.items()})[0]
+def test_commands_within_sentences_are_whole_and_the_same_in_both_languages(
+    tool: ModuleType, lecture: str, parser: ArgumentParser
+) -> None:
     english, korean = (_inline_commands((folder / f"{lecture}.md").read_text()) for folder in tool.FOLDERS)
     for command in english:
         parser.parse_args(shlex.split(command))  # exits with the reason
     assert english == korean
+
+
+@pytest.mark.parametrize("lecture", LECTURES)
+def test_options_within_sentences_are_those_of_the_pages_commands(
+    tool: ModuleType, lecture: str, parser: ArgumentParser
+) -> None:
+    """``--steps 4000`` is to be added to a command of the page, or to one that the sentence names."""
+    for folder in tool.FOLDERS:
+        text = (folder / f"{lecture}.md").read_text()
+        commands = set(re.findall(r"fasttfm ([a-z-]+)", text)) | set(re.findall(r"commands/(\w+)\.md", text))
+        known = {name for command in commands for name in _options(parser, command.replace("_", "-"))}
+        named = set(re.findall(r"`(--[a-z-]+)", text))
+        assert named - known == set(), f"{folder.name}/{lecture}.md, options of {', '.join(sorted(commands))}"
+
+
+def _options(parser: ArgumentParser, command: str) -> list[str]:
+    (commands,) = (each for each in parser._actions if isinstance(each, _SubParsersAction))
+    found = commands.choices.get(command)  # pages like show_curves.md have no command of their own
+    return [] if found is None else list(found._option_string_actions)
 
 
 def test_the_pages_name_every_experiment_and_every_head_of_pretraining(tool: ModuleType) -> None:
