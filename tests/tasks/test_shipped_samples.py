@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_models import save_bert
 
 from fasttfm.cli.main import main
+from fasttfm.data import read_documents, shipped_corpus, train_tokenizer
 from fasttfm.data.question_files import read_questions
 from fasttfm.data.task_files import read_conll
 from fasttfm.data.texts import shipped_task
@@ -46,6 +48,18 @@ def test_a_model_beats_the_majority_baseline(task: str, bert_directory: Path, tm
     assert not list(tmp_path.glob("*.partial"))
     check_predictions(task, tmp_path, metrics)
     check_with_transformers(task, tmp_path)
+
+
+def test_korean_answers_beat_the_majority_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``finetune --task qa --language korean``, with words and characters counted as KorQuAD counts them."""
+    tokenizer = train_tokenizer("wordpiece", list(read_documents(shipped_corpus("korean")))[:400], 2000)
+    directory = save_bert(tokenizer, tmp_path / "bert", num_hidden_layers=1)
+    arguments = ["--task=qa", "--language=korean", "--model", str(directory), "--output", str(tmp_path / "run")]
+    options = ["--epochs=3", "--learning-rate=3e-3", "--max-length=96", "--batch-size=16", "--device=cpu"]
+    assert main(["finetune", *arguments, *options]) == 0
+    assert "328 training examples, 85 in the dev set: the shipped sample in Korean" in capsys.readouterr().out
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["dev"]["f1"] > metrics["majority"]["f1"] + 0.15, metrics
 
 
 def check_predictions(task: str, output: Path, metrics: dict[str, Any]) -> None:
