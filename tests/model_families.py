@@ -13,6 +13,7 @@ from fasttfm.data import Tokenizer
 _ROBERTA = {"max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+_EUROBERT = {"num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 1}
 _DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 64}
 # The name of its classes, its sizes and the kind of its tokenizer.
 SMALL_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -24,6 +25,7 @@ SMALL_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "electra": ("Electra", {**_SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
     "distilbert": ("DistilBert", _DISTILBERT, "wordpiece"),
     "modernbert": ("ModernBert", {**_SMALL, "max_position_embeddings": 64, "pad_token_id": 0}, "wordpiece"),
+    "eurobert": ("EuroBert", {**_SMALL, **_EUROBERT}, "bpe"),
     "openai-gpt": ("OpenAIGPT", _GPT, "bpe"),
     "gpt2": ("GPT2", _GPT, "bpe"),
 }

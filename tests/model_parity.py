@@ -50,6 +50,8 @@ FAMILIES = (
     "Electra",
     "DistilBert",
     "ModernBert",
+    "EuroBert",
+    "Qwen3",
     "ErnieKnowledge",
     "ViT",
     "GPT2",
@@ -108,6 +110,8 @@ def arguments(name: str) -> dict[str, Tensor]:
         return {"labels": WORDS, pairs: torch.tensor([1, 0, 1])}
     if name.endswith("MaskedLM"):
         return {"labels": WORDS}
+    if name.endswith("CausalLM"):
+        return {"labels": IDS}
     if name.endswith("TokenClassification"):
         return {"labels": WORDS.clamp(max=LABELS - 1)}
     if name.endswith("QuestionAnswering"):

@@ -21,6 +21,7 @@ _SIZES = {
     "max_position_embeddings": 40, "embedding_size": 16, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64,
     "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40, "initializer_range": 0.3,
     "pad_token_id": 0, "local_attention": 4, "local_window": 4, "classifier_pooling": "mean",
+    "num_key_value_heads": 1, "head_dim": 16,
 }  # fmt: skip
 _ALL = [(name, head) for name, family in FAMILIES.items() for head in family.models]
 _LENGTHS = (9, 4, 6, 9)

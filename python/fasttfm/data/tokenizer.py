@@ -101,6 +101,13 @@ class Tokenizer:
             starts = [True] * len(names)
         return np.array([start or name in special for start, name in zip(starts, names, strict=True)], dtype=bool)
 
+    def around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that transformers puts before and after a text."""
+        inner = self.backend.encode("a", add_special_tokens=False).ids
+        ids = self.backend.encode("a").ids
+        first = next(start for start in range(len(ids)) if ids[start : start + len(inner)] == inner)
+        return ids[:first], ids[first + len(inner) :]
+
     @property
     def separators(self) -> int:
         """The number of separators that transformers puts between two texts; 0 if it adds no special tokens."""

@@ -69,6 +69,9 @@ class Format:
 def encoder_format(family: Family, config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
     """The format of one text or two that a family of encoders is pre-trained with. Separators and segments are those of
     the tokenizer, if it has any."""
+    if family.template:
+        before, after = tokenizer.around()
+        return Format(before, after, after, max_length, segments=False)
     first, last = tokenizer.special.cls, tokenizer.special.sep
     if first is None or last is None:
         expected = f"[CLS] and [SEP], or <s> and </s>, which {family.title} reads"

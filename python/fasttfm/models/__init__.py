@@ -71,6 +71,13 @@ from fasttfm.models.ernie_knowledge import (
     ErnieKnowledgeForTokenClassification,
     ErnieKnowledgeModel,
 )
+from fasttfm.models.eurobert import (
+    EuroBertConfig,
+    EuroBertForMaskedLM,
+    EuroBertForSequenceClassification,
+    EuroBertForTokenClassification,
+    EuroBertModel,
+)
 from fasttfm.models.gpt import (
     GPT2Config,
     GPT2DoubleHeadsModel,
@@ -103,6 +110,7 @@ from fasttfm.models.openai_gpt import (
     OpenAIGPTLMHeadModel,
     OpenAIGPTModel,
 )
+from fasttfm.models.qwen3 import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification, Qwen3Model
 from fasttfm.models.roberta import (
     RobertaConfig,
     RobertaForMaskedLM,
@@ -192,6 +200,11 @@ __all__ = [
     "ErnieKnowledgeForSequenceClassification",
     "ErnieKnowledgeForTokenClassification",
     "ErnieKnowledgeModel",
+    "EuroBertConfig",
+    "EuroBertForMaskedLM",
+    "EuroBertForSequenceClassification",
+    "EuroBertForTokenClassification",
+    "EuroBertModel",
     "GPT2Config",
     "GPT2DoubleHeadsModel",
     "GPT2ForSequenceClassification",
@@ -214,6 +227,10 @@ __all__ = [
     "OpenAIGPTForSequenceClassification",
     "OpenAIGPTLMHeadModel",
     "OpenAIGPTModel",
+    "Qwen3Config",
+    "Qwen3ForCausalLM",
+    "Qwen3ForSequenceClassification",
+    "Qwen3Model",
     "RobertaConfig",
     "RobertaForMaskedLM",
     "RobertaForMultipleChoice",

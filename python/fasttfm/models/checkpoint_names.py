@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,13 +15,19 @@ from torch import Tensor
 class Rule:
     """A module or parameter of ours and its names in a checkpoint. ``*`` is a placeholder for a number.
 
-    If there are several names, our rows are divided equally between them, as those of ``qkv`` between query, key and
-    value. ``transpose`` is for checkpoints with matrices [inputs, outputs].
+    If there are several names, our rows are divided between them, as those of ``qkv`` between query, key and value:
+    equally, or in proportion to ``shares``. ``transpose`` is for checkpoints with matrices [inputs, outputs].
     """
 
     ours: str
     theirs: Sequence[str]
     transpose: bool = False
+    shares: Sequence[int] = ()
+
+    def rows(self, total: int) -> list[int]:
+        """The number of rows of each name, of ours."""
+        shares = self.shares or [1] * len(self.theirs)
+        return [total * share // sum(shares) for share in shares]
 
     def names(self, ours: str) -> list[str] | None:
         """The checkpoint's names of a parameter of this rule's module; None if it belongs to another module."""
@@ -42,8 +48,8 @@ class Rule:
         return rf"(?:{'|'.join(each)})(?:\..*)?"
 
 
-def rule(ours: str, *theirs: str, transpose: bool = False) -> Rule:
-    return Rule(ours, theirs, transpose)
+def rule(ours: str, *theirs: str, transpose: bool = False, shares: Sequence[int] = ()) -> Rule:
+    return Rule(ours, theirs, transpose, shares)
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,9 @@ class Names:
         def inside(name: str) -> str:
             return f"{self.prefix}.{name}"
 
-        base = [Rule(inside(each.ours), [inside(name) for name in each.theirs], each.transpose) for each in self.base]
+        base = [
+            replace(each, ours=inside(each.ours), theirs=[inside(name) for name in each.theirs]) for each in self.base
+        ]
         return [*base, *self.heads]
 
     def find(self, ours: str) -> tuple[list[str], Rule]:
@@ -88,7 +96,7 @@ def to_checkpoint(names: Names, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     for ours, tensor in tensors.items():
         theirs, each = names.find(ours)
         whole = tensor.t() if each.transpose and tensor.dim() == 2 else tensor
-        pieces = whole.chunk(len(theirs)) if len(theirs) > 1 else (whole,)
+        pieces = whole.split(each.rows(len(whole))) if len(theirs) > 1 else (whole,)
         found.update(zip(theirs, pieces, strict=True))
     return found
 
@@ -107,4 +115,4 @@ def checkpoint_shapes(names: Names, ours: str, shape: Iterable[int]) -> dict[str
     size = tuple(shape)
     if each.transpose and len(size) == 2:
         size = (size[1], size[0])
-    return {name: (size[0] // len(theirs), *size[1:]) for name in theirs}
+    return {name: (rows, *size[1:]) for name, rows in zip(theirs, each.rows(size[0]), strict=True)}

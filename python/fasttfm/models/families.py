@@ -11,10 +11,12 @@ from fasttfm.models import (
     distilbert,
     electra,
     ernie_knowledge,
+    eurobert,
     gpt,
     gpt3,
     modernbert,
     openai_gpt,
+    qwen3,
     roberta,
     vit,
     xlm_roberta,
@@ -29,8 +31,8 @@ from fasttfm.models.objectives import (
     SentenceOrder,
 )
 
-_ENCODERS = (bert, roberta, xlm_roberta, camembert, albert, electra, distilbert, modernbert, ernie_knowledge)
-_FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, vit)
+_ENCODERS = (bert, roberta, xlm_roberta, camembert, albert, electra, distilbert, modernbert, eurobert, ernie_knowledge)
+_FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, qwen3, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 
 

@@ -32,8 +32,9 @@ from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import MaskedLM
+from fasttfm.models.rotary import RotaryPositions, sequence_means
 from fasttfm.models.text_model import Encoded
-from fasttfm.nn import Embeddings, MaskedLMHead, PackedBatch, PackedTransformer, RotaryLayer, RotaryTransformer
+from fasttfm.nn import Embeddings, MaskedLMHead, PackedTransformer, RotaryLayer, RotaryTransformer
 from fasttfm.nn.parts import known_activation, masked_lm_transform
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"
@@ -135,12 +136,11 @@ NAMES = Names(
 )
 
 
-class ModernBertModel(BertModel):
+class ModernBertModel(RotaryPositions, BertModel):
     """The encoder; called as ``BertModel`` is, without segments. It has no pooler."""
 
     config_class = ModernBertConfig
     names = NAMES
-    layer_inputs = ("rotary_positions",)
 
     def __init__(self, config: Any, add_pooling_layer: bool = False) -> None:
         super().__init__(config, add_pooling_layer=False)
@@ -178,43 +178,6 @@ class ModernBertModel(BertModel):
         final_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
         return RotaryTransformer(layers, final_norm, config.max_position_embeddings)
 
-    def encode_packed(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **layout: Any,
-    ) -> Encoded:
-        if position_ids is not None and self.outputs(None, layout.get("output_attentions"))[1]:
-            expected = "None with output_attentions (weights are computed for each token's own index)"
-            raise ValueError(f"{type(self).__name__}: position_ids: expected {expected}, got a tensor")
-        given = None if position_ids is None else position_ids.expand_as(input_ids)
-        return super().encode_packed(input_ids, attention_mask, token_type_ids, rotary_positions=given, **layout)
-
-    def positions(self, input_ids: Tensor, ids: Tensor, position_ids: Any, batch: PackedBatch) -> Tensor | None:
-        return None  # the embeddings have none
-
-    def run_layers(
-        self,
-        x: Tensor,
-        batch: PackedBatch,
-        hidden_states: list[Tensor] | None,
-        rotary_positions: Tensor | None = None,
-    ) -> Tensor:
-        positions = batch.columns() if rotary_positions is None else batch.pack(rotary_positions)
-        sizes = (batch.cu_seqlens, batch.max_seqlen)
-        states: Tensor = self.encoder(x, *sizes, hidden_states=hidden_states, positions=positions)
-        return states
-
-    def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
-        longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
-        layers: list[Any] = self.encoder.in_order()
-        inputs = [x if layer.norm1 is None else layer.norm1(x) for layer, x in zip(layers, states, strict=True)]
-        return tuple(
-            layer.attention_weights(x, batch.cu_seqlens, longest) for layer, x in zip(layers, inputs, strict=True)
-        )
-
     def pool(self, encoded: Encoded) -> Tensor:
         """[sequences, C]: the first token's state, or the mean over a sequence."""
         batch = encoded.batch
@@ -223,8 +186,7 @@ class ModernBertModel(BertModel):
         if self.config.classifier_pooling != "mean":
             got = repr(self.config.classifier_pooling)
             raise ValueError(f"{type(self).__name__}: classifier_pooling: expected cls or mean, got {got}")
-        totals = batch.per_sequence(encoded.x, fill=0.0).sum(1)
-        return totals / batch.cu_seqlens.diff()[:, None]
+        return sequence_means(encoded.x, batch)
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------

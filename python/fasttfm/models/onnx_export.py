@@ -119,7 +119,7 @@ def _check(model: PretrainedModel, path: Path) -> None:
         )
     base = _base(model)
     if not _is_plain_stack(base):
-        expected = "BERT's, GPT's or ModernBERT's layers"
+        expected = "BERT's, GPT's or rotary layers"
         raise ValueError(f"export_onnx: model: expected {expected}, got {name}, whose layers are others")
     for key, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
@@ -283,12 +283,17 @@ def _heads(layer: PackedLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [B, H, S, D] of a layer's input, with their rotations."""
     if layer.norm_first and layer.norm1 is not None:  # ModernBERT's first layer has none
         x = layer.norm1(x)
-    size = layer.width // layer.heads
-    q, k, v = (each.unflatten(-1, (layer.heads, size)).transpose(1, 2) for each in layer.qkv(x).split(layer.width, -1))
-    if isinstance(layer, RotaryLayer):
-        tables = rotary_tables(layer.theta, torch.arange(x.shape[1], device=x.device), size, like=x)
-        q, k = _rotated(q, *tables), _rotated(k, *tables)
-    return q, k, v
+    if not isinstance(layer, RotaryLayer):
+        sizes = (3 * layer.heads, layer.width // layer.heads)
+        return layer.qkv(x).unflatten(-1, sizes).transpose(1, 2).split(layer.heads, 1)
+    heads = layer.qkv(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
+    q, k, v = layer.split_heads(heads)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    tables = rotary_tables(layer.theta, torch.arange(x.shape[1], device=x.device), layer.head_dim, like=x)
+    groups = layer.heads // layer.kv_heads
+    k, v = (each.repeat_interleave(groups, 1) for each in (_rotated(k, *tables), v))
+    return _rotated(q, *tables), k, v
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

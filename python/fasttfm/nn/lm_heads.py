@@ -38,6 +38,7 @@ class MaskedLMHead(nn.Module):
         activation: A key of ``ops.ACTIVATIONS``.
         eps: Added to LayerNorm's variance.
         dense_bias, norm_bias, decoder_bias: Whether these parts have a bias.
+        transforms: Whether there are a dense layer, an activation and a LayerNorm before the decoder.
         device, dtype: Device and dtype of the parameters.
     """
 
@@ -46,6 +47,7 @@ class MaskedLMHead(nn.Module):
         width: int,
         vocabulary: int,
         *,
+        transforms: bool = True,
         embedding_width: int | None = None,
         activation: str = "gelu",
         eps: float = 1e-12,
@@ -59,8 +61,8 @@ class MaskedLMHead(nn.Module):
         factory = {"device": device, "dtype": dtype}
         inner = width if embedding_width is None else embedding_width
         self.activation = known_activation("MaskedLMHead", activation)
-        self.dense = nn.Linear(width, inner, bias=dense_bias, **factory)
-        self.norm = nn.LayerNorm(inner, eps=eps, bias=norm_bias, **factory)
+        self.dense = nn.Linear(width, inner, bias=dense_bias, **factory) if transforms else None
+        self.norm = nn.LayerNorm(inner, eps=eps, bias=norm_bias, **factory) if transforms else None
         self.decoder = nn.Linear(inner, vocabulary, bias=decoder_bias, **factory)  # its weight may be the word table
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,8 +119,8 @@ class MaskedLMHead(nn.Module):
         return Sampled(loss, positions, labels, found.samples)
 
     def transform(self, x: Tensor) -> Tensor:
-        """Dense layer, activation and LayerNorm."""
-        return masked_lm_transform(self.dense, self.activation, self.norm, x)
+        """Dense layer, activation and LayerNorm, if the head has them."""
+        return x if self.dense is None else masked_lm_transform(self.dense, self.activation, self.norm, x)
 
 
 class CausalLMHead(nn.Module):

@@ -31,6 +31,8 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout"), 0.0),
     **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop", "summary_first_dropout", "classifier_dropout"), 0.0),
     **dict.fromkeys(("mlp_dropout", "embedding_dropout", "qa_dropout", "seq_classif_dropout"), 0.0),
+    "num_key_value_heads": 1,
+    "head_dim": 16,
     "vocab_size": VOCABULARY,
     "embedding_size": 24,
     "local_attention": 4,

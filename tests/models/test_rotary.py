@@ -1,0 +1,121 @@
+"""EuroBERT and Qwen3 against transformers: the same checkpoint, the same outputs and gradients, padded and packed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_parity import IDS, MASKS, SIZES, check_layout, pair, tensors
+
+from fasttfm import models
+from fasttfm.models import CheckpointError
+from fasttfm.ops.layers import stack
+
+transformers = pytest.importorskip("transformers")
+
+IDS_OF_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+EURO = {**IDS_OF_TOKENS, "num_key_value_heads": 1, "num_hidden_layers": 3}
+QWEN3 = {**IDS_OF_TOKENS, "num_key_value_heads": 1, "head_dim": 24, "num_hidden_layers": 3}
+LAYOUTS = [
+    ("EuroBertModel", "right", True),
+    ("EuroBertModel", "full", False),
+    ("EuroBertForMaskedLM", "right", False),
+    ("EuroBertForMaskedLM", "full", True),
+    ("EuroBertForSequenceClassification", "right", True),
+    ("EuroBertForSequenceClassification", "right", False),
+    ("EuroBertForTokenClassification", "right", True),
+    ("Qwen3Model", "right", True),
+    ("Qwen3Model", "full", False),
+    ("Qwen3ForCausalLM", "full", False),
+    ("Qwen3ForSequenceClassification", "full", True),
+]
+
+
+def sizes_of(name: str, **changes: Any) -> dict[str, Any]:
+    return {**(EURO if name.startswith("Euro") else QWEN3), **changes}
+
+
+@pytest.mark.parametrize(("name", "kind", "packed"), LAYOUTS)
+def test_same_numbers_as_transformers(name: str, kind: str, packed: bool, tmp_path: Path) -> None:
+    check_layout(name, *pair(name, tmp_path, **sizes_of(name)), kind, packed=packed, segments=False)
+
+
+@pytest.mark.parametrize("pooling", ["bos", "mean", "late"])
+def test_pooling(pooling: str, tmp_path: Path) -> None:
+    name = "EuroBertForSequenceClassification"
+    check_layout(name, *pair(name, tmp_path, **EURO, classifier_pooling=pooling), "right", packed=False, segments=False)
+
+
+@pytest.mark.parametrize("changes", [{"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 3}], ids=str)
+def test_biases_and_heads(changes: dict[str, Any], tmp_path: Path) -> None:
+    name = "EuroBertForMaskedLM"
+    check_layout(name, *pair(name, tmp_path, **{**EURO, **changes}), "right", packed=False, segments=False)
+
+
+def test_a_reranker_reads_the_last_token(tmp_path: Path) -> None:
+    """Of each padded text, the last token that is not padding."""
+    name = "Qwen3ForSequenceClassification"
+    ours, theirs = pair(name, tmp_path, **{**QWEN3, "num_labels": 1})
+    mask = MASKS["right"]
+    ids = IDS.where(mask, 0)
+    with torch.no_grad():
+        expected = theirs(ids, attention_mask=mask.long()).logits
+        torch.testing.assert_close(ours(ids, mask).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["EuroBertForMaskedLM", "Qwen3ForCausalLM"])
+def test_checkpoints_go_both_ways(name: str, tmp_path: Path) -> None:
+    ours, theirs = pair(name, tmp_path, **sizes_of(name))
+    ours.save_pretrained(tmp_path / "again")
+    again = getattr(transformers, name).from_pretrained(tmp_path / "again").eval()
+    assert again.config.rope_parameters == theirs.config.rope_parameters
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(again.state_dict()[key], value), key
+    made = getattr(models, name)(type(ours.config)(**{**SIZES, **sizes_of(name)})).eval()
+    made.save_pretrained(tmp_path / "made")
+    read = getattr(transformers, name).from_pretrained(tmp_path / "made").eval()
+    with torch.no_grad():
+        found, expected = tensors(made(IDS, output_logits=True)), tensors(read(IDS))
+    torch.testing.assert_close(found["logits.0"], expected["logits.0"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["EuroBertModel", "Qwen3Model"])
+def test_layers_run_by_one_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    run = stack.run_stack
+    monkeypatch.setattr(stack, "run_stack", lambda specs, *rest: calls.append(len(specs)) or run(specs, *rest))
+    config = getattr(models, name.replace("Model", "Config"))(**{**SIZES, **sizes_of(name)})
+    model = getattr(models, name)(config).eval()
+    plain = model(IDS).last_hidden_state
+    assert calls == [3]
+    states = model(IDS, output_hidden_states=True)  # layer by layer, by ops
+    assert calls == [3]
+    torch.testing.assert_close(states.last_hidden_state, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_a_causal_model_are_those_of_transformers(tmp_path: Path) -> None:
+    ours, theirs = pair("Qwen3Model", tmp_path, **QWEN3, attn_implementation="eager")
+    with torch.no_grad():
+        found, expected = (model(IDS, output_attentions=True).attentions for model in (ours, theirs))
+    for got, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, true, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "sentence"),
+    [
+        ("EuroBertModel", "rope_parameters", {"rope_type": "yarn"}, "rope_type: expected default, got 'yarn'"),
+        ("Qwen3Model", "use_sliding_window", True, "use_sliding_window: expected False"),
+        ("EuroBertForSequenceClassification", "classifier_pooling", "max", "expected bos, mean, late, got 'max'"),
+    ],
+)
+def test_what_is_not_supported_is_refused(name: str, field: str, value: Any, sentence: str, tmp_path: Path) -> None:
+    config = getattr(models, f"{name.partition('For')[0].removesuffix('Model')}Config")
+    getattr(models, name)(config(**{**SIZES, **sizes_of(name)})).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    with pytest.raises(CheckpointError, match=sentence):
+        getattr(models, name).from_pretrained(tmp_path)
