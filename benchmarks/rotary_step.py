@@ -1,9 +1,10 @@
-"""Times a training step of ModernBERT and its inference, against transformers.
+"""Times a training step and inference of models with rotary positions, against transformers.
 
-    python benchmarks/modernbert_step.py                                ModernBERT-base, 64 x 1024 packed, on a GPU
-    python benchmarks/modernbert_step.py --inference --batch 1 --sequence 8192
-    python benchmarks/modernbert_step.py --inference --spread --batch 16 --sequence 1024
-    python benchmarks/modernbert_step.py --layers 4 --batch 2 --sequence 64 --device cpu --rounds 3
+    python benchmarks/rotary_step.py                                ModernBERT-base, 64 x 1024 packed, on a GPU
+    python benchmarks/rotary_step.py --inference --batch 1 --sequence 8192
+    python benchmarks/rotary_step.py --inference --spread --batch 16 --sequence 1024
+    python benchmarks/rotary_step.py --inference --family qwen3 --size 0.6b --batch 1 --sequence 512
+    python benchmarks/rotary_step.py --layers 4 --batch 2 --sequence 64 --device cpu --rounds 3
 
 The step is forward, backward and AdamW in bf16 autocast with fp32 weights and without dropout; inference is in bf16,
 over full sequences without ``--spread``. Lengths are spread evenly from S/8 to S (56% real tokens), 15% of the tokens
@@ -29,6 +30,11 @@ from fasttfm.bench.timing import device_name
 
 CONTENDERS = ("fasttfm", "hf", "hf-compile", "hf-flash", "hf-patched")
 PREDICTED = 0.15
+FAMILIES = {
+    "modernbert": "ModernBertForMaskedLM",
+    "eurobert": "EuroBertForMaskedLM",
+    "qwen3": "Qwen3ForCausalLM",  # inference only
+}
 
 
 class Batch:
@@ -51,17 +57,19 @@ class Batch:
         self.token_positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(device)
 
 
-def model_of(name: str, config: models.ModernBertConfig, device: torch.device) -> Any:
+def model_of(name: str, family: str, config: Any, device: torch.device) -> Any:
+    """The family's model, whose body is its attribute ``model``."""
     torch.manual_seed(0)
+    kind, config_kind = FAMILIES[family], type(config).__name__
     if name == "fasttfm":
-        return models.ModernBertForMaskedLM(config).to(device)
+        return getattr(models, kind)(config).to(device)
     import transformers
 
     fields = {key: value for key, value in config.to_dict().items() if key != "model_type"}
     fasttfm.register_attention()
     implementation = "fasttfm_flash" if name == "hf-flash" else "sdpa"
-    theirs = transformers.ModernBertConfig(**fields, attn_implementation=implementation)
-    model = transformers.ModernBertForMaskedLM(theirs).to(device)
+    theirs = getattr(transformers, config_kind)(**fields, attn_implementation=implementation)
+    model = getattr(transformers, kind)(theirs).to(device)
     if name == "hf-patched":
         fasttfm.patch(model)
     return model
@@ -111,7 +119,8 @@ def print_profile(name: str, call: Callable[[], object]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="base", choices=tuple(models.ModernBertConfig.sizes))
+    parser.add_argument("--family", default="modernbert", choices=tuple(FAMILIES))
+    parser.add_argument("--size", default="base", help="a named size of the family")
     parser.add_argument("--layers", type=int, help="fewer layers than the size has")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--sequence", type=int, default=1024)
@@ -124,15 +133,18 @@ def main() -> int:
     parsed = parser.parse_args()
     device = torch.device(parsed.device)
     changes = {} if parsed.layers is None else {"num_hidden_layers": parsed.layers}
-    config = models.ModernBertConfig.named(parsed.size, **changes)
+    if parsed.family == "qwen3" and not parsed.inference:
+        parser.error("--family qwen3: expected --inference, because its model has no masked-LM loss")
+    kind = getattr(models, FAMILIES[parsed.family])
+    config = kind.config_class.named(parsed.size, **changes)
     batch = Batch(
         parsed.batch, parsed.sequence, config.vocab_size, device, padded=parsed.spread or not parsed.inference
     )
     what = f"{parsed.batch} x {parsed.sequence}, {len(batch.packed)} tokens"
-    print(f"{device_name(device)}, torch {torch.__version__}: ModernBERT-{parsed.size}, {what}")
+    print(f"{device_name(device)}, torch {torch.__version__}: {parsed.family} {parsed.size}, {what}")
     calls: dict[str, Callable[[], object]] = {}
     for name in parsed.contenders:
-        model = model_of(name, config, device)
+        model = model_of(name, parsed.family, config, device)
         if parsed.inference:
             call = call_of(name, model.eval().to(torch.bfloat16), batch, trained=False)
             calls[name] = in_inference(call)
