@@ -42,7 +42,7 @@ OWN_DURATION = 5.0  # tests that take longer have durations of their own in the 
 LONGEST_GROUP = 64  # tests
 KEPT_OUTPUT = 6000  # characters of the output of a failing test or a crashed worker
 TEST_LINE = "\n[test] "  # prefix of the line in a worker's log that names the test that starts
-CACHED_GPU_BYTES = 4 << 30  # memory that torch's caching allocator may keep between tests
+CACHED_GPU_BYTES = 1 << 30  # memory that torch's caching allocator may keep between tests
 DONE = "done"
 GOOD_ENDS = {f"exit code {code}" for code in (0, 1, 5)}  # pytest's, of a session whose tests were all run
 
