@@ -11,6 +11,7 @@ import torch
 from model_parity import IDS, MASKS, SIZES, check_layout, pair, tensors
 
 from fasttfm import models
+from fasttfm.inference import EmbedSettings, Session
 from fasttfm.models import CheckpointError
 from fasttfm.ops.layers import stack
 
@@ -102,6 +103,52 @@ def test_weights_of_a_causal_model_are_those_of_transformers(tmp_path: Path) -> 
         found, expected = (model(IDS, output_attentions=True).attentions for model in (ours, theirs))
     for got, true in zip(found, expected, strict=True):
         torch.testing.assert_close(got, true, rtol=1e-4, atol=1e-4)
+
+
+TEXTS = ["the man went to the store", "she bought a gallon of milk", "penguins are birds"]
+END = "<|endoftext|>"
+
+
+def save_with_tokenizer(name: str, first: str, directory: Path) -> None:
+    """A tiny model and a tokenizer that puts ``first`` before a text, if it is not empty, and ``END`` after it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    names = [END, "<|begin|>"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=names, initial_alphabet=alphabet)
+    backend.train_from_iterator(TEXTS, trainer)
+    special = [(each, backend.token_to_id(each)) for each in names]
+    template = f"{first} $A {END}".strip()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": END, "eos_token": END}
+    torch.manual_seed(0)
+    config = getattr(models, f"{name}Config").named("tiny", vocab_size=300, pad_token_id=0, initializer_range=0.1)
+    getattr(models, f"{name}Model")(config).save_pretrained(directory)
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "pooling"), [("EuroBert", "<|begin|>", "mean"), ("Qwen3", "", "last")], ids=["EuroBert", "Qwen3"]
+)
+def test_vectors_of_texts_are_those_of_transformers(name: str, first: str, pooling: str, tmp_path: Path) -> None:
+    save_with_tokenizer(name, first, tmp_path)
+    theirs = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    inputs = transformers.AutoTokenizer.from_pretrained(tmp_path)(TEXTS, return_tensors="pt", padding=True)
+    inputs.pop("token_type_ids", None)
+    mask = inputs["attention_mask"]
+    with torch.no_grad():
+        states = theirs(**inputs).last_hidden_state
+    mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    expected = mean if pooling == "mean" else states[torch.arange(len(TEXTS)), mask.sum(1) - 1]
+    settings = EmbedSettings(pooling=pooling)
+    with Session(tmp_path, settings=settings, device="cpu") as session:
+        torch.testing.assert_close(torch.as_tensor(session.encode(TEXTS)), expected, rtol=1e-4, atol=1e-5)
+    with Session(tmp_path, settings=settings, device="cpu", precision="int8") as session:
+        similar = torch.cosine_similarity(torch.as_tensor(session.encode(TEXTS)), expected)
+    assert similar.min() > 0.99
 
 
 @pytest.mark.parametrize(
