@@ -21,6 +21,7 @@ SMALL_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "roberta": ("Roberta", {**_SMALL, **_ROBERTA}, "bpe"),
     "xlm-roberta": ("XLMRoberta", {**_SMALL, **_ROBERTA}, "unigram"),
     "camembert": ("Camembert", {**_SMALL, **_ROBERTA}, "unigram"),
+    "mpnet": ("MPNet", {**_SMALL, "max_position_embeddings": 66}, "wordpiece"),
     "albert": ("Albert", {**_SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
     "electra": ("Electra", {**_SMALL, "embedding_size": 16, "max_position_embeddings": 64}, "wordpiece"),
     "distilbert": ("DistilBert", _DISTILBERT, "wordpiece"),

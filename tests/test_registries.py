@@ -109,11 +109,11 @@ def test_tasks_on_text_refuse_it(toy: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_patching_names_it_once_it_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(
-        TypeError, match=r"RoBERTa, XLM-RoBERTa, CamemBERT, .*, DistilBERT, ModernBERT, GPT-2 or MPNet of"
+        TypeError, match=r"RoBERTa, XLM-RoBERTa, CamemBERT, MPNet, .*, DistilBERT, ModernBERT or GPT-2 of"
     ):
         patch(nn.Linear(2, 2))
     monkeypatch.setitem(FAMILIES, "toy", replace(FAMILY, patching="toy"))
-    with pytest.raises(TypeError, match=r"expected a BERT, .*, Toy or MPNet of transformers"):
+    with pytest.raises(TypeError, match=r"expected a BERT, .*, GPT-2 or Toy of transformers"):
         patch(nn.Linear(2, 2))
 
 

@@ -29,7 +29,7 @@ SIZES = {
     "intermediate_size": 20,
     "max_position_embeddings": 11,
 }
-ENCODERS = ("Bert", *ROBERTAS, "Albert", "Electra", "DistilBert", "ModernBert")
+ENCODERS = ("Bert", *ROBERTAS, "Albert", "Electra", "DistilBert", "ModernBert", "MPNet")
 CLASSES = [
     name
     for name in models.__all__
@@ -61,7 +61,10 @@ def stored(directory: Path) -> dict[str, Tensor]:
 # ---- to transformers and back ----------------------------------------------------------------------------------------
 
 
-UNTIED = ["BertForMaskedLM", "BertForPreTraining", "RobertaForMaskedLM", "AlbertForMaskedLM", "ElectraForMaskedLM"]
+UNTIED = [
+    "BertForPreTraining",
+    *(f"{family}ForMaskedLM" for family in ("Bert", "Roberta", "MPNet", "Albert", "Electra")),
+]
 
 
 @pytest.mark.parametrize(("name", "tied"), [*((name, True) for name in CLASSES), *((name, False) for name in UNTIED)])

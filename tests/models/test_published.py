@@ -97,6 +97,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "snowflake-arctic-embed-m": _BERT | {"transformers_version": "4.36.1"},
     "camembert-base": _XLM_ROBERTA | {"architectures": ["CamembertForMaskedLM"], "model_type": "camembert"},
+    "all-mpnet-base-v2": {
+        "architectures": ["MPNetForMaskedLM"],
+        "attention_probs_dropout_prob": 0.1,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.1,
+        "initializer_range": 0.02,
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 514,
+        "model_type": "mpnet",
+        "pad_token_id": 1,
+        "relative_attention_num_buckets": 32,
+    },
     "mmBERT-base": _MODERNBERT
     | {"bos_token_id": 2, "cls_token_id": 1, "eos_token_id": 1, "mask_token_id": 4, "pad_token_id": 0}
     | {"max_position_embeddings": 8192, "sep_token_id": 1},
@@ -139,9 +153,9 @@ def test_outputs_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert comparison.ok, comparison
 
 
-@pytest.mark.parametrize("kind", ["new", "nomic_bert", "deberta-v2", "qwen3"])
+@pytest.mark.parametrize("kind", ["new", "nomic_bert", "deberta-v2", "llama"])
 def test_others_are_refused_with_the_list(kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": ["NewModel"]}))
-    known = r"bert, roberta, xlm-roberta, camembert, albert, .*modernbert, .*gpt2, .*"
+    known = r"bert, roberta, xlm-roberta, camembert, mpnet, albert, .*modernbert, .*gpt2, .*"
     with pytest.raises(CheckpointError, match=rf"config.json: model_type: expected one of {known}, got '{kind}'"):
         open_with_stated_head(tmp_path)

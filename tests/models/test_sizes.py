@@ -19,6 +19,7 @@ PUBLISHED = {
     "RobertaModel": {"tiny": 6.9, "base": 125, "large": 355},
     "XLMRobertaModel": {"tiny": 32.6, "base": 278, "large": 560},
     "CamembertModel": {"tiny": 4.6, "base": 111, "large": 337},
+    "MPNetModel": {"tiny": 4.4, "base": 109},
     "AlbertModel": {"tiny": 4.1, "base": 12, "large": 18, "xlarge": 60, "xxlarge": 235},
     "ElectraModel": {"tiny": 4.4, "small": 14, "base": 110, "large": 335},
     "DistilBertModel": {"tiny": 4.4, "base": 66},

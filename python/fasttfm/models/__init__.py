@@ -102,6 +102,15 @@ from fasttfm.models.modernbert import (
     ModernBertForTokenClassification,
     ModernBertModel,
 )
+from fasttfm.models.mpnet import (
+    MPNetConfig,
+    MPNetForMaskedLM,
+    MPNetForMultipleChoice,
+    MPNetForQuestionAnswering,
+    MPNetForSequenceClassification,
+    MPNetForTokenClassification,
+    MPNetModel,
+)
 from fasttfm.models.onnx_export import export_onnx
 from fasttfm.models.openai_gpt import (
     OpenAIGPTConfig,
@@ -215,6 +224,13 @@ __all__ = [
     "GPT3ForSequenceClassification",
     "GPT3LMHeadModel",
     "GPT3Model",
+    "MPNetConfig",
+    "MPNetForMaskedLM",
+    "MPNetForMultipleChoice",
+    "MPNetForQuestionAnswering",
+    "MPNetForSequenceClassification",
+    "MPNetForTokenClassification",
+    "MPNetModel",
     "ModernBertConfig",
     "ModernBertForMaskedLM",
     "ModernBertForMultipleChoice",

@@ -15,6 +15,7 @@ from fasttfm.models import (
     gpt,
     gpt3,
     modernbert,
+    mpnet,
     openai_gpt,
     qwen3,
     roberta,
@@ -31,7 +32,8 @@ from fasttfm.models.objectives import (
     SentenceOrder,
 )
 
-_ENCODERS = (bert, roberta, xlm_roberta, camembert, albert, electra, distilbert, modernbert, eurobert, ernie_knowledge)
+_ROBERTAS = (roberta, xlm_roberta, camembert, mpnet)
+_ENCODERS = (bert, *_ROBERTAS, albert, electra, distilbert, modernbert, eurobert, ernie_knowledge)
 _FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, qwen3, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 

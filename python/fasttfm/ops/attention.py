@@ -248,10 +248,11 @@ class _Attention(OpFunction):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        saved = () if dout is None else ctx.saved_tensors  # once: gradient checkpointing computes them when it is read
         if dout is not None and any(ctx.needs_input_grad[:3]):
-            gradients[:3] = backward_op(dout, *ctx.saved_tensors, *ctx.numbers)
+            gradients[:3] = backward_op(dout, *saved, *ctx.numbers)
         if dout is not None and any(ctx.needs_input_grad[_BIAS : _BIAS + 1]):  # common calls have none
-            gradients[_BIAS] = bias_backward_op(dout, *ctx.saved_tensors, *ctx.numbers)
+            gradients[_BIAS] = bias_backward_op(dout, *saved, *ctx.numbers)
         wanted = zip(gradients, ctx.needs_input_grad, strict=True)
         return tuple(gradient if want else None for gradient, want in wanted)
 

@@ -114,7 +114,7 @@ def _models(model: Any) -> dict[Any, ModuleType]:
     known = {inner: family for inner, family in found.items() if family is not None}
     if not known:
         titles = [each.title for each in FAMILIES.values() if each.patching is not None]
-        *titles, last = [*titles, *(title for title, _ in _FURTHER.values())]
+        *titles, last = titles
         got = f"{type(model).__module__}.{type(model).__qualname__}"
         expected = f"a {', '.join(titles)} or {last} of transformers, or a module that holds one"
         raise TypeError(f"patch: model: expected {expected}, got {got}{_attention_hint(found)}")
@@ -142,15 +142,9 @@ def _transformers_models(model: Any) -> list[Any]:
     return list(dict.fromkeys(inner for child in children for inner in _transformers_models(child)))
 
 
-# Families that fasttfm.models does not have: title and patching module, by transformers' model_type.
-_FURTHER = {"mpnet": ("MPNet", "mpnet")}
-
-
 def _family(model: Any) -> ModuleType | None:
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    own = family_of_type(kind)
-    name = _FURTHER[kind][1] if kind in _FURTHER else None if own is None else own.patching
-    family = None if name is None else load(name)
+    own = family_of_type(getattr(getattr(model, "config", None), "model_type", None))
+    family = None if own is None or own.patching is None else load(own.patching)
     return family if family is not None and isinstance(model, family.MODEL) else None
 
 

@@ -16,7 +16,6 @@ import torch
 import fasttfm
 from fasttfm.models.families import FAMILIES, family_of_type
 from fasttfm.models.family import Family, Head
-from fasttfm.patching.patch import _FURTHER
 from fasttfm.testing.seams.entry import EntryPoint, Inputs, Tensors, tensors_of, with_gradients
 from fasttfm.testing.seams.module_entries import seeded
 
@@ -140,9 +139,7 @@ def model_entries() -> list[EntryPoint]:
 
 def patched_families() -> dict[str, Any]:
     """The modules of ``fasttfm.patching`` for transformers' families, by transformers' model_type."""
-    names = {family.config.model_type: family.patching for family in FAMILIES.values() if family.patching is not None}
-    names |= {kind: module for kind, (_, module) in _FURTHER.items()}
-    return names
+    return {family.config.model_type: family.patching for family in FAMILIES.values() if family.patching is not None}
 
 
 _DEFAULT_DEVICE = {"default device meta": "transformers 5.17 makes MPNet's positions on torch's default device"}
