@@ -27,14 +27,13 @@ import fasttfm
 from fasttfm import models, ops, optim
 from fasttfm.bench.steps import print_times, timed_in_turns, training_step
 from fasttfm.bench.timing import device_name
+from fasttfm.models.families import FAMILIES
+from fasttfm.models.family import Head
+from fasttfm.models.rotary import RotaryPositions
 
 CONTENDERS = ("fasttfm", "hf", "hf-compile", "hf-flash", "hf-patched")
 PREDICTED = 0.15
-FAMILIES = {
-    "modernbert": "ModernBertForMaskedLM",
-    "eurobert": "EuroBertForMaskedLM",
-    "qwen3": "Qwen3ForCausalLM",  # inference only
-}
+ROTARY = [name for name, family in FAMILIES.items() if issubclass(family.models[Head.NONE], RotaryPositions)]
 
 
 class Batch:
@@ -57,10 +56,15 @@ class Batch:
         self.token_positions = torch.cat([torch.arange(length) for length in lengths.tolist()]).to(device)
 
 
+def kind_of(family: str) -> Any:
+    """The family's masked LM, or its model without a head."""
+    found = FAMILIES[family].models
+    return found.get(Head.MASKED_LM, found[Head.NONE])
+
+
 def model_of(name: str, family: str, config: Any, device: torch.device) -> Any:
-    """The family's model, whose body is its attribute ``model``."""
     torch.manual_seed(0)
-    kind, config_kind = FAMILIES[family], type(config).__name__
+    kind, config_kind = kind_of(family).__name__, type(config).__name__
     if name == "fasttfm":
         return getattr(models, kind)(config).to(device)
     import transformers
@@ -82,8 +86,9 @@ def call_of(name: str, model: Any, batch: Batch, *, trained: bool) -> Callable[[
         labels = {"labels": batch.predicted, "positions": batch.positions}
         if trained:
             return lambda: model(batch.packed, **layout, **labels).loss
-        return lambda: model.model(batch.packed, **layout).last_hidden_state
-    body = model if trained else model.model
+        encoder = getattr(model, model.names.prefix, model)
+        return lambda: encoder(batch.packed, **layout).last_hidden_state
+    body = model if trained else model.base_model
     body = torch.compile(body) if name == "hf-compile" else body
     if name == "hf-flash":
         bounds = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
@@ -119,7 +124,7 @@ def print_profile(name: str, call: Callable[[], object]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", default="modernbert", choices=tuple(FAMILIES))
+    parser.add_argument("--family", default="modernbert", choices=ROTARY)
     parser.add_argument("--size", default="base", help="a named size of the family")
     parser.add_argument("--layers", type=int, help="fewer layers than the size has")
     parser.add_argument("--batch", type=int, default=64)
@@ -133,9 +138,9 @@ def main() -> int:
     parsed = parser.parse_args()
     device = torch.device(parsed.device)
     changes = {} if parsed.layers is None else {"num_hidden_layers": parsed.layers}
-    if parsed.family == "qwen3" and not parsed.inference:
-        parser.error("--family qwen3: expected --inference, because its model has no masked-LM loss")
-    kind = getattr(models, FAMILIES[parsed.family])
+    kind = kind_of(parsed.family)
+    if Head.MASKED_LM not in FAMILIES[parsed.family].models and not parsed.inference:
+        parser.error(f"--family {parsed.family}: expected --inference, because it is not trained on masked tokens")
     config = kind.config_class.named(parsed.size, **changes)
     batch = Batch(
         parsed.batch, parsed.sequence, config.vocab_size, device, padded=parsed.spread or not parsed.inference

@@ -27,6 +27,7 @@ SMALL_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "distilbert": ("DistilBert", _DISTILBERT, "wordpiece"),
     "modernbert": ("ModernBert", {**_SMALL, "max_position_embeddings": 64, "pad_token_id": 0}, "wordpiece"),
     "eurobert": ("EuroBert", {**_SMALL, **_EUROBERT}, "bpe"),
+    "nomic_bert": ("NomicBert", {**_SMALL, "max_position_embeddings": 64}, "wordpiece"),
     "openai-gpt": ("OpenAIGPT", _GPT, "bpe"),
     "gpt2": ("GPT2", _GPT, "bpe"),
 }

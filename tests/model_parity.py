@@ -51,6 +51,7 @@ FAMILIES = (
     "DistilBert",
     "ModernBert",
     "EuroBert",
+    "NomicBert",
     "Qwen3",
     "ErnieKnowledge",
     "ViT",
@@ -157,8 +158,11 @@ def positions_of(name: str) -> Tensor:
     return (IDS != 1).cumsum(1) + 1 if name.startswith(ROBERTAS) else torch.arange(S).expand(B, S)
 
 
-def check_layout(name: str, ours: Any, theirs: Any, kind: str, *, packed: bool, segments: bool = True) -> None:
-    """Outputs, hidden states and gradients of a batch with padding of a ``kind``, padded or packed here."""
+def check_layout(
+    name: str, ours: Any, theirs: Any, kind: str, *, packed: bool, segments: bool = True, translate: Any = None
+) -> None:
+    """Outputs, hidden states and gradients of a batch with padding of a ``kind``, padded or packed here. ``translate``
+    converts their gradients to ours, by default with the names of checkpoints."""
     mask = MASKS[kind]
     given = hide_padding(arguments(name), mask)
     if segments:
@@ -182,7 +186,7 @@ def check_layout(name: str, ours: Any, theirs: Any, kind: str, *, packed: bool, 
         output = module(IDS[there], cu_seqlens=cu_seqlens, max_seqlen=int(lengths.max()), **own, **options)
         return tensors(output)
 
-    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+    check_modules(ours, theirs, call, {}, translate=translate or ours.own_tensors)
 
 
 def check_multiple_choice(ours: Any, theirs: Any) -> None:

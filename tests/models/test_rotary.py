@@ -1,14 +1,17 @@
-"""EuroBERT and Qwen3 against transformers: the same checkpoint, the same outputs and gradients, padded and packed."""
+"""EuroBERT, NomicBERT and Qwen3 against transformers: the same checkpoint, outputs and gradients, padded and packed."""
 
 from __future__ import annotations
 
 import json
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from model_parity import IDS, MASKS, SIZES, check_layout, pair, tensors
+from torch import Tensor
 
 from fasttfm import models
 from fasttfm.inference import EmbedSettings, Session
@@ -28,6 +31,10 @@ LAYOUTS = [
     ("EuroBertForSequenceClassification", "right", True),
     ("EuroBertForSequenceClassification", "right", False),
     ("EuroBertForTokenClassification", "right", True),
+    ("NomicBertModel", "right", True),
+    ("NomicBertForMaskedLM", "full", True),
+    ("NomicBertForSequenceClassification", "right", False),
+    ("NomicBertForTokenClassification", "full", False),
     ("Qwen3Model", "right", True),
     ("Qwen3Model", "full", False),
     ("Qwen3ForCausalLM", "full", False),
@@ -36,12 +43,34 @@ LAYOUTS = [
 
 
 def sizes_of(name: str, **changes: Any) -> dict[str, Any]:
-    return {**(EURO if name.startswith("Euro") else QWEN3), **changes}
+    sizes = {"Euro": EURO, "Nomi": {"num_hidden_layers": 3}, "Qwen": QWEN3}
+    return {**sizes[name[:4]], **changes}
+
+
+def of_nomic_bert(ours: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Our tensors, of tensors with the names of transformers' modules, which are not those of its checkpoints."""
+    names = {"embeddings.LayerNorm": "emb_ln", "self_attn.o_proj": "attn.out_proj", "up_proj": "fc11"}
+    names |= {"gate_proj": "fc12", "down_proj": "fc2", "post_attention_layernorm": "norm1"}
+    names |= {"post_mlp_layernorm": "norm2", "self_attn.q_proj": "attn.Wqkv"}
+    found = {}
+    for full, tensor in tensors.items():
+        if ".k_proj" in full or ".v_proj" in full:
+            continue
+        if ".q_proj" in full:
+            tensor = torch.cat([tensors[full.replace(".q_proj", f".{part}_proj")] for part in "qkv"])
+        name = re.sub(r"\blayers\b", "encoder.layers", full)
+        for theirs, stored in names.items():
+            name = name.replace(theirs, stored)
+        found[name] = tensor
+    return dict(ours.own_tensors(found))
 
 
 @pytest.mark.parametrize(("name", "kind", "packed"), LAYOUTS)
 def test_same_numbers_as_transformers(name: str, kind: str, packed: bool, tmp_path: Path) -> None:
-    check_layout(name, *pair(name, tmp_path, **sizes_of(name)), kind, packed=packed, segments=False)
+    ours, theirs = pair(name, tmp_path, **sizes_of(name))
+    nomic = name.startswith("NomicBert")
+    translate = partial(of_nomic_bert, ours) if nomic else None
+    check_layout(name, ours, theirs, kind, packed=packed, segments=nomic, translate=translate)
 
 
 @pytest.mark.parametrize("pooling", ["bos", "mean", "late"])
@@ -67,7 +96,7 @@ def test_a_reranker_reads_the_last_token(tmp_path: Path) -> None:
         torch.testing.assert_close(ours(ids, mask).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["EuroBertForMaskedLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("name", ["EuroBertForMaskedLM", "NomicBertForMaskedLM", "Qwen3ForCausalLM"])
 def test_checkpoints_go_both_ways(name: str, tmp_path: Path) -> None:
     ours, theirs = pair(name, tmp_path, **sizes_of(name))
     ours.save_pretrained(tmp_path / "again")
@@ -83,7 +112,7 @@ def test_checkpoints_go_both_ways(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found["logits.0"], expected["logits.0"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["EuroBertModel", "Qwen3Model"])
+@pytest.mark.parametrize("name", ["EuroBertModel", "NomicBertModel", "Qwen3Model"])
 def test_layers_run_by_one_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     run = stack.run_stack

@@ -196,18 +196,22 @@ def _count_plans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def _small_stack(**options: Any) -> RotaryTransformer:
     torch.manual_seed(0)
+    pre_norm = options.get("norm_first", True)
     layers = [
-        RotaryLayer(64, 2, 48, theta=theta, window=window, first=number == 0, **options)
+        RotaryLayer(64, 2, 48, theta=theta, window=window, first=pre_norm and number == 0, **options)
         for number, (theta, window) in enumerate(((1e4, None), (1e3, (4, 4)), (1e3, (4, 4))))
     ]
-    norm = options.get("norm", "layer")
-    return RotaryTransformer(layers, rotary_norm(norm, 64, 1e-5, bias=False), 16)
+    final_norm = rotary_norm(options.get("norm", "layer"), 64, 1e-5, bias=False) if pre_norm else None
+    return RotaryTransformer(layers, final_norm, 16)
 
 
+POST_LN = {"norm_first": False, "norm_bias": True}
 QWEN3 = {"norm": "rms", "kv_heads": 1, "head_dim": 48, "head_norm": True, "activation": "silu"}
 
 
-@pytest.mark.parametrize("options", [{}, {"norm": "rms"}, {"kv_heads": 1}, {"head_norm": True}, QWEN3], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, POST_LN, {"norm": "rms"}, {"kv_heads": 1}, {"head_norm": True}, QWEN3], ids=str
+)
 def test_layers_run_by_one_plan(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan's results and gradients are those of the layers one by one."""
     module, x = _small_stack(**options), torch.randn(20, 64, generator=torch.Generator().manual_seed(1))
@@ -223,6 +227,21 @@ def test_layers_run_by_one_plan(options: Any, monkeypatch: pytest.MonkeyPatch) -
     of_layers = torch.autograd.grad(expected.square().sum(), list(module.parameters()))
     for got, true in zip(of_plan, of_layers, strict=True):
         torch.testing.assert_close(got, true, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_same_seeds_drop_the_same_elements(norm_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the plan and in the layers one by one."""
+    rates = {"dropout": 0.2, "attention_dropout": 0.3, "feed_forward_dropout": 0.4}
+    module, x = _small_stack(norm_first=norm_first, **rates), torch.randn(20, 64)
+    cu_seqlens = torch.tensor([0, 12, 20], dtype=torch.int32)
+    calls, results = _count_plans(monkeypatch), []
+    for options in ({}, {"hidden_states": []}):
+        torch.manual_seed(5)
+        results.append(module(x, cu_seqlens, 12, **options))
+    assert calls == [3]
+    torch.testing.assert_close(*results)
+    assert not torch.allclose(results[0], module(x, cu_seqlens, 12))
 
 
 def test_dropout_and_settings_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

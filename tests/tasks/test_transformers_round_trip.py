@@ -26,7 +26,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.*randomly initialized, to be trained")
 
 WORDS = list(islice(" ".join(addresses(1)).split(), 16))
-PARTLY = ("openai-gpt", "gpt2", "eurobert")  # without heads for some of the tasks
+PARTLY = ("openai-gpt", "gpt2", "eurobert", "nomic_bert")  # without heads for some of the tasks
 ENCODERS = [name for name in SMALL_FAMILIES if name not in PARTLY]
 TEXTS = [" ".join(WORDS[start : start + 3 + start % 5]) for start in range(len(WORDS) - 3)]
 PAIRS = [TextExample(text, TEXTS[index - 3], "abc"[index % 3]) for index, text in enumerate(TEXTS)]
@@ -66,7 +66,7 @@ def test_labels_of_pairs(family: str, directory: Path, tmp_path: Path) -> None:
         expected = dict(zip(task.labels, logits.tolist(), strict=True))
         assert {each["label"]: each["score"] for each in found} == pytest.approx(expected, rel=1e-4, abs=1e-4)
     assert pipeline.tokenizer.model_max_length == 64
-    assert ("token_type_ids" in pipeline.tokenizer("a", "b")) == (family in ("bert", "albert", "electra"))
+    assert ("token_type_ids" in pipeline.tokenizer("a", "b")) == (family in ("bert", "albert", "electra", "nomic_bert"))
 
 
 def test_values_of_pairs(bert_directory: Path, tmp_path: Path) -> None:

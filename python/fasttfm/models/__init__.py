@@ -111,6 +111,13 @@ from fasttfm.models.mpnet import (
     MPNetForTokenClassification,
     MPNetModel,
 )
+from fasttfm.models.nomic_bert import (
+    NomicBertConfig,
+    NomicBertForMaskedLM,
+    NomicBertForSequenceClassification,
+    NomicBertForTokenClassification,
+    NomicBertModel,
+)
 from fasttfm.models.onnx_export import export_onnx
 from fasttfm.models.openai_gpt import (
     OpenAIGPTConfig,
@@ -238,6 +245,11 @@ __all__ = [
     "ModernBertForSequenceClassification",
     "ModernBertForTokenClassification",
     "ModernBertModel",
+    "NomicBertConfig",
+    "NomicBertForMaskedLM",
+    "NomicBertForSequenceClassification",
+    "NomicBertForTokenClassification",
+    "NomicBertModel",
     "OpenAIGPTConfig",
     "OpenAIGPTDoubleHeadsModel",
     "OpenAIGPTForSequenceClassification",

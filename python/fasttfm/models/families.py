@@ -16,6 +16,7 @@ from fasttfm.models import (
     gpt3,
     modernbert,
     mpnet,
+    nomic_bert,
     openai_gpt,
     qwen3,
     roberta,
@@ -33,7 +34,7 @@ from fasttfm.models.objectives import (
 )
 
 _ROBERTAS = (roberta, xlm_roberta, camembert, mpnet)
-_ENCODERS = (bert, *_ROBERTAS, albert, electra, distilbert, modernbert, eurobert, ernie_knowledge)
+_ENCODERS = (bert, *_ROBERTAS, albert, electra, distilbert, modernbert, eurobert, nomic_bert, ernie_knowledge)
 _FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, qwen3, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 

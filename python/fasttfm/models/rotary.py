@@ -67,15 +67,21 @@ class RotaryConfig(ModelConfig):
         return 0.0
 
     def theta(self) -> float:
-        """The base of the wavelengths. transformers writes it as ``rope_parameters``."""
-        for name in ("rope_parameters", "rope_scaling"):
-            written = self.extra.get(name) or {}
-            kind = written.get("rope_type", written.get("type", "default"))
-            if kind != "default":
-                raise ValueError(f"{name}: rope_type: expected default, got {kind!r}, which is not supported")
-            if "rope_theta" in written:
-                return float(written["rope_theta"])
-        return self.rope_theta
+        """The base of the wavelengths."""
+        return rope_theta(self.extra, self.rope_theta)
+
+
+def rope_theta(written: dict[str, Any], default: float) -> float:
+    """The base of the wavelengths in a configuration that transformers has written: in ``rope_parameters``, or, in
+    older ones, as a field of its own, ``default``."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = written.get(name) or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ValueError(f"{name}: rope_type: expected default, got {kind!r}, which is not supported")
+        if "rope_theta" in rope:
+            return float(rope["rope_theta"])
+    return default
 
 
 def rotary_names(config: RotaryConfig, heads: Sequence[Rule]) -> Names:
@@ -140,7 +146,8 @@ class RotaryPositions(TextModel):
         longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
         layers: list[Any] = self.encoder.in_order()
         inputs = [
-            x if layer.norm1 is None else layer_norm(layer.norm1, x) for layer, x in zip(layers, states, strict=True)
+            layer_norm(layer.norm1, x) if layer.norm_first and layer.norm1 is not None else x
+            for layer, x in zip(layers, states, strict=True)
         ]
         return tuple(
             layer.attention_weights(x, batch.cu_seqlens, longest) for layer, x in zip(layers, inputs, strict=True)

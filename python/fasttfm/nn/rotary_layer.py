@@ -1,4 +1,4 @@
-"""``RotaryLayer`` and ``RotaryTransformer``: pre-LN layers with rotary positions and a gated feed-forward block."""
+"""``RotaryLayer`` and ``RotaryTransformer``: layers with rotary positions and a gated feed-forward block."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rotary_norm(kind: str, width: int, eps: float, *, bias: bool, **factory: Any
 
 class RotaryLayer(PackedLayer):
     """A layer of ModernBERT, Llama or Qwen3: ``x + attention(norm1(x))``, then ``x + down(activation(gate) * up)`` of
-    ``norm2(x)``.
+    ``norm2(x)``. Without ``norm_first``, the norms follow the residual additions (NomicBERT).
 
     Queries and keys are rotated by their positions. The module ``qkv`` computes all queries, then all keys, then all
     values. The module ``up`` computes both gate and up; the gate is its first half.
@@ -53,9 +53,13 @@ class RotaryLayer(PackedLayer):
         intermediate: Columns of the gate, and of up.
         theta: The base of the rotation's wavelengths.
         window: ``(left, right)``: how far before and after itself a token attends; None for no limit.
-        first: Whether this is a model's first layer, which has no ``norm1`` because the embeddings are normalised.
+        norm_first: Whether the norms come before the blocks or after them.
+        first: Whether this is a pre-LN model's first layer, which has no ``norm1`` because the embeddings are
+            normalised.
         activation: A key of ``ops.ACTIVATIONS``.
-        dropout: Dropout probability of the attention weights and of the attention block's output.
+        dropout: Dropout probability of the attention block's output.
+        attention_dropout: Dropout probability of the attention weights; ``dropout`` by default.
+        feed_forward_dropout: Dropout probability of the feed-forward block's output.
         intermediate_dropout: Dropout probability of ``down``'s input.
         eps: Added to variances.
         attention_bias, feed_forward_bias, norm_bias: Whether these parts have biases.
@@ -73,9 +77,12 @@ class RotaryLayer(PackedLayer):
         *,
         theta: float = 10_000.0,
         window: Sequence[int | None] | None = None,
+        norm_first: bool = True,
         first: bool = False,
         activation: str = "gelu",
         dropout: float = 0.0,
+        attention_dropout: float | None = None,
+        feed_forward_dropout: float = 0.0,
         intermediate_dropout: float = 0.0,
         eps: float = 1e-5,
         attention_bias: bool = False,
@@ -95,11 +102,11 @@ class RotaryLayer(PackedLayer):
             width,
             heads,
             2 * intermediate,
-            norm_first=True,
+            norm_first=norm_first,
             activation=activation,
             dropout=dropout,
-            feed_forward_dropout=0.0,
-            attention_dropout=dropout,
+            feed_forward_dropout=feed_forward_dropout,
+            attention_dropout=dropout if attention_dropout is None else attention_dropout,
             eps=eps,
             window=window,
             bias=attention_bias,
@@ -138,20 +145,20 @@ class RotaryLayer(PackedLayer):
         tables: Tables | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs the layer. Arguments and results are those of ``PackedLayer`` with ``norm_first``; in addition:
+        """Runs the layer. Arguments and results are those of ``PackedLayer``; in addition:
 
         Args:
             tables: The cosines and sines ``[positions, D / 2]`` of each ``table_key``, if they are already computed.
             positions: int64 ``[T]``; by default each token's index in its own sequence.
         """
-        if residual is None:
+        if residual is None and self.norm_first:
             residual, x = x, x if self.norm1 is None else layer_norm(self.norm1, x)
         (x,) = linear.autocast(x)
         self.check(x, cu_seqlens, residual, next_norm)
-        attention_p, p_a, _ = self.rates()
-        seed = seed_a = None
-        if attention_p or p_a:
-            seed, seed_a, _ = (draw_seeds(x.device) if seeds is None else seeds).split(1)
+        attention_p, p_a, p_b = self.rates()
+        seed = seed_a = seed_b = None
+        if attention_p or p_a or p_b:
+            seed, seed_a, seed_b = (draw_seeds(x.device) if seeds is None else seeds).split(1)
         qkv = self.rotated(x, cu_seqlens, max_seqlen, tables, positions)
         packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
         parts = (qkv.unflatten(1, (3, self.heads)),) if self.kv_heads == self.heads else self.split_heads(qkv)
@@ -160,13 +167,16 @@ class RotaryLayer(PackedLayer):
         )
         assert isinstance(context, Tensor)
         branch, bias = product(self.out, context.flatten(-2))
-        y, z = packed_residual_norm(self.norm2, branch, residual, linear_bias=bias, p=p_a, seed=seed_a, **packed)
+        norm_a, norm_b = (self.norm2, next_norm) if self.norm_first else (self.norm1, self.norm2)
+        stream = x if residual is None else residual
+        y, z = packed_residual_norm(norm_a, branch, stream, linear_bias=bias, p=p_a, seed=seed_a, **packed)
         hidden, bias = product(self.up, y)
         hidden = ops.gated_activation(hidden, bias, activation=self.activation)
         hidden = functional.dropout(hidden, self.intermediate_dropout, self.training)
         branch, bias = product(self.down, hidden)
-        y, z = packed_residual_norm(next_norm, branch, z, linear_bias=bias, **packed)
-        return y, None if next_norm is None else z
+        stream = z if self.norm_first else y
+        y, z = packed_residual_norm(norm_b, branch, stream, linear_bias=bias, p=p_b, seed=seed_b, **packed)
+        return y, z if self.norm_first and next_norm is not None else None
 
     def rotated(
         self,
@@ -210,7 +220,8 @@ class RotaryLayer(PackedLayer):
 
     def has_plain_modules(self, next_norm: nn.Module | None = None) -> bool:
         own = self._modules
-        norms = (own["norm2"],) if next_norm is None else (own["norm2"], next_norm)
+        norm = next_norm if self.norm_first else own["norm1"]
+        norms = (own["norm2"],) if norm is None else (own["norm2"], norm)
         heads = [own[name] for name in ("q_norm", "k_norm") if own.get(name) is not None]
         plain = is_plain_linear(own["qkv"], own["out"], own["up"], own["down"]) and is_plain_rms_norm(*heads)
         return plain and (is_plain_rms_norm if self.norm == "rms" else is_plain_norm)(*norms)
@@ -220,10 +231,11 @@ class RotaryLayer(PackedLayer):
         heads = (self._modules.get(name) for name in ("q_norm", "k_norm"))
         return *super().block_modules(next_norm), *(NO_NORM if each is None else each for each in heads)
 
-    def spec(self, next_norm: nn.LayerNorm, table: int, present: frozenset[str]) -> LayerSpec:
+    def spec(self, next_norm: nn.LayerNorm | None, table: int, present: frozenset[str]) -> LayerSpec:
         """What the layer computes, with the rotation by the table of this index. ``present`` are the parameters that it
         has."""
-        attention_p, p_a, _ = self.rates()
+        attention_p, p_a, p_b = self.rates()
+        _, _, norm_a, _, _, norm_b, *_ = self.block_modules(next_norm)
         attention = spec.Attention(
             self.heads,
             self.kv_heads,
@@ -237,13 +249,14 @@ class RotaryLayer(PackedLayer):
         )
         return LayerSpec(
             self.width,
-            pre_norm=True,
+            pre_norm=self.norm_first,
             attention=attention,
             feed_forward=spec.FeedForward(self.down.in_features, ops.ACTIVATIONS[self.activation], gated=True),
-            norm_a=spec.Norm(self.norm, self.norm2.eps),
-            norm_b=spec.Norm(self.norm, next_norm.eps),
+            norm_a=spec.Norm(self.norm, norm_a.eps),
+            norm_b=spec.Norm(self.norm, norm_b.eps),
             present=present,
             dropout_a=p_a,
+            dropout_b=p_b,
         )
 
     def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -313,7 +326,7 @@ def is_capturing(x: Tensor) -> bool:
 # The attributes that determine a layer's description, in addition to its parameters and the epsilons of its norms.
 _settings_of = operator.itemgetter(
     *("training", "dropout", "feed_forward_dropout", "attention_dropout", "intermediate_dropout"),
-    *("heads", "kv_heads", "head_dim", "window", "activation", "norm", "theta"),
+    *("heads", "kv_heads", "head_dim", "window", "activation", "norm_first", "norm", "theta"),
 )
 
 
@@ -351,13 +364,13 @@ class RotaryTransformer(PackedTransformer):
 
     Args:
         layers: The layers; there are tables for each of their ``theta``.
-        final_norm: The model's last LayerNorm.
+        final_norm: The norm that ends a pre-LN model.
         positions: The initial number of positions in the tables.
     """
 
     layer_class = RotaryLayer
 
-    def __init__(self, layers: Sequence[RotaryLayer], final_norm: nn.LayerNorm, positions: int) -> None:
+    def __init__(self, layers: Sequence[RotaryLayer], final_norm: nn.LayerNorm | None, positions: int) -> None:
         super().__init__(layers, final_norm)
         self.positions = positions
         self._tables = TableCache()
@@ -414,12 +427,12 @@ class RotaryTransformer(PackedTransformer):
             return None
         specs, parameters = described
         first: Any = next(iter(self.layers))
-        residual = x
-        if first.norm1 is not None:
+        residual = x if first.norm_first else None
+        if first.norm_first and first.norm1 is not None:
             x = layer_norm(first.norm1, x)
         (x,) = linear.autocast(x)
         first.check(x, cu_seqlens, residual, None)
-        drops = any(each.dropout_a or each.attention.dropout for each in specs)
+        drops = any(each.dropout_a or each.dropout_b or each.attention.dropout for each in specs)
         seeds = draw_seeds(x.device, len(specs)) if drops else None
         return specs, Inputs(x, residual, cu_seqlens, max_seqlen, seeds, tuple(tables.values()), positions), parameters
 

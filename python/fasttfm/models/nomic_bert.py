@@ -1,0 +1,144 @@
+"""NomicBERT (Nussbaum et al., 2024): BERT with rotary positions and gated feed-forward blocks without biases, the
+network of nomic-embed-text.
+
+    x_0 = LN(word + segment)
+    x_i = LN(y + W (up * silu(gate))),  (gate, up) = V y,  y = LN(x_(i-1) + Attention(x_(i-1)))        i = 1 ... layers
+
+Classes, arguments, outputs and checkpoints are those of transformers. Internally a batch is packed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from fasttfm.models.bert import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+)
+from fasttfm.models.checkpoint_names import Names, rule
+from fasttfm.models.family import Family, Head
+from fasttfm.models.rotary import RotaryPositions, rope_theta
+from fasttfm.nn import Embeddings, PackedTransformer, RotaryLayer, RotaryTransformer
+
+
+@dataclass
+class NomicBertConfig(BertConfig):
+    model_type: ClassVar[str] = "nomic_bert"
+    sizes: ClassVar[dict[str, dict[str, Any]]] = {name: BertConfig.sizes[name] for name in ("tiny", "base")}
+
+    vocab_size: int = 30528
+    hidden_act: str = "silu"
+    hidden_dropout_prob: float = 0.0
+    attention_probs_dropout_prob: float = 0.0
+    max_position_embeddings: int = 2048
+    head_dim: int | None = None  # hidden_size / num_attention_heads if None
+
+    def theta(self) -> float:
+        """The base of the wavelengths."""
+        return rope_theta(self.extra, 1000.0)
+
+
+_LAYER = "encoder.layers.*"
+NAMES = Names(
+    prefix="nomic_bert",
+    base=(
+        rule("embeddings.word", "embeddings.word_embeddings"),
+        rule("embeddings.segment", "embeddings.token_type_embeddings"),
+        rule("embeddings.norm", "emb_ln"),
+        rule(f"{_LAYER}.qkv", f"{_LAYER}.attn.Wqkv"),
+        rule(f"{_LAYER}.out", f"{_LAYER}.attn.out_proj"),
+        rule(f"{_LAYER}.norm1", f"{_LAYER}.norm1"),
+        rule(f"{_LAYER}.up", f"{_LAYER}.mlp.fc12", f"{_LAYER}.mlp.fc11"),  # the gate, and what it multiplies
+        rule(f"{_LAYER}.down", f"{_LAYER}.mlp.fc2"),
+        rule(f"{_LAYER}.norm2", f"{_LAYER}.norm2"),
+        rule("pooler", "pooler.dense"),
+    ),
+    heads=(
+        rule("lm_head.dense", "cls.predictions.transform.dense"),
+        rule("lm_head.norm", "cls.predictions.transform.layer_norm"),
+        rule("lm_head.decoder.bias", "cls.predictions.bias"),
+        rule("lm_head.decoder", "cls.predictions.decoder"),
+        rule("classifier", "classifier"),
+    ),
+)
+# If the decoder is not tied to the word table, it has its own bias, and the head's bias is unused.
+UNTIED_NAMES = replace(
+    NAMES,
+    heads=[each for each in NAMES.heads if each.ours != "lm_head.decoder.bias"],
+    ignored=(r"cls\.predictions\.bias",),
+)
+
+
+class NomicBertModel(RotaryPositions, BertModel):
+    """The encoder, called as ``BertModel`` is."""
+
+    config_class, names = NomicBertConfig, NAMES
+
+    def __init__(self, config: Any, add_pooling_layer: bool = False) -> None:
+        super().__init__(config, add_pooling_layer)
+
+    def embeddings_of(self, config: Any) -> Embeddings:
+        return Embeddings(
+            config.vocab_size,
+            config.hidden_size,
+            0,
+            config.type_vocab_size,
+            eps=config.layer_norm_eps,
+            dropout=config.hidden_dropout_prob,
+            padding_idx=config.pad_token_id,
+        )
+
+    def stack_of(self, config: Any) -> PackedTransformer:
+        layers = [
+            RotaryLayer(
+                config.hidden_size,
+                config.num_attention_heads,
+                config.intermediate_size,
+                theta=config.theta(),
+                norm_first=False,
+                activation=config.hidden_act,
+                dropout=config.hidden_dropout_prob,
+                attention_dropout=config.attention_probs_dropout_prob,
+                feed_forward_dropout=config.hidden_dropout_prob,
+                eps=config.layer_norm_eps,
+                norm_bias=True,
+                head_dim=config.head_dim,
+            )
+            for _ in range(config.num_hidden_layers)
+        ]
+        return RotaryTransformer(layers, None, config.max_position_embeddings)
+
+
+class NomicBertForMaskedLM(BertForMaskedLM):
+    """Predicts masked tokens; called as ``BertForMaskedLM`` is."""
+
+    config_class, names, untied_names, encoder_class = NomicBertConfig, NAMES, UNTIED_NAMES, NomicBertModel
+
+
+class NomicBertForSequenceClassification(BertForSequenceClassification):
+    """Labels sequences, by the pooled first token."""
+
+    config_class, names, untied_names, encoder_class = NomicBertConfig, NAMES, UNTIED_NAMES, NomicBertModel
+
+
+class NomicBertForTokenClassification(BertForTokenClassification):
+    """Labels tokens; those with label -100 do not count."""
+
+    config_class, names, untied_names, encoder_class = NomicBertConfig, NAMES, UNTIED_NAMES, NomicBertModel
+
+
+FAMILY = Family(
+    "NomicBERT",
+    NomicBertConfig,
+    {
+        Head.NONE: NomicBertModel,
+        Head.MASKED_LM: NomicBertForMaskedLM,
+        Head.SEQUENCE_CLASSIFICATION: NomicBertForSequenceClassification,
+        Head.TOKEN_CLASSIFICATION: NomicBertForTokenClassification,
+    },
+    tokenizer="wordpiece",
+)
