@@ -44,6 +44,20 @@ def folder(bert_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+def test_queries_have_the_dimensions_of_the_vectors(
+    bert_directory: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "short.safetensors"
+    model = ("--model", bert_directory, "--device", "cpu", "--quiet")
+    assert run("embed", *model, "--data", folder / "texts.txt", "--dimensions", 8, "--output", path) == 0
+    whole = tmp_path / "whole.npy"
+    assert run("embed", *model, "--data", folder / "texts.txt", "--output", whole) == 0
+    assert np.array_equal(next(VectorFile(path).blocks(9))[0], np.load(whole)[:, :8])
+    capsys.readouterr()
+    assert run("search", *model, "--vectors", path, "--query", TEXTS[3], "--top", 1) == 0
+    assert re.search(r"1\.000 +4$", capsys.readouterr().out, re.MULTILINE)
+
+
 @pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors", "jsonl", "csv"])
 def test_matches_are_those_of_the_full_product(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)

@@ -24,6 +24,7 @@ from fasttfm import models
 from fasttfm.data import Tokenizer, load_tokenizer
 from fasttfm.inference import EmbedSettings, Session, cpu_linear
 from fasttfm.inference import session as session_module
+from fasttfm.inference.sentence_folder import Normalize
 from fasttfm.ops.linear import bf16_products
 from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
 
@@ -381,6 +382,20 @@ def test_a_deleted_session_is_freed(sentences: Ids) -> None:
         if not thread.is_alive():
             break
     assert gone() is None
+
+
+def test_the_first_dimensions(bert: Any, sentences: Ids) -> None:
+    """Vectors that were normalized before are normalized again, as those of a folder of sentence-transformers."""
+    whole = Session(bert).encode(sentences)
+    found = Session(bert, settings=EmbedSettings(dimensions=8)).encode(sentences)
+    assert np.array_equal(found, whole[:, :8])
+    lengths = np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
+    for settings in (EmbedSettings(dimensions=8, normalize=True), EmbedSettings(dimensions=8, after=(Normalize(),))):
+        np.testing.assert_allclose(Session(bert, settings=settings).encode(sentences), found / lengths, atol=1e-6)
+    width = whole.shape[1]
+    for wrong in (0, width + 1, 2.0):
+        with pytest.raises(ValueError, match=f"dimensions: expected a whole number from 1 to {width}, got {wrong}"):
+            Session(bert, settings=EmbedSettings(dimensions=wrong))  # type: ignore[arg-type]
 
 
 # ---- GEMMs in other types --------------------------------------------------------------------------------------------

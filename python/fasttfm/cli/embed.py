@@ -95,6 +95,12 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
         help="last, second-to-last, embeddings, concat:N, sum:N or mean:N of the last N layers (all: of the embeddings "
         "and all layers), or weights:W,W,...; N means concat:N (default: last)",
     )
+    group.add_argument(
+        "--dimensions",
+        type=int,
+        metavar="N",
+        help="keep the first N elements of vectors, of a model trained for it (Matryoshka embeddings; default: all)",
+    )
     group.add_argument("--normalize", action="store_true", help="scale vectors to length 1")
     group.add_argument("--prompt", metavar="TEXT", help="prefix of each text")
     group.add_argument(
@@ -161,7 +167,7 @@ def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None) -
     folder = read_sentence_folder(arguments.model)
     named = arguments.prompt_name or prompt_name
     settings = EmbedSettings.of_folder(folder, prompt_name=named)
-    changes = {name: getattr(arguments, name) for name in ("pooling", "layers", "prompt", "max_length")}
+    changes = {name: getattr(arguments, name) for name in ("pooling", "layers", "prompt", "max_length", "dimensions")}
     changes = {name: value for name, value in changes.items() if value is not None}
     settings = replace(settings, normalize=arguments.normalize, **changes)
     device = device_of(arguments)
@@ -226,5 +232,5 @@ def _some(rows: Iterator[Any]) -> Iterator[Any]:
 
 def _settings(arguments: argparse.Namespace) -> dict[str, str]:
     """What ``fasttfm search`` needs to make vectors of queries in the same way."""
-    names = ("pooling", "layers", "normalize", "max_length")
+    names = ("pooling", "layers", "dimensions", "normalize", "max_length")
     return {name: str(getattr(arguments, name)) for name in names if getattr(arguments, name)}

@@ -105,6 +105,8 @@ def _queries(arguments: argparse.Namespace, settings: dict[str, str]) -> tuple[l
     for name in ("pooling", "layers"):
         if getattr(arguments, name) is None:
             setattr(arguments, name, settings.get(name))
+    if arguments.dimensions is None and "dimensions" in settings:
+        arguments.dimensions = int(settings["dimensions"])
     prompt = "query" if "query" in read_sentence_folder(arguments.model).prompts else None
     return texts, np.stack(list(embedder_of(arguments, prompt).vectors(texts)))
 

@@ -14,8 +14,7 @@ from fasttfm.inference.batches import Bucket, Packed, buffer_size, split_buffer,
 from fasttfm.inference.cpu_linear import pack_linears
 from fasttfm.inference.opening import base_of
 from fasttfm.inference.pooling import PADDED, POOLING, Layers, Tokens, pooling_names
-from fasttfm.inference.sentence_folder import Normalize
-from fasttfm.inference.settings import EmbedSettings
+from fasttfm.inference.settings import EmbedSettings, modules_after_pooling
 from fasttfm.models.families import FAMILIES
 from fasttfm.models.family import Head
 from fasttfm.models.outputs import QuestionAnsweringOutput
@@ -95,10 +94,10 @@ class Network:
         depth = len(self.base.encoder.order)
         self.layers.check(depth)
         self.device, self.skipped = device, skipped
-        after = (*settings.after, *([Normalize()] if settings.normalize else []))
-        self._after = copy.deepcopy(nn.Sequential(*after)).to(device)
+        self._after = copy.deepcopy(modules_after_pooling(settings)).to(device)
         self.head = _head_of(model)
         self.state_width = self.layers.widths(depth) * self.base.encoder.in_order()[0].width
+        assert settings.dimensions in (None, self.vector_width)  # of which the module refuses other numbers
 
     @torch.no_grad()
     def take_weights(self, model: PretrainedModel) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fasttfm.inference.sentence_folder import SentenceFolder, read_sentence_folder
+from fasttfm.inference.sentence_folder import Normalize, SentenceFolder, read_sentence_folder
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class EmbedSettings:
         pool_prompt: Whether the prompt's tokens are pooled too.
         max_length: The maximum number of tokens; longer texts are truncated. By default the model's positions.
         lowercase: Whether texts are lowercased first, whatever the tokenizer does.
-        after: Modules that are applied to the pooled vectors, before ``normalize``.
+        after: Modules that are applied to the pooled vectors, before ``dimensions`` and ``normalize``.
+        dimensions: How many of their first elements vectors keep, of a model that was trained for it (Matryoshka
+            embeddings); all by default. Vectors that a sentence-transformers folder normalizes are normalized again.
     """
 
     pooling: str | Sequence[str] = "mean"
@@ -40,6 +42,7 @@ class EmbedSettings:
     max_length: int | None = None
     lowercase: bool = False
     after: tuple[nn.Module, ...] = ()
+    dimensions: int | None = None
 
     @classmethod
     def of_folder(cls, folder: SentenceFolder | str | Path, *, prompt_name: str | None = None) -> EmbedSettings:
@@ -54,6 +57,29 @@ class EmbedSettings:
             lowercase=found.lowercase,
             after=found.after,
         )
+
+
+class FirstElements(nn.Module):
+    """The first ``count`` elements of vectors."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        width = x.shape[-1]
+        if not isinstance(self.count, int) or not 1 <= self.count <= width:
+            raise ValueError(f"EmbedSettings: dimensions: expected a whole number from 1 to {width}, got {self.count}")
+        return x[..., : self.count].contiguous()
+
+
+def modules_after_pooling(settings: EmbedSettings) -> nn.Sequential:
+    """What turns pooled states into vectors."""
+    modules, normalize = [*settings.after], settings.normalize
+    if settings.dimensions is not None:
+        normalize = normalize or any(isinstance(each, Normalize) for each in modules)
+        modules.append(FirstElements(settings.dimensions))
+    return nn.Sequential(*modules, *([Normalize()] if normalize else []))
 
 
 def check_types(device: torch.device, dtype: torch.dtype, precision: str | None) -> None:
