@@ -157,11 +157,11 @@ def test_a_tile_that_spans_two_to_the_31_elements() -> None:
     assert torch.equal(attention(q, k, v, backend="triton"), attention(q.contiguous(), k, v, backend="triton"))
 
 
-# few_rows_layers_workspace is 0 for all but two sizes of layers (tests/ops/layers/test_few_rows_layers.py).
+# few_rows_layers_workspace is 0 for all but two sizes of layers (tests/ops/layers/test_few_rows_layers.py), and those
+# of layers read a plan at an address (tests/ops/layers/test_stack.py).
+OTHERS = ("few_rows_layers_workspace", "layers_workspace_cpu", "layers_workspace_cuda")
 WORKSPACES = sorted(
-    name
-    for name in dir(_native.core())
-    if ("workspace" in name or "column_parts" in name) and name != "few_rows_layers_workspace"
+    name for name in dir(_native.core()) if ("workspace" in name or "column_parts" in name) and name not in OTHERS
 )
 _NUMBERS = (1, 128, 2**20, 2**31, 2**40, HUGE, 2**63 - 1)
 _TENSORS = tuple(torch.zeros(1, 1, 1, 8).expand(1, tokens, 1, 8) for tokens in (1, 128, 2**31, 2**59))  # rows of 8

@@ -1,6 +1,8 @@
 """Layers as data: the core's executors against torch's ops in fp64, forward and backward, for layers of many
 descriptions."""
 
+import itertools
+from array import array
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -241,6 +243,27 @@ def test_memory_is_placed_without_overlap() -> None:
                             continue
                         apart = start + forward.sizes[name] <= begin or begin + forward.sizes[other] <= start
                         assert apart, (name, other)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", STACKS)
+def test_the_workspace_does_not_overflow(name: str, device: str) -> None:
+    """For any number of tokens and sequences: a positive size, or an error."""
+    count = getattr(_native.core(), f"layers_workspace_{device}", None)
+    if count is None:
+        pytest.skip(f"the core has no layers on {device}")
+    types = (0, 0, 0) if device == "cpu" else (1, 1, 1)
+    sizes = (1, 128, 2**20, 2**31, 2**40, 2**59, 2**63 - 1)
+    made = plan(STACKS[name], Situation(device, True, 2, 2))
+    for words in (made.words, made.backward_words):
+        for tokens, sequences, longest in itertools.product(sizes, repeat=3):
+            needed = array("q", (0,))
+            address = needed.buffer_info()[0]
+            try:
+                count(*words.encoded.buffer_info(), tokens, sequences, longest, 2, *types, address)
+            except ValueError:
+                continue
+            assert 0 <= needed[0] < 2**63 - 1
 
 
 def test_what_the_core_does_not_take_runs_by_ops(runs: list[str]) -> None:
