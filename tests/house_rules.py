@@ -104,7 +104,7 @@ def stray_kernel_files(root: Path) -> list[str]:
     return [
         f"{path.relative_to(root)}: expected {', '.join(sorted(KERNEL_FILES))} or a header"
         for path in sorted(root.glob("kernels/*/*"))
-        if path.is_file() and path.parent.name not in SHARED_KERNELS
+        if path.is_file() and path.parent.name not in (*SHARED_KERNELS, "__pycache__")
         if path.name not in KERNEL_FILES and path.suffix not in HEADERS and not PARTS.fullmatch(path.name)
     ]
 
