@@ -53,6 +53,7 @@ FAMILIES = (
     "EuroBert",
     "NomicBert",
     "Qwen3",
+    "Llama",
     "ErnieKnowledge",
     "ViT",
     "GPT2",

@@ -1,4 +1,4 @@
-"""EuroBERT, NomicBERT and Qwen3 against transformers: the same checkpoint, outputs and gradients, padded and packed."""
+"""EuroBERT, NomicBERT, Llama and Qwen3 against transformers: checkpoints, outputs and gradients, padded and packed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from model_parity import IDS, MASKS, SIZES, check_layout, pair, tensors
 from torch import Tensor
 
 from fasttfm import models
+from fasttfm.generate import CachedDecoder, generate, stream
 from fasttfm.inference import EmbedSettings, Session
 from fasttfm.models import CheckpointError
+from fasttfm.nn import PackedBatch
 from fasttfm.ops.layers import stack
 
 transformers = pytest.importorskip("transformers")
@@ -38,12 +40,15 @@ LAYOUTS = [
     ("Qwen3Model", "right", True),
     ("Qwen3Model", "full", False),
     ("Qwen3ForCausalLM", "full", False),
+    ("LlamaModel", "right", True),
+    ("LlamaForCausalLM", "full", True),
+    ("LlamaForSequenceClassification", "full", False),
     ("Qwen3ForSequenceClassification", "full", True),
 ]
 
 
 def sizes_of(name: str, **changes: Any) -> dict[str, Any]:
-    sizes = {"Euro": EURO, "Nomi": {"num_hidden_layers": 3}, "Qwen": QWEN3}
+    sizes = {"Euro": EURO, "Nomi": {"num_hidden_layers": 3}, "Qwen": QWEN3, "Llam": EURO}
     return {**sizes[name[:4]], **changes}
 
 
@@ -132,6 +137,43 @@ def test_weights_of_a_causal_model_are_those_of_transformers(tmp_path: Path) -> 
         found, expected = (model(IDS, output_attentions=True).attentions for model in (ours, theirs))
     for got, true in zip(found, expected, strict=True):
         torch.testing.assert_close(got, true, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_continuations_are_those_of_transformers(name: str, heads: int, tmp_path: Path) -> None:
+    """Greedy and by beams, of prompts of different lengths, with a cache of grouped heads."""
+    ours, theirs = pair(name, tmp_path, **sizes_of(name, num_key_value_heads=heads, eos_token_id=None))
+    mask = MASKS["right"].long().flip(-1)  # transformers continues after padding in front
+    ids = IDS.where(mask.bool(), 0)
+    for options in ({}, {"num_beams": 2}):
+        own = {"max_new_tokens": 6, "pad_token_id": 0, **options}
+        expected = theirs.generate(ids, attention_mask=mask, do_sample=False, **own)
+        assert torch.equal(generate(ours, ids, mask, **own), expected)
+    assert list(stream(ours, IDS[0], max_new_tokens=4)) == generate(ours, IDS[:1], max_new_tokens=4)[0, -4:].tolist()
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_the_cache_changes_nothing(name: str) -> None:
+    """The state of every step against those of the whole sequences."""
+    torch.manual_seed(0)
+    kind = getattr(models, name)
+    model = kind(kind.config_class(**{**SIZES, **sizes_of(name)})).eval()
+    lengths, batch = [4, 9, 1], PackedBatch.of(IDS, lengths=[4, 9, 1])
+    decoder = CachedDecoder(model.model, IDS.shape[1] + 5)
+    following = IDS[:, :5].flip(0)
+    states = [decoder.read(batch.pack(IDS), batch), *(decoder.step(following[:, column]) for column in range(5))]
+    for row, length in enumerate(lengths):
+        whole = torch.cat([IDS[row, :length], following[row]])[None]
+        with torch.no_grad():
+            expected = model.model(whole).last_hidden_state[0, length - 1 :]
+        torch.testing.assert_close(torch.stack(states, 1)[row], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sequences_end_at_the_last_position(tmp_path: Path) -> None:
+    ours, _ = pair("LlamaForCausalLM", tmp_path, **EURO)
+    with pytest.raises(ValueError, match="expected no more than 21 tokens with the prompt, got 13 after 9"):
+        generate(ours, IDS[:1], max_new_tokens=13)
 
 
 TEXTS = ["the man went to the store", "she bought a gallon of milk", "penguins are birds"]

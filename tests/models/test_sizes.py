@@ -25,6 +25,7 @@ PUBLISHED = {
     "DistilBertModel": {"tiny": 4.4, "base": 66},
     "ModernBertModel": {"tiny": 6.7, "base": 149, "large": 395},
     "EuroBertModel": {"tiny": 16.7, "210m": 210, "610m": 610, "2.1b": 2100},
+    "LlamaModel": {"tiny": 4.6, "7b": 6610},
     "NomicBertModel": {"tiny": 4.7, "base": 137},
     "Qwen3Model": {"tiny": 19.7, "0.6b": 600, "4b": 4000},
     "ViTModel": {"mini": 0.22, "tiny": 5.7, "small": 22, "base": 86, "large": 307, "huge": 632},

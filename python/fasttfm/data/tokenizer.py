@@ -147,7 +147,7 @@ class Tokenizer:
             segments = getattr(config, "type_vocab_size", 0) > 1
             settings["model_input_names"] = ["input_ids", *["token_type_ids"] * segments, "attention_mask"]
             family = family_of_type(config.model_type)
-            if family is not None and family.causal and self._adds_special_tokens():
+            if family is not None and family.task_tokens and self._adds_special_tokens():
                 rules["post_processor"] = None
         contents = {
             "tokenizer.json": json.dumps(rules, indent=2, ensure_ascii=False),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.generate.decoder import CachedDecoder
+from fasttfm.generate.decoder import CachedDecoder, body_of
 from fasttfm.generate.sampling import check_logits, is_count
 from fasttfm.nn import PackedBatch
 
@@ -119,7 +119,7 @@ class _Beams:
 def search_beams(model: Any, ids: Tensor, batch: PackedBatch, new: int, ends: list[int], search: BeamSearch) -> Tensor:
     """The new tokens [B * num_return_sequences, up to new] after packed prompts ``ids`` [T], -1 after their ends."""
     prompts, count = batch.cu_seqlens.shape[0] - 1, search.num_beams
-    decoder = CachedDecoder(model.transformer, batch.max_seqlen + new, prompts * count)
+    decoder = CachedDecoder(body_of(model), batch.max_seqlen + new, prompts * count)
     device = ids.device
     first_slots = torch.arange(prompts, device=device) * count
     state = decoder.read(ids, batch, first_slots)

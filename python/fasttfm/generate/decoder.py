@@ -9,20 +9,36 @@ import torch
 from torch import Tensor
 
 from fasttfm import ops
+from fasttfm.models.families import family_of_type
 from fasttfm.models.text_model import TextModel
-from fasttfm.nn import PackedBatch, PackedLayer
-from fasttfm.nn.parts import layer_norm, linear_activation, packed_residual_norm, product
+from fasttfm.nn import PackedBatch, PackedLayer, RotaryTransformer
+from fasttfm.nn.parts import layer_norm, packed_residual_norm, product
 from fasttfm.nn.plain import is_plain, is_watched
 from fasttfm.ops import few_rows
 from fasttfm.ops.backends import triton_absent
 
-Attend = Callable[[int, PackedLayer, Tensor], Tensor]  # takes a layer's index, the layer and qkv [n, 3, H, D]
+Parts = tuple[
+    Tensor, ...
+]  # q, k and v as ``ops.attention`` takes them: one tensor [n, 3, H, D], or three [n, heads, D]
+Attend = Callable[[int, PackedLayer, Parts], Tensor]  # takes a layer's index, the layer, and q, k and v
 # The maximum number of rows for the fused kernels (ops.decode_linear). Few rows are bound by the bytes of the weights,
 # and one kernel for a GEMM with its prologue and epilogue is faster; for more rows torch's GEMMs are.
 FUSED_ROWS = 16
 # The minimum number of rows for the GEMMs of ops/few_rows.py, where the GPU has them; None turns them off. One row is
 # faster with the fused kernels.
 FEW_ROWS_FROM: int | None = 2
+
+
+def body_of(model: Any) -> Any:
+    """A causal language model without its head."""
+    return getattr(model, model.names.prefix)
+
+
+def positions_of(config: Any) -> int:
+    """The maximum number of tokens in a sequence."""
+    family = family_of_type(config.model_type)
+    assert family is not None
+    return int(getattr(config, family.positions))
 
 
 class CachedDecoder:
@@ -39,6 +55,7 @@ class CachedDecoder:
         number of the first prompts), ``fused`` whether steps on a GPU use the kernels for few rows."""
         self.model = model
         self.layers = model.encoder.in_order()
+        self._rotary = model.encoder if isinstance(model.encoder, RotaryTransformer) else None
         _check_calls(model)
         self.capacity, self.sequences, self.fused = capacity, sequences, fused
         self.keys = self.values = torch.empty(
@@ -62,34 +79,34 @@ class CachedDecoder:
         owners = torch.searchsorted(cu_seqlens[1:], torch.arange(batch.tokens, device=ids.device), right=True)
         rows = slots[owners]
 
-        def attend(index: int, layer: PackedLayer, qkv: Tensor) -> Tensor:
-            self._allocate(qkv, sequences)
-            _, k, v = qkv.unbind(1)
+        def attend(index: int, layer: PackedLayer, parts: Parts) -> Tensor:
+            _, k, v = _separate(parts)
+            self._allocate(k, sequences)
             self.keys[index][rows, :, numbers] = k
             self.values[index][rows, :, numbers] = v
-            out = ops.attention(qkv, window=layer.window, cu_seqlens=cu_seqlens, max_seqlen=batch.max_seqlen)
+            out = ops.attention(*parts, window=layer.window, cu_seqlens=cu_seqlens, max_seqlen=batch.max_seqlen)
             assert isinstance(out, Tensor)
             return out
 
-        x = self._run(self.model.embeddings(ids, cu_seqlens), attend)
+        x = self._run(self.model.embeddings(ids, cu_seqlens), attend, numbers)
         self.lengths[slots] = cu_seqlens.diff()
         return x.index_select(0, cu_seqlens[1:] - 1)
 
-    def _allocate(self, qkv: Tensor, sequences: int) -> None:
-        """Allocates the cache in the dtype of ``qkv``, on the first call; outside of inference mode, because later
-        calls may be outside of it."""
+    def _allocate(self, k: Tensor, sequences: int) -> None:
+        """Allocates the cache for keys as ``k`` [n, heads, D], in its dtype, on the first call; outside of inference
+        mode, because later calls may be outside of it."""
         if self.keys.numel():
-            if qkv.dtype != self.keys.dtype:
+            if k.dtype != self.keys.dtype:
                 expected = f"{self.keys.dtype}, in which the cache was made, with or without autocast as then"
-                raise ValueError(f"generate: autocast: expected {expected}, got {qkv.dtype}")
+                raise ValueError(f"generate: autocast: expected {expected}, got {k.dtype}")
             return
         if self.sequences is None:
             self.sequences = sequences
-        _, _, heads, width = qkv.shape
+        _, heads, width = k.shape
         shape = (len(self.layers), self.sequences, heads, self.capacity, width)
-        device = qkv.device
+        device = k.device
         with torch.inference_mode(False):
-            self.values, keys = (torch.zeros(shape, dtype=qkv.dtype, device=device) for _ in range(2))
+            self.values, keys = (torch.zeros(shape, dtype=k.dtype, device=device) for _ in range(2))
             self.lengths = torch.zeros(self.sequences, dtype=torch.int32, device=device)
             self._arrivals = torch.zeros(self.sequences, heads, dtype=torch.int32, device=device)
             self.keys = keys  # last: it says that all are made
@@ -130,13 +147,13 @@ class CachedDecoder:
     def _count(self, rows: int, active: Tensor | None) -> None:
         self.lengths[:rows].add_(1 if active is None else active)
 
-    def _attend(self, index: int, layer: PackedLayer, qkv: Tensor, overlap: bool = False) -> Tensor:
-        rows = len(qkv)
-        q, k, v = qkv.unbind(1)
+    def _attend(self, index: int, layer: PackedLayer, parts: Parts, overlap: bool = False) -> Tensor:
+        q, k, v = _separate(parts)
+        rows = len(q)
         keys, values = (cache[index, :rows].transpose(1, 2) for cache in (self.keys, self.values))
         lengths = self.lengths[:rows]
-        if qkv.is_cuda and not self.fused:
-            slots = torch.arange(rows, device=qkv.device), lengths.long()
+        if q.is_cuda and not self.fused:
+            slots = torch.arange(rows, device=q.device), lengths.long()
             keys[slots], values[slots] = k, v
             out = ops.attention(q[:, None], keys, values, window=layer.window, lengths_k=lengths + 1)
             assert isinstance(out, Tensor)
@@ -156,12 +173,13 @@ class CachedDecoder:
 
     def _step(self, ids: Tensor) -> Tensor:
         positions = self.lengths[: len(ids)].long()
-        return self._run(self.model.embeddings(ids, position_ids=positions), self._attend)
+        placed = {} if self._rotary is not None else {"position_ids": positions}
+        return self._run(self.model.embeddings(ids, **placed), self._attend, positions)
 
     def _is_fusable(self, ids: Tensor) -> bool:
         """Whether the kernels of a step may read the parameters of a pre-LN model instead of calling its modules."""
         encoder = self.model.encoder
-        if not self.fused or not ids.is_cuda or triton_absent() is not None:
+        if self._rotary is not None or not self.fused or not ids.is_cuda or triton_absent() is not None:
             return False
         if encoder.final_norm is None or torch.is_autocast_enabled("cuda") or self.keys.dtype == torch.float64:
             return False
@@ -190,7 +208,7 @@ class CachedDecoder:
         following = [*(layer.norm1 for layer in self.layers[1:]), self.model.encoder.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             qkv = few_rows.product(x, layer.qkv.weight, layer.qkv.bias).unflatten(1, (3, layer.heads, -1))
-            context = self._attend(index, layer, qkv, overlap=True).flatten(1)
+            context = self._attend(index, layer, (qkv,), overlap=True).flatten(1)
             parts = few_rows.product_parts(context, layer.out.weight)
             x, stream = few_rows.add_norm(parts, stream, layer.out.bias, layer.norm2, dtype)
             hidden = few_rows.product(x, layer.up.weight, layer.up.bias, activation=layer.activation)
@@ -207,7 +225,7 @@ class CachedDecoder:
         dtype = x.dtype
         for index, layer in enumerate(self.layers):
             qkv = _fused(x, layer.qkv, dtype, norm=layer.norm1)
-            context = self._attend(index, layer, qkv.unflatten(1, (3, layer.heads, -1)), overlap=True)
+            context = self._attend(index, layer, (qkv.unflatten(1, (3, layer.heads, -1)),), overlap=True)
             x = _fused(context.flatten(1), layer.out, torch.float32, residual=x)
             hidden = _fused(x, layer.up, dtype, norm=layer.norm2, activation=layer.activation)
             x = _fused(hidden, layer.down, torch.float32, residual=x)
@@ -215,30 +233,40 @@ class CachedDecoder:
 
     # ---- layers ----
 
-    def _run(self, x: Tensor, attend: Attend) -> Tensor:
-        """Applies the layers to rows ``x`` [n, C] as ``nn.PackedTransformer`` does."""
+    def _run(self, x: Tensor, attend: Attend, positions: Tensor) -> Tensor:
+        """Applies the layers to rows ``x`` [n, C] at ``positions`` [n] as ``nn.PackedTransformer`` does."""
         final_norm = self.model.encoder.final_norm
         if final_norm is None:
             for index, layer in enumerate(self.layers):
-                branch, bias = self._attention(index, x, attend)
+                branch, bias = self._attention(index, x, attend, positions)
                 x, _ = packed_residual_norm(layer.norm1, branch, x, linear_bias=bias)
-                branch, bias = _feed_forward(layer, x)
+                branch, bias = layer.feed_forward(x)
                 x, _ = packed_residual_norm(layer.norm2, branch, x, linear_bias=bias)
             return x
         stream = x
         following = [layer.norm1 for layer in self.layers[1:]] + [final_norm]
         x = layer_norm(self.layers[0].norm1, stream)
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            branch, bias = self._attention(index, x, attend)
+            branch, bias = self._attention(index, x, attend, positions)
             x, stream = packed_residual_norm(layer.norm2, branch, stream, linear_bias=bias)
-            branch, bias = _feed_forward(layer, x)
+            branch, bias = layer.feed_forward(x)
             x, stream = packed_residual_norm(next_norm, branch, stream, linear_bias=bias)
         return x
 
-    def _attention(self, index: int, x: Tensor, attend: Attend) -> tuple[Tensor, Tensor | None]:
+    def _attention(self, index: int, x: Tensor, attend: Attend, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         """The attention block's output without its last bias, and this bias, which the residual addition adds."""
-        layer = self.layers[index]
-        return product(layer.out, attend(index, layer, layer.project(x)).reshape(x.shape))
+        layer: Any = self.layers[index]
+        if self._rotary is None:
+            parts: Parts = (layer.project(x),)
+        else:
+            parts = layer.attention_inputs(x, self._rotary.tables(x, self.capacity), positions)
+        return product(layer.out, attend(index, layer, parts).flatten(1))
+
+
+def _separate(parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [n, heads, D]."""
+    q, k, v = parts[0].unbind(1) if len(parts) == 1 else parts
+    return q, k, v
 
 
 def _fused(
@@ -275,11 +303,6 @@ def _logits(head: Any, x: Tensor) -> Tensor:
     for part in (slice(most), slice(most, vocab)):
         torch.mm(x, weight[:, part], out=logits[:, part])
     return logits
-
-
-def _feed_forward(layer: PackedLayer, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The feed-forward block's output without its last bias, and this bias."""
-    return product(layer.down, linear_activation(layer.up, layer.activation, x))
 
 
 def _check_calls(model: TextModel) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fasttfm.generate.beams import BeamSearch, search_beams
+from fasttfm.generate.decoder import body_of, positions_of
 from fasttfm.generate.sampling import Sampling, check_new_tokens, end_tokens
 from fasttfm.generate.session import Generation, GenerationSession
-from fasttfm.models.text_model import TextModel
 from fasttfm.nn import CausalLMHead, PackedBatch
 from fasttfm.nn.plain import Uncopied
 
@@ -21,14 +21,11 @@ _LENGTH_MULTIPLE = 128
 
 
 class CausalModel(Protocol):
-    """A causal LM: GPT2LMHeadModel and its variants."""
+    """A causal LM: GPT2LMHeadModel and its variants, LlamaForCausalLM, Qwen3ForCausalLM."""
 
     config: Any
     training: bool
     lm_head: CausalLMHead
-
-    @property
-    def transformer(self) -> TextModel: ...
 
 
 def generate(
@@ -146,7 +143,7 @@ def release(model: Any) -> None:
 def session_of(model: Any, sequences: int, tokens: int) -> GenerationSession:
     """A session for this many sequences of this many tokens. On a GPU the model keeps it, because capturing its graphs
     takes longer than a short call; its sizes are rounded up so that similar calls can use it too."""
-    parameter = next(model.transformer.parameters())
+    parameter = next(body_of(model).parameters())
     if not parameter.is_cuda or torch.is_autocast_enabled("cuda"):
         return GenerationSession(model, max_batch=sequences, max_length=tokens, graphs=False)
     holder: _SessionHolder | None = model.__dict__.get(_SESSION_ATTRIBUTE)
@@ -154,7 +151,7 @@ def session_of(model: Any, sequences: int, tokens: int) -> GenerationSession:
         return holder.session
     release(model)
     batch = 1 << (sequences - 1).bit_length()
-    capacity = min(model.config.n_positions, -(-tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
+    capacity = min(positions_of(model.config), -(-tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
     session = GenerationSession(model, max_batch=batch, max_length=capacity)
     model.__dict__[_SESSION_ATTRIBUTE] = _SessionHolder(session)
     return session
@@ -191,7 +188,7 @@ def _check(model: CausalModel, batch: PackedBatch, new: int) -> None:
     check_new_tokens(new)
     if batch.cu_seqlens.shape[0] > 1 and bool((batch.cu_seqlens.diff() < 1).any()):
         raise ValueError(f"{_NAME}: input_ids: expected prompts of at least one token, got an empty one")
-    positions = model.config.n_positions
+    positions = positions_of(model.config)
     if batch.max_seqlen + new > positions:
         got = f"{new} after {batch.max_seqlen}"
         raise ValueError(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fasttfm import ops
-from fasttfm.generate.decoder import CachedDecoder
+from fasttfm.generate.decoder import CachedDecoder, body_of, positions_of
 from fasttfm.generate.sampling import Sampling, check_logits, check_new_tokens, end_tokens, is_count
 from fasttfm.models.text_model import TextModel
 from fasttfm.nn import CausalLMHead, PackedBatch
@@ -206,7 +206,7 @@ class GenerationSession:
     """Continues many sequences of a causal model together. ``submit`` may be called from several threads.
 
     Args:
-        model: GPT2LMHeadModel or one of its variants, in evaluation mode.
+        model: A causal language model (GPT2LMHeadModel, LlamaForCausalLM, ...), in evaluation mode.
         max_batch: The maximum number of sequences at a time; others wait.
         max_length: The maximum number of tokens in a sequence, prompt included; the model's positions by default. The
             cache is allocated for ``max_batch * max_length`` tokens.
@@ -226,7 +226,7 @@ class GenerationSession:
         fused: bool = True,
     ) -> None:
         _check_mode(model)
-        positions = model.config.n_positions
+        positions = positions_of(model.config)
         capacity = positions if max_length is None else max_length
         if not 1 <= capacity <= positions:
             raise ValueError(
@@ -234,11 +234,11 @@ class GenerationSession:
             )
         if max_batch < 1:
             raise ValueError(f"{_NAME}: max_batch: expected at least 1, got {max_batch}")
-        transformer: TextModel = model.transformer
+        body: TextModel = body_of(model)
         self.model, self.max_batch, self.capacity = model, max_batch, capacity
         self.head: CausalLMHead = model.lm_head
-        self.decoder = CachedDecoder(transformer, capacity, max_batch, fused=fused)
-        parameter = next(transformer.parameters())
+        self.decoder = CachedDecoder(body, capacity, max_batch, fused=fused)
+        parameter = next(body.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self._stream = OrderedStream(self.device)
         self._copies = OrderedStream(self.device).stream  # of results to the host
@@ -314,13 +314,13 @@ class GenerationSession:
         return self._fits_model() and sequences <= self.max_batch and tokens <= self.capacity
 
     def _fits_model(self) -> bool:
-        parameter = next(self.model.transformer.parameters())
+        parameter = next(body_of(self.model).parameters())
         return parameter.device == self.device and parameter.dtype == self.dtype
 
     def _check_model(self) -> None:
         _check_mode(self.model)
         if not self._fits_model():
-            parameter = next(self.model.transformer.parameters())
+            parameter = next(body_of(self.model).parameters())
             expected, got = (
                 f"{str(dtype).removeprefix('torch.')} on {device}"
                 for dtype, device in ((self.dtype, self.device), (parameter.dtype, parameter.device))

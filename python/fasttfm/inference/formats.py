@@ -84,6 +84,6 @@ def text_format(config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
     """The format of plain text for a model with this configuration; causal models use no special tokens."""
     family = family_of_type(config.model_type)
     assert family is not None
-    if family.causal:
+    if family.task_tokens:
         return Format([], [], [], max_length, segments=False)
     return encoder_format(family, config, tokenizer, max_length)

@@ -93,6 +93,7 @@ from fasttfm.models.gpt3 import (
     GPT3Model,
 )
 from fasttfm.models.hub import model_directory
+from fasttfm.models.llama import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 from fasttfm.models.modernbert import (
     ModernBertConfig,
     ModernBertForMaskedLM,
@@ -231,6 +232,10 @@ __all__ = [
     "GPT3ForSequenceClassification",
     "GPT3LMHeadModel",
     "GPT3Model",
+    "LlamaConfig",
+    "LlamaForCausalLM",
+    "LlamaForSequenceClassification",
+    "LlamaModel",
     "MPNetConfig",
     "MPNetForMaskedLM",
     "MPNetForMultipleChoice",

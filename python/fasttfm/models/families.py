@@ -14,6 +14,7 @@ from fasttfm.models import (
     eurobert,
     gpt,
     gpt3,
+    llama,
     modernbert,
     mpnet,
     nomic_bert,
@@ -35,7 +36,7 @@ from fasttfm.models.objectives import (
 
 _ROBERTAS = (roberta, xlm_roberta, camembert, mpnet)
 _ENCODERS = (bert, *_ROBERTAS, albert, electra, distilbert, modernbert, eurobert, nomic_bert, ernie_knowledge)
-_FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, qwen3, vit)
+_FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, llama, qwen3, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 
 

@@ -82,6 +82,11 @@ class Family:
         return Head.CAUSAL_LM in self.models
 
     @property
+    def task_tokens(self) -> bool:
+        """Whether it is fine-tuned as GPT-1 is: a start, a delimiter and an extract token around and between texts."""
+        return self.causal and not self.template
+
+    @property
     def trains_on_text(self) -> bool:
         """Whether ``fasttfm pretrain`` can train it."""
         return None not in (self.pretraining, self.sequences, self.tokenizer)

@@ -268,10 +268,14 @@ class PackedLayer(nn.Module):
         packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
         branch, bias = product(self.out, context.flatten(-2))
         y, z = packed_residual_norm(norms[0], branch, stream, linear_bias=bias, p=p_a, seed=seed_a, **packed)
-        branch, bias = product(self.down, linear_activation(self.up, self.activation, y))
+        branch, bias = self.feed_forward(y)
         stream = z if self.norm_first else y
         y, z = packed_residual_norm(norms[1], branch, stream, linear_bias=bias, p=p_b, seed=seed_b, **packed)
         return y, z if self.norm_first and norms[1] is not None else None
+
+    def feed_forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The feed-forward block's output for its input, without the last bias, and this bias."""
+        return product(self.down, linear_activation(self.up, self.activation, x))
 
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values [T, 3, H, D] of ``x`` [T, C]."""

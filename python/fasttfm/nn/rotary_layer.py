@@ -159,9 +159,8 @@ class RotaryLayer(PackedLayer):
         seed = seed_a = seed_b = None
         if attention_p or p_a or p_b:
             seed, seed_a, seed_b = (draw_seeds(x.device) if seeds is None else seeds).split(1)
-        qkv = self.rotated(x, cu_seqlens, max_seqlen, tables, positions)
+        parts = self.attention_inputs(x, *self._angles(x, cu_seqlens, max_seqlen, tables, positions))
         packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
-        parts = (qkv.unflatten(1, (3, self.heads)),) if self.kv_heads == self.heads else self.split_heads(qkv)
         context = ops.attention(
             *parts, window=self.window, max_seqlen=max_seqlen, dropout_p=attention_p, seed=seed, **packed
         )
@@ -170,29 +169,31 @@ class RotaryLayer(PackedLayer):
         norm_a, norm_b = (self.norm2, next_norm) if self.norm_first else (self.norm1, self.norm2)
         stream = x if residual is None else residual
         y, z = packed_residual_norm(norm_a, branch, stream, linear_bias=bias, p=p_a, seed=seed_a, **packed)
-        hidden, bias = product(self.up, y)
-        hidden = ops.gated_activation(hidden, bias, activation=self.activation)
-        hidden = functional.dropout(hidden, self.intermediate_dropout, self.training)
-        branch, bias = product(self.down, hidden)
+        branch, bias = self.feed_forward(y)
         stream = z if self.norm_first else y
         y, z = packed_residual_norm(norm_b, branch, stream, linear_bias=bias, p=p_b, seed=seed_b, **packed)
         return y, z if self.norm_first and next_norm is not None else None
 
-    def rotated(
-        self,
-        x: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        tables: Tables | None,
-        positions: Tensor | None,
-    ) -> Tensor:
-        """The heads of queries, keys and values [T, heads, D] of ``x``; those of queries and keys are rotated. They are
-        one tensor, so that attention's gradient is one tensor, too."""
+    def feed_forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden, bias = product(self.up, x)
+        hidden = ops.gated_activation(hidden, bias, activation=self.activation)
+        hidden = functional.dropout(hidden, self.intermediate_dropout, self.training)
+        return product(self.down, hidden)
+
+    def _angles(
+        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, tables: Tables | None, positions: Tensor | None
+    ) -> tuple[Tables, Tensor]:
+        """The tables and positions of a call that may not give them."""
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
         if tables is None:
             every = torch.arange(max_seqlen, device=x.device)
             tables = {self.table_key(): rotary_tables(self.theta, every, self.head_dim, like=x)}
+        return tables, positions
+
+    def rotated(self, x: Tensor, tables: Tables, positions: Tensor) -> Tensor:
+        """The heads of queries, keys and values [T, heads, D] of ``x``; those of queries and keys are rotated. They are
+        one tensor, so that attention's gradient is one tensor, too."""
         heads = linear_layer(self.qkv, x).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             assert self.k_norm is not None
@@ -202,6 +203,12 @@ class RotaryLayer(PackedLayer):
             heads, *tables[self.table_key()], positions=positions, rotary_heads=self.heads + self.kv_heads
         )
         return rotated
+
+    def attention_inputs(self, x: Tensor, tables: Tables, positions: Tensor) -> tuple[Tensor, ...]:
+        """The arguments of ``ops.attention``: queries, keys and values in one tensor [T, 3, H, D], or three tensors if
+        there are fewer heads of keys and values."""
+        heads = self.rotated(x, tables, positions)
+        return (heads.unflatten(1, (3, self.heads)),) if self.kv_heads == self.heads else self.split_heads(heads)
 
     def split_heads(self, heads: Tensor) -> tuple[Tensor, ...]:
         """Those of queries, of keys and of values [T, heads, D]."""
@@ -262,7 +269,8 @@ class RotaryLayer(PackedLayer):
     def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
         """The attention weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``, for plots.
         Computed in plain torch."""
-        q, k, _ = self.split_heads(self.rotated(x, cu_seqlens, max_seqlen, None, None))
+        angles = self._angles(x, cu_seqlens, max_seqlen, None, None)
+        q, k, _ = self.split_heads(self.rotated(x, *angles))
         k = k.repeat_interleave(self.heads // self.kv_heads, 1)
         left, right = self.window
         return ops.attention_weights(q, k, window=(left, right), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)

@@ -112,7 +112,7 @@ def text_language(
 ) -> Language:
     """The tokenizer and the input format of a checkpoint's model; arguments are those of ``prepare``."""
     text_tokenizer = load_tokenizer(directory if tokenizer is None else tokenizer)
-    if family.causal:
+    if family.task_tokens:
         text_tokenizer = with_task_tokens(text_tokenizer)
     elif text_tokenizer.vocab_size > config.vocab_size:
         got = f"a tokenizer with {text_tokenizer.vocab_size}"
@@ -162,7 +162,7 @@ def label_names(config: Any) -> list[str]:
 
 def format_of(family: Family, config: Any, tokenizer: Tokenizer, max_length: int) -> Format:
     """The family's input format of one text or two."""
-    if family.causal:
+    if family.task_tokens:
         start, delimiter, extract = (tokenizer.backend.token_to_id(token) for token in TASK_TOKENS)
         return Format([start], [delimiter], [extract], max_length, segments=False)
     return encoder_format(family, config, tokenizer, max_length)

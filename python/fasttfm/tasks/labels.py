@@ -53,7 +53,7 @@ class ClassifyTask(Task):
     def __init__(
         self, language: Language, train: Sequence[Any] | None, *, both_orders: bool = False, **options: Any
     ) -> None:
-        if both_orders and not language.family.causal:
+        if both_orders and not language.family.task_tokens:
             got = f"{language.family.title}, which reads both texts at once"
             raise ValueError(f"both_orders: expected with a GPT, got {got}")
         self.both_orders = both_orders

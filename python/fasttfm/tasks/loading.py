@@ -246,7 +246,7 @@ def _format(family: Family, config: Any, tokenizer: Tokenizer, length: int | Non
     """The format of fine-tuning; plain text for a causal model without task tokens."""
     longest = longest_input(config)
     length = min(longest, max(kind.max_length, 512)) if length is None else length
-    plain = family.causal and tokenizer.backend.token_to_id(TASK_TOKENS[0]) is None
+    plain = family.task_tokens and tokenizer.backend.token_to_id(TASK_TOKENS[0]) is None
     found = Format([], [], [], length, segments=False) if plain else format_of(family, config, tokenizer, length)
     least = length - found.room + 2
     if not least <= length <= longest:
