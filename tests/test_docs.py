@@ -260,9 +260,9 @@ def _speed_rows(text: str) -> list[tuple[str, str, float]]:
 
 def _wrong_speeds(text: str) -> list[str]:
     """Times that are not the median of a result, and ratios that are not those of the printed times."""
-    rows = [row for path in RESULTS.glob("*-*_*.csv") for row in csv.DictReader(path.open())]
-    rows += [row for path in RESULTS.glob("*-inference.csv") for row in csv.DictReader(path.open())]
-    rows += [row for path in RESULTS.glob("*-encoders.csv") for row in csv.DictReader(path.open())]
+    rows = [row for path in RESULTS.glob("*-*_*.csv") for row in csv.DictReader(path.read_text().splitlines())]
+    rows += [row for path in RESULTS.glob("*-inference.csv") for row in csv.DictReader(path.read_text().splitlines())]
+    rows += [row for path in RESULTS.glob("*-encoders.csv") for row in csv.DictReader(path.read_text().splitlines())]
     medians = [float(row["ms_p50"]) for row in rows if row.get("ms_p50")]
     wrong = []
     for ours, peer, ratio in _speed_rows(text):
