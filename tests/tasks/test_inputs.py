@@ -10,8 +10,8 @@ import torch
 from fasttfm import models
 from fasttfm.data.tokenizer_training import train_tokenizer
 from fasttfm.inference.batches import prefetch
-from fasttfm.inference.opening import base_of, family_of, longest_input, model_class
-from fasttfm.models.families import FAMILIES
+from fasttfm.inference.opening import base_of, family_of, model_class
+from fasttfm.models.families import FAMILIES, longest_input
 from fasttfm.models.family import Head
 from fasttfm.models.openai_gpt import task_sequence
 from fasttfm.tasks.finetuning import FinetuneSettings, format_of, shuffled_steps

@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
 
         from fasttfm.data.tokenizer_files import load_tokenizer
         from fasttfm.generate import generate, stream
-        from fasttfm.generate.decoder import positions_of
         from fasttfm.inference.opening import open_model
+        from fasttfm.models.families import longest_input
         from fasttfm.models.family import Head
         from fasttfm.tasks.prompts import text_pieces, until
         from fasttfm.train.settings import random_seed
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         device = device_of(arguments)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
         model: Any = open_model(arguments.model, Head.CAUSAL_LM).to(device)
-        text, stop = _prompt(arguments, tokenizer, positions_of(model.config))
+        text, stop = _prompt(arguments, tokenizer, longest_input(model.config))
         ids = tokenizer.encode(text)
         if not ids:
             raise ValueError("--prompt: expected a text with tokens, got none")

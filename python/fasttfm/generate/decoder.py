@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fasttfm import ops
-from fasttfm.models.families import family_of_type
 from fasttfm.models.text_model import TextModel
 from fasttfm.nn import PackedBatch, PackedLayer, RotaryTransformer
 from fasttfm.nn.parts import layer_norm, packed_residual_norm, product
@@ -17,9 +16,8 @@ from fasttfm.nn.plain import is_plain, is_watched
 from fasttfm.ops import few_rows
 from fasttfm.ops.backends import triton_absent
 
-Parts = tuple[
-    Tensor, ...
-]  # q, k and v as ``ops.attention`` takes them: one tensor [n, 3, H, D], or three [n, heads, D]
+# q, k and v as ``ops.attention`` takes them: one tensor [n, 3, H, D], or three tensors [n, heads, D].
+Parts = tuple[Tensor, ...]
 Attend = Callable[[int, PackedLayer, Parts], Tensor]  # takes a layer's index, the layer, and q, k and v
 # The maximum number of rows for the fused kernels (ops.decode_linear). Few rows are bound by the bytes of the weights,
 # and one kernel for a GEMM with its prologue and epilogue is faster; for more rows torch's GEMMs are.
@@ -32,13 +30,6 @@ FEW_ROWS_FROM: int | None = 2
 def body_of(model: Any) -> Any:
     """A causal language model without its head."""
     return getattr(model, model.names.prefix)
-
-
-def positions_of(config: Any) -> int:
-    """The maximum number of tokens in a sequence."""
-    family = family_of_type(config.model_type)
-    assert family is not None
-    return int(getattr(config, family.positions))
 
 
 class CachedDecoder:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fasttfm.generate.beams import BeamSearch, search_beams
-from fasttfm.generate.decoder import body_of, positions_of
+from fasttfm.generate.decoder import body_of
 from fasttfm.generate.sampling import Sampling, check_new_tokens, end_tokens
 from fasttfm.generate.session import Generation, GenerationSession
+from fasttfm.models.families import longest_input
 from fasttfm.nn import CausalLMHead, PackedBatch
 from fasttfm.nn.plain import Uncopied
 
@@ -151,7 +152,7 @@ def session_of(model: Any, sequences: int, tokens: int) -> GenerationSession:
         return holder.session
     release(model)
     batch = 1 << (sequences - 1).bit_length()
-    capacity = min(positions_of(model.config), -(-tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
+    capacity = min(longest_input(model.config), -(-tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE)
     session = GenerationSession(model, max_batch=batch, max_length=capacity)
     model.__dict__[_SESSION_ATTRIBUTE] = _SessionHolder(session)
     return session
@@ -188,7 +189,7 @@ def _check(model: CausalModel, batch: PackedBatch, new: int) -> None:
     check_new_tokens(new)
     if batch.cu_seqlens.shape[0] > 1 and bool((batch.cu_seqlens.diff() < 1).any()):
         raise ValueError(f"{_NAME}: input_ids: expected prompts of at least one token, got an empty one")
-    positions = positions_of(model.config)
+    positions = longest_input(model.config)
     if batch.max_seqlen + new > positions:
         got = f"{new} after {batch.max_seqlen}"
         raise ValueError(

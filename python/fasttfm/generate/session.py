@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from fasttfm import ops
-from fasttfm.generate.decoder import CachedDecoder, body_of, positions_of
+from fasttfm.generate.decoder import CachedDecoder, body_of
 from fasttfm.generate.sampling import Sampling, check_logits, check_new_tokens, end_tokens, is_count
+from fasttfm.models.families import longest_input
 from fasttfm.models.text_model import TextModel
 from fasttfm.nn import CausalLMHead, PackedBatch
 from fasttfm.nn.plain import Tree, is_plain
@@ -226,7 +227,7 @@ class GenerationSession:
         fused: bool = True,
     ) -> None:
         _check_mode(model)
-        positions = positions_of(model.config)
+        positions = longest_input(model.config)
         capacity = positions if max_length is None else max_length
         if not 1 <= capacity <= positions:
             raise ValueError(

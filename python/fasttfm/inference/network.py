@@ -97,7 +97,8 @@ class Network:
         self._after = copy.deepcopy(modules_after_pooling(settings)).to(device)
         self.head = _head_of(model)
         self.state_width = self.layers.widths(depth) * self.base.encoder.in_order()[0].width
-        assert settings.dimensions in (None, self.vector_width)  # of which the module refuses other numbers
+        if settings.dimensions is not None:
+            assert self.vector_width == settings.dimensions  # the module refuses other numbers
 
     @torch.no_grad()
     def take_weights(self, model: PretrainedModel) -> bool:

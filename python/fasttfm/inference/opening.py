@@ -106,14 +106,6 @@ def stack_of(model: PretrainedModel) -> BaseModel:
     return base
 
 
-def longest_input(config: Any) -> int:
-    """The number of tokens that the model has positions for."""
-    family = family_of_type(config.model_type)
-    assert family is not None
-    unused = config.pad_token_id + 1 if family.unused_positions else 0  # positions start at pad_token_id + 1
-    return int(getattr(config, family.positions)) - unused
-
-
 def stated_length(config: Any, longest: int) -> int:
     """The maximum number of tokens with which ``fasttfm finetune`` has trained a model; ``longest`` if its
     configuration states none."""

@@ -39,7 +39,6 @@ from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.opening import (
     checkpoint_of,
     device_of,
-    longest_input,
     open_with_stated_head,
     stack_of,
     stated_length,
@@ -49,6 +48,7 @@ from fasttfm.inference.results import MaybeNan, SequenceRows, TokenRows, Wait
 from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings, check_types
 from fasttfm.inference.windows import check_iterable, is_one_window, is_single, windows
+from fasttfm.models.families import longest_input
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import TextModel
 from fasttfm.ops import few_tokens

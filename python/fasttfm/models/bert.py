@@ -10,13 +10,13 @@ before the embeddings and restored only in outputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fasttfm.models.checkpoint_names import Names, rule
+from fasttfm.models.checkpoint_names import Names, rule, untied
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.family import Family, Head
 from fasttfm.models.kagnet import GRAPH_NAMES, GraphChoice, GraphFields
@@ -147,12 +147,7 @@ NAMES = Names(
     ),
     ignored=(r"bert\.embeddings\.position_ids",),
 )
-# If the decoder is not tied to the word table, it has its own bias, and the head's bias is unused.
-UNTIED_NAMES = replace(
-    NAMES,
-    heads=[each for each in NAMES.heads if each.ours != "lm_head.decoder.bias"],
-    ignored=(*NAMES.ignored, r"cls\.predictions\.bias"),
-)
+UNTIED_NAMES = untied(NAMES, r"cls\.predictions\.bias")
 
 
 # ---- the encoder -----------------------------------------------------------------------------------------------------

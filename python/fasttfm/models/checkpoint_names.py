@@ -89,6 +89,13 @@ class Names:
         return any(re.fullmatch(pattern, theirs) for pattern in self.ignored)
 
 
+def untied(names: Names, unused: str) -> Names:
+    """The names where the decoder is not tied to the word table: it has a bias of its own, and that of the head, which
+    matches ``unused``, is not read."""
+    heads = [each for each in names.heads if each.ours != "lm_head.decoder.bias"]
+    return replace(names, heads=heads, ignored=(*names.ignored, unused))
+
+
 def to_checkpoint(names: Names, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Converts tensors with our names (of a model with a head), such as parameters or gradients, to the
     checkpoint's."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
@@ -44,7 +44,7 @@ from fasttfm.models.bert import (
 )
 from fasttfm.models.bert import NAMES as BERT_NAMES
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError
-from fasttfm.models.checkpoint_names import Names, rule
+from fasttfm.models.checkpoint_names import Names, rule, untied
 from fasttfm.models.directories import checkpoint_directory
 from fasttfm.models.entity_files import ENTITY_IDS, read_names, write_names
 from fasttfm.models.family import Family, Head
@@ -131,11 +131,7 @@ NAMES = Names(
     ),
     ignored=BERT_NAMES.ignored,
 )
-UNTIED_NAMES = replace(
-    NAMES,
-    heads=[each for each in NAMES.heads if each.ours != "lm_head.decoder.bias"],
-    ignored=(*NAMES.ignored, r"cls\.predictions\.bias"),
-)
+UNTIED_NAMES = untied(NAMES, r"cls\.predictions\.bias")
 
 
 # ---- the encoder -----------------------------------------------------------------------------------------------------

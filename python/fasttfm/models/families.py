@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fasttfm.models import (
     albert,
@@ -43,6 +43,14 @@ FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 def family_of_type(model_type: object) -> Family | None:
     """The family whose checkpoints state ``model_type``."""
     return next((family for family in FAMILIES.values() if family.config.model_type == model_type), None)
+
+
+def longest_input(config: Any) -> int:
+    """The number of tokens that the model has positions for."""
+    family = family_of_type(config.model_type)
+    assert family is not None
+    unused = config.pad_token_id + 1 if family.unused_positions else 0  # positions start at pad_token_id + 1
+    return int(getattr(config, family.positions)) - unused
 
 
 def trained_on_text() -> dict[str, Family]:

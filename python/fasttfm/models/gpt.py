@@ -206,16 +206,12 @@ class GPT2Head(PretrainedModel):
         return text_model(f"{type(self).__name__}.transformer", self.transformer)
 
 
-class GPT2LMHeadModel(GPT2Head):
-    """Predicts the next tokens: ``labels`` are ``input_ids``, with -100 for tokens that are not predicted."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config)
-        self.lm_head = CausalLMHead(config.n_embd, config.vocab_size)
-        self.finish()
+class NextTokenLoss:
+    """The forward of models with an encoder and a ``CausalLMHead``: ``labels`` are ``input_ids``, with -100 for tokens
+    that are not predicted."""
 
     def forward(
-        self,
+        self: Any,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -228,6 +224,15 @@ class GPT2LMHeadModel(GPT2Head):
         encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
         loss, logits = predict(self.lm_head, encoded, labels, output_logits)
         return LMOutput(loss, logits, **encoded.returned())
+
+
+class GPT2LMHeadModel(NextTokenLoss, GPT2Head):
+    """Predicts the next tokens: ``labels`` are ``input_ids``, with -100 for tokens that are not predicted."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        self.lm_head = CausalLMHead(config.n_embd, config.vocab_size)
+        self.finish()
 
 
 class GPT2DoubleHeadsModel(GPT2Head):
@@ -290,7 +295,23 @@ class GPT2DoubleHeadsModel(GPT2Head):
         return torch.tanh(scores) if self.config.summary_activation == "tanh" else scores
 
 
-class GPT2ForSequenceClassification(GPT2Head):
+class LastTokenScore:
+    """The logits of models with a layer ``score`` for the state of the last token that is not
+    ``config.pad_token_id``."""
+
+    def classify(
+        self: Any, encoded: Encoded, input_ids: Tensor, labels: Tensor | None, num_orders: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [sequences / num_orders, labels], and their loss."""
+        batch, padding = encoded.batch, self.config.pad_token_id
+        states = batch.last_tokens(encoded.x, None if padding is None else batch.pack(input_ids) != padding)
+        if num_orders > 1:
+            states = states.unflatten(0, (-1, num_orders)).sum(1)
+        logits = self.score(states)
+        return logits, None if labels is None else classification_loss(logits, labels, self.config.problem_type)
+
+
+class GPT2ForSequenceClassification(LastTokenScore, GPT2Head):
     """Labels sequences by their last token that is not ``config.pad_token_id``. With ``num_orders`` above 1, each group
     of ``num_orders`` consecutive sequences is one example with its texts in different orders: their states are added,
     and it has one label (GPT-1's similarity of two sentences)."""
@@ -314,17 +335,6 @@ class GPT2ForSequenceClassification(GPT2Head):
         encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
         logits, loss = self.classify(encoded, input_ids, labels, num_orders)
         return ClassifierOutput(loss, logits, **encoded.returned())
-
-    def classify(
-        self, encoded: Encoded, input_ids: Tensor, labels: Tensor | None, num_orders: int = 1
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits [sequences / num_orders, labels], and their loss."""
-        batch, padding = encoded.batch, self.config.pad_token_id
-        states = batch.last_tokens(encoded.x, None if padding is None else batch.pack(input_ids) != padding)
-        if num_orders > 1:
-            states = states.unflatten(0, (-1, num_orders)).sum(1)
-        logits = self.score(states)
-        return logits, None if labels is None else classification_loss(logits, labels, self.config.problem_type)
 
 
 def predict(

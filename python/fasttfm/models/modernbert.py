@@ -32,7 +32,7 @@ from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import MaskedLM
-from fasttfm.models.rotary import RotaryPositions, sequence_means
+from fasttfm.models.rotary import RotaryPositions, sequence_means, stated_theta
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import Embeddings, MaskedLMHead, PackedTransformer, RotaryLayer, RotaryTransformer
 from fasttfm.nn.parts import known_activation, masked_lm_transform
@@ -102,13 +102,8 @@ class ModernBertConfig(ModelConfig):
     def theta(self, kind: str) -> float:
         """The base of the wavelengths in a kind of layer. transformers writes them as ``rope_parameters``."""
         written = (self.extra.get("rope_parameters") or {}).get(kind) or {}
-        if written.get("rope_type", "default") != "default":
-            got = written["rope_type"]
-            raise ValueError(
-                f"rope_parameters: {kind}: rope_type: expected default, got {got!r}, which is not supported"
-            )
         local = self.global_rope_theta if self.local_rope_theta is None else self.local_rope_theta
-        return float(written.get("rope_theta", self.global_rope_theta if kind == _FULL else local))
+        return stated_theta(f"rope_parameters: {kind}", written, self.global_rope_theta if kind == _FULL else local)
 
 
 _LAYER = "layers.*"

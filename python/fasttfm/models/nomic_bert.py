@@ -9,7 +9,7 @@ Classes, arguments, outputs and checkpoints are those of transformers. Internall
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fasttfm.models.bert import (
@@ -19,7 +19,7 @@ from fasttfm.models.bert import (
     BertForTokenClassification,
     BertModel,
 )
-from fasttfm.models.checkpoint_names import Names, rule
+from fasttfm.models.checkpoint_names import Names, rule, untied
 from fasttfm.models.family import Family, Head
 from fasttfm.models.rotary import RotaryPositions, rope_theta
 from fasttfm.nn import Embeddings, PackedTransformer, RotaryLayer, RotaryTransformer
@@ -65,12 +65,7 @@ NAMES = Names(
         rule("classifier", "classifier"),
     ),
 )
-# If the decoder is not tied to the word table, it has its own bias, and the head's bias is unused.
-UNTIED_NAMES = replace(
-    NAMES,
-    heads=[each for each in NAMES.heads if each.ours != "lm_head.decoder.bias"],
-    ignored=(r"cls\.predictions\.bias",),
-)
+UNTIED_NAMES = untied(NAMES, r"cls\.predictions\.bias")
 
 
 class NomicBertModel(RotaryPositions, BertModel):

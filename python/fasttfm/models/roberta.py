@@ -4,7 +4,7 @@ sentence pairs."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from fasttfm.models.bert import (
     BertModel,
     EncoderConfig,
 )
-from fasttfm.models.checkpoint_names import Names, rule
+from fasttfm.models.checkpoint_names import Names, rule, untied
 from fasttfm.models.family import Family, Head
 from fasttfm.models.kagnet import GRAPH_NAMES, GraphChoice, GraphFields
 from fasttfm.models.objectives import MaskedLM
@@ -55,11 +55,7 @@ NAMES = Names(
     ),
     ignored=(r"roberta\.embeddings\.position_ids",),
 )
-UNTIED_NAMES = replace(
-    NAMES,
-    heads=[each for each in NAMES.heads if each.ours != "lm_head.decoder.bias"],
-    ignored=(*NAMES.ignored, r"lm_head\.bias"),
-)
+UNTIED_NAMES = untied(NAMES, r"lm_head\.bias")
 
 
 class RobertaModel(BertModel):

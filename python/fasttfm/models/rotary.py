@@ -21,7 +21,6 @@ from fasttfm.models.checkpoint_names import Names, Rule, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.text_model import Encoded, TextModel
 from fasttfm.nn import Embeddings, PackedBatch, PackedTransformer, RotaryLayer, RotaryTransformer
-from fasttfm.nn.parts import layer_norm
 from fasttfm.nn.rotary_layer import rotary_norm
 
 
@@ -74,14 +73,17 @@ class RotaryConfig(ModelConfig):
 def rope_theta(written: dict[str, Any], default: float) -> float:
     """The base of the wavelengths in a configuration that transformers has written: in ``rope_parameters``, or, in
     older ones, as a field of its own, ``default``."""
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = written.get(name) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            raise ValueError(f"{name}: rope_type: expected default, got {kind!r}, which is not supported")
-        if "rope_theta" in rope:
-            return float(rope["rope_theta"])
+    for name in ("rope_scaling", "rope_parameters"):
+        default = stated_theta(name, written.get(name) or {}, default)
     return default
+
+
+def stated_theta(name: str, rope: dict[str, Any], default: float) -> float:
+    """The base of the wavelengths that the field ``name`` of a configuration states, or ``default``."""
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"{name}: rope_type: expected default, got {kind!r}, which is not supported")
+    return float(rope.get("rope_theta", default))
 
 
 def rotary_names(config: RotaryConfig, heads: Sequence[Rule]) -> Names:
@@ -141,17 +143,6 @@ class RotaryPositions(TextModel):
         sizes = (batch.cu_seqlens, batch.max_seqlen)
         states: Tensor = self.encoder(x, *sizes, hidden_states=hidden_states, positions=positions)
         return states
-
-    def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
-        longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
-        layers: list[Any] = self.encoder.in_order()
-        inputs = [
-            layer_norm(layer.norm1, x) if layer.norm_first and layer.norm1 is not None else x
-            for layer, x in zip(layers, states, strict=True)
-        ]
-        return tuple(
-            layer.attention_weights(x, batch.cu_seqlens, longest) for layer, x in zip(layers, inputs, strict=True)
-        )
 
 
 class RotaryModel(RotaryPositions, BertModel):

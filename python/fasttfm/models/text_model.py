@@ -62,9 +62,13 @@ class BaseModel(PretrainedModel):
     def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
         """Every layer's attention weights [sequences, H, S, S], for inspection; padding is at the end."""
         longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
+        layers: list[Any] = self.encoder.in_order()
+        inputs = [  # a layer may have no norm before its attention
+            layer_norm(layer.norm1, x) if layer.norm_first and layer.norm1 is not None else x
+            for layer, x in zip(layers, states, strict=True)
+        ]
         return tuple(
-            layer.attention_weights(layer_norm(layer.norm1, x) if layer.norm_first else x, batch.cu_seqlens, longest)
-            for layer, x in zip(self.encoder.in_order(), states, strict=True)
+            layer.attention_weights(x, batch.cu_seqlens, longest) for layer, x in zip(layers, inputs, strict=True)
         )
 
 

@@ -244,7 +244,7 @@ class PlainLayers(Uncopied):
         return plain_parameters(self._owners)
 
     def epsilons(self) -> list[float]:
-        """Those of all norms, now."""
+        """The current epsilons of all norms."""
         return [*map(_epsilon_of, self._norms)]
 
     def groups(self, max_seqlen: int) -> list[Group] | None:

@@ -211,7 +211,7 @@ class RotaryLayer(PackedLayer):
         return (heads.unflatten(1, (3, self.heads)),) if self.kv_heads == self.heads else self.split_heads(heads)
 
     def split_heads(self, heads: Tensor) -> tuple[Tensor, ...]:
-        """Those of queries, of keys and of values [T, heads, D]."""
+        """Splits ``heads`` [T, heads, D] into those of queries, of keys and of values."""
         return heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
 
     def table_key(self) -> Any:
@@ -234,7 +234,7 @@ class RotaryLayer(PackedLayer):
         return plain and (is_plain_rms_norm if self.norm == "rms" else is_plain_norm)(*norms)
 
     def block_modules(self, next_norm: nn.LayerNorm | None) -> tuple[Any, ...]:
-        """Those of ``PackedLayer``, and the norms of the heads of queries and keys."""
+        """The modules of ``PackedLayer``, then the norms of the heads of queries and keys."""
         heads = (self._modules.get(name) for name in ("q_norm", "k_norm"))
         return *super().block_modules(next_norm), *(NO_NORM if each is None else each for each in heads)
 

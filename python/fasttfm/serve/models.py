@@ -15,13 +15,12 @@ from fasttfm.inference import Calibration, EmbedSettings, Session
 from fasttfm.inference.formats import text_format
 from fasttfm.inference.opening import (
     checkpoint_of,
-    longest_input,
     open_with_stated_head,
     with_trained_head,
 )
 from fasttfm.inference.sentence_folder import Normalize, SentenceFolder, read_sentence_folder
 from fasttfm.models.checkpoint_files import CheckpointError
-from fasttfm.models.families import FAMILIES
+from fasttfm.models.families import FAMILIES, longest_input
 from fasttfm.models.family import Head
 from fasttfm.serve.texts import TextReader
 

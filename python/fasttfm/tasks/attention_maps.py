@@ -17,7 +17,8 @@ import torch
 from fasttfm._atomic_files import atomic_write, write_text
 from fasttfm._fonts import fonts_for
 from fasttfm.data.tokenizer import Tokenizer
-from fasttfm.inference.opening import base_of, longest_input
+from fasttfm.inference.opening import base_of
+from fasttfm.models.families import longest_input
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.attention_page import PAGE
 from fasttfm.tasks.embedding import sequence_format

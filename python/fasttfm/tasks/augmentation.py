@@ -19,7 +19,8 @@ from torch import Tensor
 from fasttfm.data.lines import DataError
 from fasttfm.data.task_files import TextExample
 from fasttfm.data.tokenizer import Tokenizer
-from fasttfm.inference.opening import base_of, longest_input
+from fasttfm.inference.opening import base_of
+from fasttfm.models.families import longest_input
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.nn import MaskedLMHead
 from fasttfm.train.settings import at_least

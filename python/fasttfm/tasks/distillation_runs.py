@@ -21,7 +21,7 @@ from fasttfm._atomic_files import atomic_write, written_together
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.data.tokenizer_files import load_tokenizer
-from fasttfm.inference.opening import base_of, checkpoint_of, longest_input, with_trained_head
+from fasttfm.inference.opening import base_of, checkpoint_of, with_trained_head
 from fasttfm.models import (
     AlbertConfig,
     BertConfig,
@@ -33,6 +33,7 @@ from fasttfm.models import (
     RobertaConfig,
     XLMRobertaConfig,
 )
+from fasttfm.models.families import longest_input
 from fasttfm.models.gpt import GPTConfig
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation_recipes import (

@@ -17,7 +17,8 @@ from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.data.tokenizer_files import load_tokenizer
 from fasttfm.inference.batches import prefetch
 from fasttfm.inference.formats import encoder_format
-from fasttfm.inference.opening import checked, checkpoint_of, family_of, longest_input, model_class
+from fasttfm.inference.opening import checked, checkpoint_of, family_of, model_class
+from fasttfm.models.families import longest_input
 from fasttfm.models.family import Family
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.class_weights import balanced_weights, weight_of, weighted_sum

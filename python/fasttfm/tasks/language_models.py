@@ -15,7 +15,8 @@ from torch import Tensor
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.data.tokenizer_files import load_tokenizer
-from fasttfm.inference.opening import checkpoint_of, family_of, longest_input, open_model
+from fasttfm.inference.opening import checkpoint_of, family_of, open_model
+from fasttfm.models.families import longest_input
 from fasttfm.models.family import Family, Head
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation_recipes import encode

@@ -15,8 +15,9 @@ from fasttfm._progress import progress
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.data.tokenizer_files import load_tokenizer
-from fasttfm.inference.opening import checkpoint_of, family_of, longest_input, open_model
+from fasttfm.inference.opening import checkpoint_of, family_of, open_model
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError
+from fasttfm.models.families import longest_input
 from fasttfm.models.family import Family, Head
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.finetuning import check_text_options, format_of, label_names

@@ -20,7 +20,7 @@ from fasttfm.data.prompt_files import Question
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.generate import Generation
 from fasttfm.generate.loop import session_of
-from fasttfm.inference.opening import longest_input
+from fasttfm.models.families import longest_input
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.distillation_recipes import encode
 from fasttfm.tasks.inputs import Feature, Tokens, by_budget, collate

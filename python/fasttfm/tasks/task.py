@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
-from fasttfm.inference.opening import TASK_KEY, longest_input
+from fasttfm.inference.opening import TASK_KEY
+from fasttfm.models.families import longest_input
 from fasttfm.models.family import Family, Head
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, collate

@@ -10,7 +10,7 @@ from fasttfm.ops.layers.spec import LayerSpec
 
 
 class Situation(NamedTuple):
-    """What a plan depends on, next to the layers."""
+    """What a plan depends on, in addition to the layers."""
 
     device: str  # cpu or cuda
     training: bool  # whether there will be a backward
@@ -64,7 +64,7 @@ RULES = (
 
 
 def with_rules(situation: Situation, rows: int) -> Situation:
-    """The situation with the rules that a call with this number of rows has enough of."""
+    """Adds the names of the rules for which a call has enough rows."""
     return situation._replace(rules=frozenset(rule.name for rule in RULES if rows >= rule.least_rows))
 
 
