@@ -49,6 +49,7 @@ FAMILIES = (
     "Albert",
     "Electra",
     "DistilBert",
+    "ModernBertDecoder",  # before its prefix
     "ModernBert",
     "EuroBert",
     "NomicBert",

@@ -1,4 +1,4 @@
-"""EuroBERT, NomicBERT, Llama and Qwen3 against transformers: checkpoints, outputs and gradients, padded and packed."""
+"""Models with rotary positions against transformers: checkpoints, outputs, gradients and continuations."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ transformers = pytest.importorskip("transformers")
 IDS_OF_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 EURO = {**IDS_OF_TOKENS, "num_key_value_heads": 1, "num_hidden_layers": 3}
 QWEN3 = {**IDS_OF_TOKENS, "num_key_value_heads": 1, "head_dim": 24, "num_hidden_layers": 3}
+# Three layers: the last two are local, with a window that ends inside of the sequences.
+ETTIN = {**IDS_OF_TOKENS, "num_hidden_layers": 3, "local_attention": 6}
+DECODER = "ModernBertDecoderForCausalLM"
 LAYOUTS = [
     ("EuroBertModel", "right", True),
     ("EuroBertModel", "full", False),
@@ -44,11 +47,15 @@ LAYOUTS = [
     ("LlamaForCausalLM", "full", True),
     ("LlamaForSequenceClassification", "full", False),
     ("Qwen3ForSequenceClassification", "full", True),
+    ("ModernBertDecoderModel", "right", True),
+    ("ModernBertDecoderForCausalLM", "full", True),
+    ("ModernBertDecoderForCausalLM", "full", False),
+    ("ModernBertDecoderForSequenceClassification", "full", False),
 ]
 
 
 def sizes_of(name: str, **changes: Any) -> dict[str, Any]:
-    sizes = {"Euro": EURO, "Nomi": {"num_hidden_layers": 3}, "Qwen": QWEN3, "Llam": EURO}
+    sizes = {"Euro": EURO, "Nomi": {"num_hidden_layers": 3}, "Qwen": QWEN3, "Llam": EURO, "Mode": ETTIN}
     return {**sizes[name[:4]], **changes}
 
 
@@ -84,6 +91,13 @@ def test_pooling(pooling: str, tmp_path: Path) -> None:
     check_layout(name, *pair(name, tmp_path, **EURO, classifier_pooling=pooling), "right", packed=False, segments=False)
 
 
+def test_biases_of_a_modernbert_decoder(tmp_path: Path) -> None:
+    names = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
+    changes = {**ETTIN, **dict.fromkeys(names, True), "decoder_bias": False}
+    for name in ("ModernBertDecoderForCausalLM", "ModernBertDecoderForSequenceClassification"):
+        check_layout(name, *pair(name, tmp_path / name, **changes), "full", packed=False, segments=False)
+
+
 @pytest.mark.parametrize("changes", [{"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 3}], ids=str)
 def test_biases_and_heads(changes: dict[str, Any], tmp_path: Path) -> None:
     name = "EuroBertForMaskedLM"
@@ -101,7 +115,7 @@ def test_a_reranker_reads_the_last_token(tmp_path: Path) -> None:
         torch.testing.assert_close(ours(ids, mask).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["EuroBertForMaskedLM", "NomicBertForMaskedLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("name", ["EuroBertForMaskedLM", "NomicBertForMaskedLM", "Qwen3ForCausalLM", DECODER])
 def test_checkpoints_go_both_ways(name: str, tmp_path: Path) -> None:
     ours, theirs = pair(name, tmp_path, **sizes_of(name))
     ours.save_pretrained(tmp_path / "again")
@@ -117,7 +131,7 @@ def test_checkpoints_go_both_ways(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found["logits.0"], expected["logits.0"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["EuroBertModel", "NomicBertModel", "Qwen3Model"])
+@pytest.mark.parametrize("name", ["EuroBertModel", "NomicBertModel", "Qwen3Model", "ModernBertDecoderModel"])
 def test_layers_run_by_one_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     run = stack.run_stack
@@ -139,8 +153,10 @@ def test_weights_of_a_causal_model_are_those_of_transformers(tmp_path: Path) -> 
         torch.testing.assert_close(got, true, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
-@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [("LlamaForCausalLM", 1), ("LlamaForCausalLM", 3), ("Qwen3ForCausalLM", 1), ("Qwen3ForCausalLM", 3), (DECODER, 3)],
+)
 def test_continuations_are_those_of_transformers(name: str, heads: int, tmp_path: Path) -> None:
     """Greedy and by beams, of prompts of different lengths, with a cache of grouped heads."""
     ours, theirs = pair(name, tmp_path, **sizes_of(name, num_key_value_heads=heads, eos_token_id=None))
@@ -153,7 +169,7 @@ def test_continuations_are_those_of_transformers(name: str, heads: int, tmp_path
     assert list(stream(ours, IDS[0], max_new_tokens=4)) == generate(ours, IDS[:1], max_new_tokens=4)[0, -4:].tolist()
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", DECODER])
 def test_the_cache_changes_nothing(name: str) -> None:
     """The state of every step against those of the whole sequences."""
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ PUBLISHED = {
     "ElectraModel": {"tiny": 4.4, "small": 14, "base": 110, "large": 335},
     "DistilBertModel": {"tiny": 4.4, "base": 66},
     "ModernBertModel": {"tiny": 6.7, "base": 149, "large": 395},
+    "ModernBertDecoderModel": {"tiny": 6.7, "17m": 17, "32m": 32, "68m": 68, "150m": 150, "400m": 400, "1b": 1000},
     "EuroBertModel": {"tiny": 16.7, "210m": 210, "610m": 610, "2.1b": 2100},
     "LlamaModel": {"tiny": 4.6, "7b": 6610},
     "NomicBertModel": {"tiny": 4.7, "base": 137},

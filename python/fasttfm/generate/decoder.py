@@ -236,7 +236,8 @@ class CachedDecoder:
             return x
         stream = x
         following = [layer.norm1 for layer in self.layers[1:]] + [final_norm]
-        x = layer_norm(self.layers[0].norm1, stream)
+        first: Any = self.layers[0].norm1
+        x = stream if first is None else layer_norm(first, stream)
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             branch, bias = self._attention(index, x, attend, positions)
             x, stream = packed_residual_norm(layer.norm2, branch, stream, linear_bias=bias)
@@ -289,6 +290,7 @@ def _logits(head: Any, x: Tensor) -> Tensor:
     if not x.is_cuda or vocab % 16 == 0 or head.decoder.bias is not None or torch.is_autocast_enabled("cuda"):
         found: Tensor = head(x)
         return found
+    x = head.transform(x)
     logits = x.new_empty(len(x), -(-vocab // 16) * 16)[:, :vocab]
     weight, most = head.decoder.weight.t(), vocab // 16 * 16
     for part in (slice(most), slice(most, vocab)):

@@ -103,6 +103,12 @@ from fasttfm.models.modernbert import (
     ModernBertForTokenClassification,
     ModernBertModel,
 )
+from fasttfm.models.modernbert_decoder import (
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+    ModernBertDecoderForSequenceClassification,
+    ModernBertDecoderModel,
+)
 from fasttfm.models.mpnet import (
     MPNetConfig,
     MPNetForMaskedLM,
@@ -244,6 +250,10 @@ __all__ = [
     "MPNetForTokenClassification",
     "MPNetModel",
     "ModernBertConfig",
+    "ModernBertDecoderConfig",
+    "ModernBertDecoderForCausalLM",
+    "ModernBertDecoderForSequenceClassification",
+    "ModernBertDecoderModel",
     "ModernBertForMaskedLM",
     "ModernBertForMultipleChoice",
     "ModernBertForQuestionAnswering",

@@ -16,6 +16,7 @@ from fasttfm.models import (
     gpt3,
     llama,
     modernbert,
+    modernbert_decoder,
     mpnet,
     nomic_bert,
     openai_gpt,
@@ -36,7 +37,7 @@ from fasttfm.models.objectives import (
 
 _ROBERTAS = (roberta, xlm_roberta, camembert, mpnet)
 _ENCODERS = (bert, *_ROBERTAS, albert, electra, distilbert, modernbert, eurobert, nomic_bert, ernie_knowledge)
-_FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, llama, qwen3, vit)
+_FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, llama, qwen3, modernbert_decoder, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 
 

@@ -151,14 +151,14 @@ class ModernBertModel(RotaryPositions, BertModel):
         )
 
     def stack_of(self, config: Any) -> PackedTransformer:
-        side = config.local_attention // 2
+        local, everywhere = self.local_window(config), self.global_window()
         layers = [
             RotaryLayer(
                 config.hidden_size,
                 config.num_attention_heads,
                 config.intermediate_size,
                 theta=config.theta(kind),
-                window=(side, side) if kind == _LOCAL else None,
+                window=local if kind == _LOCAL else everywhere,
                 first=number == 0,
                 activation=config.hidden_activation,
                 dropout=config.attention_dropout,
@@ -172,6 +172,14 @@ class ModernBertModel(RotaryPositions, BertModel):
         ]
         final_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
         return RotaryTransformer(layers, final_norm, config.max_position_embeddings)
+
+    def local_window(self, config: Any) -> tuple[int, int]:
+        """How far before and after itself a token of a local layer attends."""
+        return config.local_attention // 2, config.local_attention // 2
+
+    def global_window(self) -> tuple[int | None, int] | None:
+        """The same in the other layers; None for no limit."""
+        return None
 
     def pool(self, encoded: Encoded) -> Tensor:
         """[sequences, C]: the first token's state, or the mean over a sequence."""

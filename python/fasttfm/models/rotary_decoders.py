@@ -28,16 +28,11 @@ class RotaryForCausalLM(NextTokenLoss, RotaryHead):
         self.finish()
 
 
-class RotaryForSequenceClassification(LastTokenScore, RotaryHead):
-    """Labels sequences by their last token that is not ``config.pad_token_id``."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
-        self.finish()
+class LastTokenLabels(LastTokenScore):
+    """The forward of models with an encoder and ``LastTokenScore``."""
 
     def forward(
-        self,
+        self: Any,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -49,3 +44,12 @@ class RotaryForSequenceClassification(LastTokenScore, RotaryHead):
         encoded = self.encoder.encode(input_ids, attention_mask, token_type_ids, position_ids, **layout)
         logits, loss = self.classify(encoded, input_ids, labels)
         return ClassifierOutput(loss, logits, **encoded.returned())
+
+
+class RotaryForSequenceClassification(LastTokenLabels, RotaryHead):
+    """Labels sequences by their last token that is not ``config.pad_token_id``."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.finish()

@@ -142,13 +142,18 @@ class CausalLMHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits ``[..., V]`` of ``x`` [..., C]."""
-        logits: Tensor = self.decoder(x)
+        logits: Tensor = self.decoder(self.transform(x))
         return logits
+
+    def transform(self, x: Tensor) -> Tensor:
+        """What a subclass computes before the decoder."""
+        return x
 
     def loss(self, x: Tensor, labels: Tensor, cu_seqlens: Tensor, *, reduction: str = "mean") -> Tensor:
         """The mean (or sum) cross entropy of the next tokens for packed ``x`` [T, C]; the label -100 is ignored."""
         if is_plain(self):
-            return next_token_loss(x, self.decoder.weight, self.decoder.bias, labels, cu_seqlens, reduction=reduction)
+            weight, bias = self.decoder.weight, self.decoder.bias
+            return next_token_loss(self.transform(x), weight, bias, labels, cu_seqlens, reduction=reduction)
         return _loss_of_logits(self(x), _next_labels(labels, cu_seqlens), reduction)
 
 
