@@ -78,6 +78,76 @@ def test_matches_are_those_of_the_full_product(suffix: str, tmp_path: Path, monk
     assert [match.row for match in found[1][:2]] == [7, 33]
 
 
+@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "binary", "ubinary"])
+def test_matches_of_bytes_are_those_of_the_restored_vectors(
+    dtype: str, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(0)
+    vectors = random.normal(size=(200, 24)).astype(np.float32) * random.uniform(0.1, 3, size=(200, 1))
+    queries = vectors[[3, 77]] + random.normal(size=(2, 24)).astype(np.float32) / 20
+    path = tmp_path / f"vectors.{suffix}"
+    rows = [Row(f"text {n}", vector) for n, vector in enumerate(vectors)]
+    if suffix == "npy" and dtype in ("int8", "uint8"):
+        with pytest.raises(ValueError, match=r"int8: expected a file that ends in .*, which store"):
+            write_vectors(path, rows, dtype=dtype)
+        return
+    assert write_vectors(path, rows, dtype=dtype) == (200, 24 if dtype.endswith("int8") else 3)
+    file = VectorFile(path)
+    assert file.precision == dtype
+    (restored,) = (block for block, _ in file.blocks(1000))
+    monkeypatch.setattr(search_module, "_BLOCK_BYTES", 4 * 24 * 60)
+    found = search(file, queries, 3)
+    scores = (queries @ restored.T) / np.linalg.norm(restored, axis=1) / np.linalg.norm(queries, axis=1, keepdims=True)
+    for row, expected in zip(found, scores, strict=True):
+        order = np.lexsort((np.arange(200), -expected))[:3]
+        assert [match.row for match in row] == list(order)
+        assert [match.score for match in row] == pytest.approx(expected[order], abs=1e-6)
+    assert [row[0].row for row in found] == [3, 77]
+
+
+def test_words_and_bytes_have_the_same_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = np.random.default_rng(0).integers(0, 256, (30, 16), np.uint8)
+    expected = np.unpackbits(bits ^ bits[4], axis=1).sum(1)
+    assert np.array_equal(search_module._hamming(bits, bits[4]), expected)
+    short = search_module._hamming(np.ascontiguousarray(bits[:, :3]), bits[4, :3])
+    assert np.array_equal(short, np.unpackbits((bits ^ bits[4])[:, :3], axis=1).sum(1))
+    monkeypatch.delattr(np, "bitwise_count", raising=False)
+    assert np.array_equal(search_module._hamming(bits, bits[4]), expected)
+
+
+def test_the_commands_take_bytes(
+    bert_directory: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ("--model", bert_directory, "--device", "cpu", "--quiet")
+    data = ("embed", *call, "--data", folder / "texts.txt")
+    for dtype in ("int8", "ubinary"):
+        own = tmp_path / f"{dtype}.safetensors"
+        assert run(*data, "--dtype", dtype, "--output", own) == 0
+        capsys.readouterr()
+        assert run("search", *call, "--vectors", own, "--query", TEXTS[3], "--top", 1) == 0
+        assert re.search(r" [01]\.\d+ +4$", capsys.readouterr().out, re.MULTILINE)
+    again, exact = tmp_path / "again.npz", tmp_path / "exact.npy"
+    ranges = VectorFile(tmp_path / "int8.safetensors").ranges
+    assert run(*data, "--output", exact) == 0
+    for calibration in (tmp_path / "int8.safetensors", exact):
+        options = ("--dtype", "uint8", "--calibration", calibration, "--overwrite")
+        assert run(*data, *options, "--output", again) == 0
+        assert np.array_equal(VectorFile(again).ranges, ranges)  # type: ignore[arg-type]
+    for options, sentence in (
+        (("--dtype", "int8", "--output", tmp_path / "a.jsonl"), "dtype: int8: expected a file that ends in .npz"),
+        (
+            ("--calibration", exact, "--output", tmp_path / "a.npy"),
+            "--calibration: expected with --dtype int8 or uint8",
+        ),
+    ):
+        assert sentence in refused(capsys, *data, *options)
+    pooled = ("--query", "a", "--pooling", "mean,max")
+    signs = tmp_path / "ubinary.safetensors"
+    for path, message in ((again, "width 128, got 64;"), (signs, "width 128, 16 bytes of signs, got 8;")):
+        assert message in refused(capsys, "search", *call, "--vectors", path, *pooled)
+
+
 def test_a_text_finds_itself(
     folder: Path, bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fasttfm.data import Tokenizer
+from fasttfm.serve.cohere import encoded
 from fasttfm.serve.generation import Decoding
 
 PROMPT = "The people of the"
@@ -45,6 +46,14 @@ def test_base64_is_little_endian_fp32(served: Any) -> None:
     np.testing.assert_array_equal(
         np.frombuffer(base64.b64decode(encoded["embedding"]), "<f4"), np.float32(floats["embedding"])
     )
+
+
+def test_vectors_of_bytes_are_those_of_cohere(served: Any) -> None:
+    body = {"model": "embedder", "input": ["Peace.", "The army."]}
+    floats = np.float32([each["embedding"] for each in served.post("/v1/embeddings", body)["data"]])
+    for kind in ("int8", "uint8", "binary", "ubinary"):
+        found = served.post("/v1/embeddings", {**body, "encoding_format": kind})["data"]
+        assert [each["embedding"] for each in found] == encoded(floats, kind).tolist(), kind
 
 
 def test_errors_have_openais_body(client: Any, served: Any) -> None:

@@ -66,7 +66,16 @@ def add_parser(subparsers: Any) -> None:
         "--tokens", action="store_true", help="write a vector for each token instead (.npz, .safetensors or .jsonl)"
     )
     parser.add_argument(
-        "--dtype", choices=("float32", "float16"), default="float32", help="dtype of the vectors in the file"
+        "--dtype",
+        choices=("float32", "float16", "int8", "uint8", "binary", "ubinary"),
+        default="float32",
+        help="type of the vectors in the file; int8 and uint8: 256 steps of each element's range, which the file "
+        "stores; binary and ubinary: signs, eight to a byte",
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="FILE",
+        help="a file of vectors whose ranges --dtype int8 and uint8 use (default: those of the vectors)",
     )
     add_model_options(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -133,6 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_output(arguments)
         from fasttfm.tasks.vector_files import Row, write_vectors
 
+        ranges = _ranges(arguments)
         embedder = embedder_of(arguments)
         texts, again = itertools.tee(read_texts(arguments.data, arguments.split, arguments.text_column))
         # The copy of the texts is as far ahead as a batch, so that memory is bounded.
@@ -144,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.quiet:
             rows = _tracked(arguments, rows)
         count, width = write_vectors(
-            arguments.output, _some(rows), dtype=arguments.dtype, settings=_settings(arguments)
+            arguments.output, _some(rows), dtype=arguments.dtype, ranges=ranges, settings=_settings(arguments)
         )
         kind = "texts' token vectors" if arguments.tokens else "vectors"
         rate = f"{embedder.session.counts.tokens_per_second:,.0f} tokens/s"
@@ -187,7 +197,30 @@ def _check_output(arguments: argparse.Namespace) -> None:
     if arguments.tokens and output.suffix in (".npy", ".csv"):
         expected = "a name that ends in .npz, .safetensors or .jsonl with --tokens"
         raise ValueError(f"--output: expected {expected}, got {output}")
+    from fasttfm.tasks.vector_files import check_type
+
+    check_type(output.suffix, arguments.dtype)
     check_output_file(arguments)
+
+
+def _ranges(arguments: argparse.Namespace) -> Any:
+    """The ranges of --calibration; None without it."""
+    import numpy as np
+
+    from fasttfm.inference.quantization import WITH_RANGES
+    from fasttfm.tasks.vector_files import VectorFile
+
+    if arguments.calibration is None:
+        return None
+    if arguments.dtype not in WITH_RANGES:
+        raise ValueError(f"--calibration: expected with --dtype {' or '.join(WITH_RANGES)}, got {arguments.dtype}")
+    given = VectorFile(arguments.calibration)
+    if given.ranges is not None:
+        return given.ranges
+    if given.precision != "float32":
+        raise ValueError(f"--calibration: expected vectors that are not signs, got {given.precision}")
+    lows, highs = zip(*((block.min(0), block.max(0)) for block, _ in given.blocks(1 << 14)), strict=True)
+    return np.stack([np.min(lows, 0), np.max(highs, 0)])
 
 
 def read_texts(sources: Sequence[str], split: str, column: str = "text") -> Iterator[str]:

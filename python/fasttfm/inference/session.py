@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fasttfm._progress import progress
 from fasttfm.data.tokenizer import Tokenizer
@@ -34,6 +33,7 @@ from fasttfm.inference.counts import SessionCounts
 from fasttfm.inference.dispatch import Dispatcher, register_fork_reset
 from fasttfm.inference.formats import Tokens, segments_of, text_format
 from fasttfm.inference.graphs import GraphCounts, Graphs
+from fasttfm.inference.input_reader import InputReader
 from fasttfm.inference.launches import DirectLaunch, Launches
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.opening import (
@@ -144,11 +144,13 @@ class Session:
             expected = f"3 to the model's {longest} positions"
             raise ValueError(f"Session: max_length: expected {expected}, got {self.max_length!r}")
         self._max_positions = longest
-        self._form = None if tokenizer is None else text_format(model.config, tokenizer, self.max_length)
         self._vocabulary: int = model.config.vocab_size
+        form = None if tokenizer is None else text_format(model.config, tokenizer, self.max_length)
+        self._reader = InputReader(tokenizer, form, self.settings, longest, self._vocabulary)
         self.network = Network(
-            model, self.settings, self.device, self.dtype, self._prompt_tokens(), int8=precision == "int8"
+            model, self.settings, self.device, self.dtype, self._reader.prompt_tokens(), int8=precision == "int8"
         )
+        self.settings.check_width(self.network.vector_width)
         self.calibration = self._in_fp8(calibration) if precision == "fp8" else None
         self.counts = SessionCounts()
         self._lock = threading.Lock()  # guards the device's buffers and the counts
@@ -203,7 +205,7 @@ class Session:
         found = given
         if not isinstance(found, Calibration):
             texts = [found] if is_single(found) else found
-            found = calibrate(self.network, self._tokenize(texts), self.max_tokens, self.max_batch)
+            found = calibrate(self.network, self._reader.read(texts), self.max_tokens, self.max_batch)
         run_in_fp8(self.network, found)
         return found
 
@@ -222,8 +224,8 @@ class Session:
                 ``"logits"`` of the model's head.
 
         Returns:
-            fp32: an array ``[inputs, width]`` of vectors or of logits of sequences; a list of arrays ``[tokens, ...]``
-            of states or of logits of tokens. Of a single input, its part of it.
+            fp32: an array ``[inputs, width]`` of vectors (in the precision of the settings) or of logits of sequences;
+            a list of arrays ``[tokens, ...]`` of states or of logits of tokens. Of a single input, its part of it.
         """
         kind = self._output(output)
         found = None if self._graphs is None else self._replay(self._graphs, inputs, kind)
@@ -240,7 +242,9 @@ class Session:
             self._warn_truncated([tokens])
             results.append(result)
         if self.network.is_per_sequence(kind):
-            return np.stack(results) if results else np.zeros((0, self._width(kind)), np.float32)
+            return (
+                np.stack(results) if results else self._typed(np.zeros((0, *self._empty_shape(kind)), np.float32), kind)
+            )
         return results
 
     def stream(self, inputs: Iterable[Any], *, output: str = "vectors") -> Iterator[np.ndarray]:
@@ -271,7 +275,7 @@ class Session:
         if isinstance(input, (list, np.ndarray)) and len(input) and isinstance(input[0], (str, tuple, list)):
             expected = "one text, pair of texts or list of ids (submit each of them, or encode all)"
             raise TypeError(f"Session.submit: input: expected {expected}, got {len(input)} inputs")
-        (tokens,) = self._tokenize([input])
+        (tokens,) = self._reader.read([input])
         self._warn_truncated([tokens])
         return self._dispatcher.submit(Item([tokens], kind), len(tokens.ids), timeout)
 
@@ -333,8 +337,8 @@ class Session:
 
     @property
     def width(self) -> int:
-        """The number of elements of a vector."""
-        return self.network.vector_width
+        """How many numbers a vector has."""
+        return self.settings.stored_width(self.network.vector_width)
 
     @property
     def graph_counts(self) -> GraphCounts:
@@ -355,17 +359,17 @@ class Session:
             inputs = [inputs]
         check_iterable(inputs)
         if is_one_window(inputs):
-            sequences = self._tokenize(inputs)
+            sequences = self._reader.read(inputs)
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
             return
-        for sequences in prefetch(windows(inputs), self._tokenize):
+        for sequences in prefetch(windows(inputs), self._reader.read):
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
 
     def _encode_window(self, inputs: Sequence[Any], output: Output) -> Any:
         """The results of inputs that are tokenized at once, as ``encode`` returns them."""
         ids = checked_ids(inputs, self._max_positions, self._vocabulary)
         if ids is None:
-            sequences = self._tokenize(inputs)
+            sequences = self._reader.read(inputs)
             self._warn_truncated(sequences)
             return self._launch(sequences, output)()
         # needs no object for each sequence: that would take longer than the rest
@@ -402,66 +406,7 @@ class Session:
             raise
         with self._lock:
             self.counts.seconds += time.perf_counter() - begun
-        return found
-
-    def _tokenize(self, inputs: Sequence[Any]) -> list[Tokens]:
-        """The sequences of inputs. Inputs that are lists of ids get no special tokens."""
-        checked = checked_ids(inputs, self._max_positions, self._vocabulary)
-        if checked is not None:  # copies: the caller may change the inputs before they are computed
-            return [Tokens(each, []) for each in checked.given(len(inputs))]  # type: ignore[arg-type]
-        found: list[Tokens | None] = [None] * len(inputs)
-        texts: list[str] = []
-        counts: list[tuple[int, int]] = []  # the index of each input that is text, and how many texts it has
-        for index, each in enumerate(inputs):
-            if isinstance(each, str):
-                counts.append((index, 1))
-                texts.append(self._with_prompt(each))
-            elif isinstance(each, tuple) and len(each) == 2 and all(isinstance(text, str) for text in each):
-                if self.settings.prompt:
-                    raise ValueError("Session: inputs: expected single texts with a prompt, got a pair")
-                counts.append((index, 2))
-                texts += map(self._with_prompt, each)
-            else:
-                found[index] = self._from_ids(each)
-        if len(counts) < len(inputs):
-            self._check_values([each.ids for each in found if each is not None])  # type: ignore[misc]
-        if texts:
-            if self.tokenizer is None or self._form is None:
-                raise ValueError("Session: tokenizer: expected one for texts, got None")
-            ids = iter(self.tokenizer.encode_batch(texts))
-            for index, count in counts:
-                found[index] = self._form.one(next(ids)) if count == 1 else self._form.two(next(ids), next(ids))
-        return found  # type: ignore[return-value]
-
-    def _from_ids(self, given: Any) -> Tokens:
-        """A sequence of given ids. ``_check_values`` validates the values of all sequences together."""
-        try:
-            # a copy, as in _tokenize
-            ids = np.array(given.detach().cpu().numpy() if isinstance(given, Tensor) else given)
-        except (ValueError, TypeError):  # lists within lists, and dtypes that numpy does not have
-            ids = np.empty((0, 0))
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {given!r:.80}")
-        if ids.size > self._max_positions:
-            raise ValueError(f"Session: inputs: expected up to {self._max_positions} ids, got {ids.size}")
-        return Tokens(ids, [])  # type: ignore[arg-type]
-
-    def _check_values(self, ids: Sequence[np.ndarray]) -> None:
-        every = np.concatenate(ids)
-        if every.size and (every.min() < 0 or every.max() >= self._vocabulary):
-            got = f"{int(every.min())} to {int(every.max())}"
-            raise ValueError(f"Session: inputs: expected ids from 0 to {self._vocabulary - 1}, got {got}")
-
-    def _with_prompt(self, text: str) -> str:
-        text = self.settings.prompt + text
-        return text.lower() if self.settings.lowercase else text
-
-    def _prompt_tokens(self) -> int:
-        """The number of tokens at the beginning of a text that are not pooled."""
-        if self.tokenizer is None or self._form is None or self.settings.pool_prompt:
-            return 0
-        prompt = self.tokenizer.encode(self._with_prompt(""))
-        return len(self._form.first) + len(prompt) if prompt else 0
+        return self._typed(found, output)
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
@@ -513,7 +458,7 @@ class Session:
             found = results.found()
             with self._lock:
                 self.counts.seconds += time.perf_counter() - begun
-            return found
+            return self._typed(found, output)
 
         return finish
 
@@ -574,14 +519,16 @@ class Session:
         self.network.check(output)
         return output
 
-    def _width(self, output: Output) -> int:
-        """The width of an output that has one row per sequence."""
-        return self.width if output is Output.VECTORS else int(self.network.model.config.num_labels)
+    def _typed(self, found: Any, output: Output) -> Any:
+        """Results in the type that the settings state for vectors; others as they are."""
+        return self.settings.in_precision(found) if output is Output.VECTORS else found
 
     def _empty_shape(self, output: Output) -> tuple[int, ...]:
         """The shape of the result of a text without tokens."""
+        if output is Output.VECTORS:
+            return (self.network.vector_width,)
         if self.network.is_per_sequence(output):
-            return (self._width(output),)
+            return (int(self.network.model.config.num_labels),)
         if output is Output.STATES:
             return (0, self.network.state_width)
         return (0, *self.run(pack([[0]]), output)().shape[1:])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from fasttfm.inference.quantization import WITH_RANGES, check_precision, check_ranges, quantize_vectors, stored_width
 from fasttfm.inference.sentence_folder import Normalize, SentenceFolder, read_sentence_folder
 
 
@@ -32,6 +34,10 @@ class EmbedSettings:
         after: Modules that are applied to the pooled vectors, before ``dimensions`` and ``normalize``.
         dimensions: How many of their first elements vectors keep, of a model that was trained for it (Matryoshka
             embeddings); all by default. Vectors that a sentence-transformers folder normalizes are normalized again.
+        precision: The type of the vectors: ``"float32"``, ``"float16"``, ``"int8"``, ``"uint8"``, or ``"binary"`` or
+            ``"ubinary"`` for their signs, eight to a byte (``inference.quantize_vectors``).
+        ranges: [2, width], the smallest and the largest value of each element, which int8 and uint8 need:
+            ``inference.vector_ranges`` of the vectors of some texts.
     """
 
     pooling: str | Sequence[str] = "mean"
@@ -43,6 +49,11 @@ class EmbedSettings:
     lowercase: bool = False
     after: tuple[nn.Module, ...] = ()
     dimensions: int | None = None
+    precision: str = "float32"
+    ranges: np.ndarray | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        check_precision("EmbedSettings: precision", self.precision)
 
     @classmethod
     def of_folder(cls, folder: SentenceFolder | str | Path, *, prompt_name: str | None = None) -> EmbedSettings:
@@ -57,6 +68,19 @@ class EmbedSettings:
             lowercase=found.lowercase,
             after=found.after,
         )
+
+    def check_width(self, width: int) -> None:
+        """Raises ValueError if vectors of this width cannot have the precision."""
+        if self.precision in WITH_RANGES:
+            check_ranges(f"EmbedSettings: {self.precision}", self.ranges, width)
+
+    def stored_width(self, width: int) -> int:
+        """How many numbers a vector of ``width`` elements has in the precision."""
+        return stored_width(self.precision, width)
+
+    def in_precision(self, vectors: np.ndarray) -> np.ndarray:
+        """fp32 vectors in the precision."""
+        return vectors if self.precision == "float32" else quantize_vectors(vectors, self.precision, self.ranges)
 
 
 class FirstElements(nn.Module):

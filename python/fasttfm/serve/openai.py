@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -15,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from fasttfm.generate.sampling import Sampling, end_tokens
 from fasttfm.serve import errors, fields
 from fasttfm.serve.calls import Call, json_response, shortened
+from fasttfm.serve.cohere import EMBEDDING_TYPES, encoded
 from fasttfm.serve.generation import Decoding, Generator, Stream
 from fasttfm.serve.models import ServedModel
 
@@ -34,7 +34,7 @@ def _stops() -> fields.Field:
 EMBEDDINGS = fields.Body(
     input=fields.texts_or_ids("A text, ids of the model's vocabulary, or an array of these."),
     model=fields.text(None, "The model, by its served name."),
-    encoding_format=fields.choice("float", "base64", default="float"),
+    encoding_format=fields.choice(*EMBEDDING_TYPES, default="float"),
     dimensions=fields.integer(1, 2**20, None),
     user=fields.text(None),
 )
@@ -87,9 +87,7 @@ async def embeddings(call: Call) -> Response:
     options = {"prompt": model.reader.default_prompt, "truncate": call.server.limits.auto_truncate}
     vectors = await call.compute(model, await call.sequences(model, values, **options))
     vectors = shortened(model, vectors, given["dimensions"], normalize=True)
-    rows: Any = vectors
-    if given["encoding_format"] == "base64":
-        rows = [base64.b64encode(row.tobytes()).decode() for row in vectors.astype("<f4", copy=False)]
+    rows = encoded(vectors, given["encoding_format"])
     data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
     usage = {"prompt_tokens": call.tokens, "total_tokens": call.tokens}
     return call.answer({"object": "list", "data": data, "model": model.name, "usage": usage})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -11,10 +11,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from fasttfm.data.lines import data_error
+from fasttfm.inference.quantization import (
+    PACKED,
+    WITH_RANGES,
+    as_unsigned,
+    restore_vectors,
+    scales_of,
+    stored_width,
+)
 from fasttfm.tasks.vector_files import VectorFile
 from fasttfm.train.progress import tracked
 
 _BLOCK_BYTES = 1 << 26  # the size of a block of fp32 vectors
+_RESCORED = 4  # how many times ``count`` vectors are scored exactly, the best ones by integers
 
 
 class Match(NamedTuple):
@@ -47,22 +56,109 @@ def search(
     best: list[list[Match]] = [[] for _ in range(len(wanted))]
     rows = max(1, _BLOCK_BYTES // (4 * max(1, wanted.shape[1])))
     first = 0
-    blocks = vectors.blocks(rows)
+    blocks = _blocks(vectors, wanted, rows, count)
     if progress:
         blocks = tracked(blocks, "blocks", total=None if vectors.count is None else -(-vectors.count // rows))
-    for block, texts in blocks:
-        if block.shape[1] != wanted.shape[1]:
-            got = f"{block.shape[1]}; --model, --layers and --pooling must be those of the file"
-            raise data_error(vectors.path, f"vectors of the queries' width {wanted.shape[1]}", got)
-        scores = wanted @ functional.normalize(torch.as_tensor(block, device=device, dtype=torch.float32), dim=-1).T
-        for found, row in zip(best, _largest(scores, count), strict=True):
+    for size, texts, nearest in blocks:
+        for found, row in zip(best, nearest, strict=True):
             found += [Match(first + at, score, None if texts is None else texts[at]) for at, score in row]
             found.sort(key=lambda match: (-match.score, match.row))
             del found[count:]
-        first += len(block)
+        first += size
     if not first:
         raise data_error(vectors.path, "vectors", "none")
     return best
+
+
+class _Block(NamedTuple):
+    """Vectors that were compared, and for each query the nearest of them: their rows and scores."""
+
+    size: int
+    texts: list[str] | None
+    nearest: list[list[tuple[int, float]]]
+
+
+def _blocks(vectors: VectorFile, queries: Tensor, rows: int, count: int) -> Iterator[_Block]:
+    """Compares the file with normalized queries [Q, D], a block of ``rows`` vectors at a time. Vectors of bytes are
+    compared as integers, and the best of them are scored by the fp32 queries."""
+    width = queries.shape[1]
+    if vectors.precision not in (*WITH_RANGES, *PACKED):
+        for block, texts in vectors.blocks(rows):
+            _check_width(vectors, block.shape[1], width)
+            exact = functional.normalize(torch.as_tensor(block, device=queries.device, dtype=torch.float32), dim=-1)
+            yield _Block(len(block), texts, _largest(queries @ exact.T, count))
+        return
+    _check_width(vectors, vectors.width or 0, width)
+    compare = _of_signs(queries) if vectors.precision in PACKED else _of_integers(vectors, queries)
+    first = 0
+    for stored in vectors.stored(rows):
+        rough = compare(stored, first)
+        candidates = rough.topk(min(_RESCORED * count, len(stored)), dim=1).indices.sort(dim=1).values
+        nearest = []
+        for query, own in zip(queries, candidates, strict=True):
+            restored = restore_vectors(stored[own.cpu().numpy()], vectors.precision, vectors.ranges)[:, :width]
+            exact = functional.normalize(torch.as_tensor(restored, dtype=torch.float32, device=query.device), dim=-1)
+            (found,) = _largest((exact @ query)[None], count)
+            nearest.append([(own.tolist()[at], score) for at, score in found])
+        first += len(stored)
+        yield _Block(len(stored), None, nearest)
+
+
+def _check_width(vectors: VectorFile, found: int, width: int) -> None:
+    expected = stored_width(vectors.precision, width)
+    if found != expected:
+        bytes_of = "" if expected == width else f", {expected} bytes of signs"
+        got = f"{found}; --model, --layers and --pooling must be those of the file"
+        raise data_error(vectors.path, f"vectors of the queries' width {width}{bytes_of}", got)
+
+
+Compare = Callable[[np.ndarray, int], Tensor]  # of a block and the number of its first row: scores [Q, rows]
+
+
+def _of_signs(queries: Tensor) -> Compare:
+    """Minus the Hamming distance of the signs."""
+    bits = [np.packbits(each > 0) for each in queries.cpu().numpy()]
+
+    def compare(stored: np.ndarray, first: int) -> Tensor:
+        bytes_of = as_unsigned(stored)
+        return torch.stack([-torch.from_numpy(_hamming(bytes_of, each)) for each in bits]).to(queries.device)
+
+    return compare
+
+
+def _hamming(bytes_of: np.ndarray, query: np.ndarray) -> np.ndarray:
+    """int32 [rows]: how many bits differ, of uint8 [rows, n] and uint8 [n]."""
+    wide = np.uint64 if len(query) % 8 == 0 else np.uint8
+    different = bytes_of.view(wide) ^ query.view(wide)
+    count = getattr(np, "bitwise_count", None)  # since numpy 2
+    counts = _ONES[different.view(np.uint8)] if count is None else count(different)
+    total: np.ndarray = counts.sum(1, dtype=np.int32)
+    return total
+
+
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
+
+
+def _of_integers(vectors: VectorFile, queries: Tensor) -> Compare:
+    """About the cosine: the product with int8 queries, which have the vectors' steps as factors, over the norms."""
+    assert vectors.ranges is not None
+    assert vectors.norms is not None
+    device = queries.device
+    offsets, steps = (torch.from_numpy(each).to(device) for each in scales_of(vectors.ranges))
+    scaled = queries * steps
+    scale = scaled.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    rounded, constant = (scaled / scale).round().to(torch.int8), (queries @ offsets)[:, None]
+    norms = torch.from_numpy(vectors.norms).to(device)
+
+    def compare(stored: np.ndarray, first: int) -> Tensor:
+        signed = stored if stored.dtype == np.int8 else (stored ^ 128).view(np.int8)
+        block = torch.from_numpy(signed).to(device)
+        # cuBLAS's int8 GEMM needs more rows than searches have queries
+        is_cpu = device.type == "cpu"
+        product = torch._int_mm(rounded, block.T).float() if is_cpu else rounded.float() @ block.float().T
+        return (product * scale + constant) / norms[first : first + len(stored)].clamp(min=1e-12)
+
+    return compare
 
 
 def _largest(scores: Tensor, count: int) -> list[list[tuple[int, float]]]:

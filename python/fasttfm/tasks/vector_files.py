@@ -14,11 +14,20 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from fasttfm._atomic_files import atomic_write
-from fasttfm.data.lines import data_error, read_json_lines
+from fasttfm.data.lines import DataError, data_error, read_json_lines
+from fasttfm.inference.quantization import (
+    PACKED,
+    PRECISIONS,
+    WITH_RANGES,
+    check_ranges,
+    quantize_vectors,
+    restore_vectors,
+)
 
 SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv")
-TYPES = ("float32", "float16")
-_SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "int64": "I64"}
+_SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "int64": "I64", "int8": "I8", "uint8": "U8"}
+_STORED = {"binary": "int8", "ubinary": "uint8"}  # other precisions are dtypes
+_ROWS = 4096  # which are quantized at a time
 
 
 class Row(NamedTuple):
@@ -29,8 +38,23 @@ class Row(NamedTuple):
     ids: list[int] | None = None
 
 
+def check_type(suffix: str, dtype: str) -> None:
+    """Raises ValueError if files with this suffix cannot have vectors of this type."""
+    if dtype not in PRECISIONS:
+        raise ValueError(f"dtype: expected {', '.join(PRECISIONS)}, got {dtype!r}")
+    able = (".npz", ".safetensors") if dtype in WITH_RANGES else (".npy", ".npz", ".safetensors")
+    if dtype in (*WITH_RANGES, *PACKED) and suffix not in able:
+        reason = ", which store their ranges" if dtype in WITH_RANGES else ""
+        raise ValueError(f"dtype: {dtype}: expected a file that ends in {', '.join(able)}{reason}, got {suffix}")
+
+
 def write_vectors(
-    path: Path, rows: Iterable[Row], *, dtype: str = "float32", settings: Mapping[str, str] | None = None
+    path: Path,
+    rows: Iterable[Row],
+    *,
+    dtype: str = "float32",
+    ranges: np.ndarray | None = None,
+    settings: Mapping[str, str] | None = None,
 ) -> tuple[int, int]:
     """Writes rows one by one; the file appears when it is complete. Returns the number of rows and the width.
 
@@ -40,12 +64,18 @@ def write_vectors(
       metadata.
     - ``.jsonl``: one object per line with ``text`` and ``vector``, or ``text``, ``ids`` and ``vectors``.
     - ``.csv``: a column for the text and one for each element.
+
+    Args:
+        dtype: One of ``inference.quantization.PRECISIONS``. Files of int8 and uint8 also have the arrays ``ranges`` and
+            ``norms``, those of the restored vectors.
+        ranges: [2, width], for int8 and uint8; by default those of all vectors.
     """
+    check_type(path.suffix, dtype)
     with atomic_write(path) as partial:
         if path.suffix in (".jsonl", ".csv"):
             return _write_text(path.suffix, partial, rows, dtype)
         with tempfile.TemporaryFile(dir=partial.parent) as body:
-            rows_of = _Body(body, dtype)
+            rows_of = _Body(body, dtype, ranges)
             for row in rows:
                 rows_of.add(row)
             writers: dict[str, Callable[..., None]] = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors}
@@ -55,38 +85,74 @@ def write_vectors(
 
 
 class _Body:
-    """The bytes of vectors in a temporary file, and their shape for the header."""
+    """The bytes of vectors in a temporary file, and their shape for the header. Those of int8 and uint8 are fp32 there:
+    their ranges are known when all are written."""
 
-    def __init__(self, file: IO[bytes], dtype: str) -> None:
-        self._file, self.dtype = file, np.dtype(dtype)
+    def __init__(self, file: IO[bytes], precision: str, ranges: np.ndarray | None) -> None:
+        self._file, self._precision, self._ranges = file, precision, ranges
+        self.dtype = np.dtype(_STORED.get(precision, precision))
+        self._waits = precision in WITH_RANGES
+        self._seen: np.ndarray | None = None  # the ranges of the vectors until now
         self.count = self.width = 0
         self.rows = 0  # of the array: texts, or tokens of all texts
         self.ids: list[int] = []
         self.offsets: list[int] = [0]
 
     def add(self, row: Row) -> None:
+        vector = row.vector if self._waits else quantize_vectors(row.vector, self._precision)
         self.count += 1
-        self.width = row.vector.shape[-1]
-        self.rows += 1 if row.vector.ndim == 1 else len(row.vector)
+        self.width = vector.shape[-1]
+        self.rows += 1 if vector.ndim == 1 else len(vector)
         if row.ids is not None:
             self.ids += row.ids
             self.offsets.append(self.rows)
-        self._file.write(np.ascontiguousarray(row.vector, self.dtype).tobytes())
+        if self._waits:
+            self._see(vector.reshape(-1, self.width))
+            vector = np.ascontiguousarray(vector, np.float32)
+        self._file.write(vector.tobytes())
+
+    def _see(self, vectors: np.ndarray) -> None:
+        seen = np.stack([vectors.min(0), vectors.max(0)])
+        if self._seen is not None:
+            seen = np.stack([np.minimum(seen[0], self._seen[0]), np.maximum(seen[1], self._seen[1])])
+        self._seen = seen
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.rows, self.width
 
+    @property
+    def ranges(self) -> np.ndarray:
+        given = self._seen if self._ranges is None else self._ranges
+        return check_ranges(f"dtype: {self._precision}", given, self.width)
+
     def additional(self) -> dict[str, np.ndarray]:
-        """The additional arrays of token vectors."""
-        if len(self.offsets) == 1:
-            return {}
-        return {"ids": np.array(self.ids, np.int64), "offsets": np.array(self.offsets, np.int64)}
+        """The additional arrays: of token vectors, and of vectors with ranges."""
+        found: dict[str, np.ndarray] = {}
+        if len(self.offsets) > 1:
+            found |= {"ids": np.array(self.ids, np.int64), "offsets": np.array(self.offsets, np.int64)}
+        if self._waits:
+            norms = [
+                np.linalg.norm(restore_vectors(each, self._precision, self.ranges), axis=1)
+                for each in self._quantized()
+            ]
+            found |= {"ranges": self.ranges, "norms": np.concatenate(norms).astype(np.float32)}
+        return found
 
     def copy(self, target: IO[bytes]) -> None:
+        if self._waits:
+            for block in self._quantized():
+                target.write(block.tobytes())
+            return
         self._file.seek(0)
-        while block := self._file.read(1 << 20):
-            target.write(block)
+        while read := self._file.read(1 << 20):
+            target.write(read)
+
+    def _quantized(self) -> Iterator[np.ndarray]:
+        self._file.seek(0)
+        while read := self._file.read(_ROWS * self.width * 4):
+            rows = np.frombuffer(read, np.float32).reshape(-1, self.width)
+            yield quantize_vectors(rows, self._precision, self.ranges)
 
 
 def _npy(file: IO[bytes], body: _Body, settings: Mapping[str, str]) -> None:
@@ -153,8 +219,9 @@ class VectorFile:
     """A file of vectors, written by ``write_vectors``, or any .npy, .npz or .safetensors with one array of rows.
 
     ``blocks`` reads it in blocks, with the texts of .jsonl and .csv files. ``settings`` are the settings of the
-    vectors, if the file has them. ``count`` is the number of vectors; for .jsonl and .csv files it is None until
-    ``blocks`` has read them.
+    vectors, if the file has them. ``count`` is the number of vectors and ``width`` how many numbers each has; for
+    .jsonl and .csv files they are None, ``count`` until ``blocks`` has read them. Rows of bytes are int8 or uint8
+    vectors if the file has their ``ranges``, and otherwise signs: ``precision`` says which.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -164,17 +231,46 @@ class VectorFile:
             raise data_error(self.path, f"a name that ends in {', '.join(SUFFIXES)}", repr(self.path.name))
         if not self.path.is_file():
             raise data_error(self.path, "a file of vectors", "a directory" if self.path.is_dir() else "nothing there")
-        self._array = None if self.path.suffix in (".jsonl", ".csv") else self._mapped()
-        if self._array is not None and (self._array.ndim != 2 or self._array.dtype.kind != "f"):
+        is_text = self.path.suffix in (".jsonl", ".csv")
+        self._array = None if is_text else self._mapped("vectors")
+        self.precision = "float32"
+        self.ranges: np.ndarray | None = None
+        self.norms: np.ndarray | None = None
+        self.count = self.width = None
+        if self._array is None:
+            return
+        if self._array.ndim != 2 or (self._array.dtype.kind != "f" and self._array.dtype.name not in _STORED.values()):
             got = f"{self._array.dtype} {list(self._array.shape)}"
-            raise data_error(self.path, "an array of floating-point numbers [texts, width]", got)
-        self.count = None if self._array is None else len(self._array)
+            raise data_error(self.path, "an array of floating-point numbers or bytes [texts, width]", got)
+        self.count, self.width = self._array.shape
+        if self._array.dtype.kind != "f":
+            self._read_ranges(self._array)
+
+    def _read_ranges(self, array: np.ndarray) -> None:
+        ranges = self._optional("ranges")
+        if ranges is None:
+            self.precision = next(name for name, dtype in _STORED.items() if dtype == array.dtype.name)
+            return
+        try:
+            self.ranges = check_ranges(f"{self.path}", ranges, array.shape[1])
+        except ValueError as error:
+            raise DataError(str(error)) from None
+        self.precision, self.norms = array.dtype.name, self._optional("norms")
+        if self.norms is None or self.norms.shape != (len(array),):
+            got = "none" if self.norms is None else f"{list(self.norms.shape)}"
+            raise data_error(self.path, f"the array 'norms' [{len(array)}] of int8 vectors", got)
+
+    def stored(self, rows: int) -> Iterator[np.ndarray]:
+        """Yields blocks of up to ``rows`` vectors as the file has them; not for .jsonl and .csv files."""
+        assert self._array is not None
+        for start in range(0, len(self._array), rows):
+            yield np.array(self._array[start : start + rows])
 
     def blocks(self, rows: int) -> Iterator[tuple[np.ndarray, list[str] | None]]:
         """Yields blocks fp32 [up to ``rows``, width] and their texts."""
         if self._array is not None:
-            for start in range(0, len(self._array), rows):
-                yield np.array(self._array[start : start + rows], np.float32), None
+            for block in self.stored(rows):
+                yield restore_vectors(block, self.precision, self.ranges), None
             return
         texts: list[str] = []
         vectors: list[Any] = []
@@ -210,7 +306,16 @@ class VectorFile:
                     got = f"{','.join(row):.60}"
                     raise data_error(self.path, "a text and numbers", got, line=table.line_num) from None
 
-    def _mapped(self) -> np.ndarray:
+    def _optional(self, name: str) -> np.ndarray | None:
+        """Another array of the file; None if it has none of that name."""
+        if self.path.suffix == ".npy":
+            return None
+        try:
+            return np.array(self._mapped(name))
+        except DataError:
+            return None
+
+    def _mapped(self, name: str) -> np.ndarray:
         try:
             if self.path.suffix == ".npy":
                 with self.path.open("rb") as file:
@@ -219,14 +324,14 @@ class VectorFile:
                 return array
             if self.path.suffix == ".npz":
                 with zipfile.ZipFile(self.path) as archive:
-                    return self._mapped_entry(archive)
-            return self._mapped_safetensors()
+                    return self._mapped_entry(archive, name)
+            return self._mapped_safetensors(name)
         except (ValueError, OSError, KeyError, TypeError, struct.error, zipfile.BadZipFile) as error:
             raise data_error(self.path, "a file of vectors", str(error)) from None
 
-    def _mapped_entry(self, archive: zipfile.ZipFile) -> np.ndarray:
-        """The entry ``vectors`` of a .npz, memory-mapped if it is not compressed."""
-        info = archive.getinfo("vectors.npy")
+    def _mapped_entry(self, archive: zipfile.ZipFile, entry_name: str) -> np.ndarray:
+        """An entry of a .npz, memory-mapped if it is not compressed."""
+        info = archive.getinfo(f"{entry_name}.npy")
         with archive.open(info) as entry:
             version = np.lib.format.read_magic(entry)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -242,14 +347,14 @@ class VectorFile:
         start = info.header_offset + 30 + name + additional + header
         return np.memmap(self.path, dtype, "r", start, shape)
 
-    def _mapped_safetensors(self) -> np.ndarray:
+    def _mapped_safetensors(self, name: str) -> np.ndarray:
         with self.path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             if size > self.path.stat().st_size:
                 raise ValueError("no header of safetensors")
             header = json.loads(file.read(size))
         self.settings = header.get("__metadata__") or {}
-        names = {code: name for name, code in _SAFETENSORS_TYPES.items()}
-        stated = header["vectors"]
-        dtype = names.get(stated["dtype"], stated["dtype"])
+        dtypes = {code: dtype for dtype, code in _SAFETENSORS_TYPES.items()}
+        stated = header[name]
+        dtype = dtypes.get(stated["dtype"], stated["dtype"])
         return np.memmap(self.path, dtype, "r", 8 + size + stated["data_offsets"][0], tuple(stated["shape"]))

@@ -1,0 +1,95 @@
+"""``InputReader``: the inputs of a session as sequences of ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.inference.batches import checked_ids
+from fasttfm.inference.formats import Format, Tokens
+from fasttfm.inference.settings import EmbedSettings
+
+
+class InputReader:
+    """Reads texts, pairs of texts and lists of ids.
+
+    Args:
+        tokenizer, form: None where inputs are ids.
+        settings: The prompt, and whether texts are lowercased.
+        max_positions: The maximum number of ids of an input.
+        vocabulary: Ids are less than it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        form: Format | None,
+        settings: EmbedSettings,
+        max_positions: int,
+        vocabulary: int,
+    ) -> None:
+        self.tokenizer, self.form, self.settings = tokenizer, form, settings
+        self.max_positions, self.vocabulary = max_positions, vocabulary
+
+    def read(self, inputs: Sequence[Any]) -> list[Tokens]:
+        """The sequences of inputs. Inputs that are lists of ids get no special tokens."""
+        checked = checked_ids(inputs, self.max_positions, self.vocabulary)
+        if checked is not None:  # copies: the caller may change the inputs before they are computed
+            return [Tokens(each, []) for each in checked.given(len(inputs))]  # type: ignore[arg-type]
+        found: list[Tokens | None] = [None] * len(inputs)
+        texts: list[str] = []
+        counts: list[tuple[int, int]] = []  # the index of each input that is text, and how many texts it has
+        for index, each in enumerate(inputs):
+            if isinstance(each, str):
+                counts.append((index, 1))
+                texts.append(self._with_prompt(each))
+            elif isinstance(each, tuple) and len(each) == 2 and all(isinstance(text, str) for text in each):
+                if self.settings.prompt:
+                    raise ValueError("Session: inputs: expected single texts with a prompt, got a pair")
+                counts.append((index, 2))
+                texts += map(self._with_prompt, each)
+            else:
+                found[index] = self._from_ids(each)
+        if len(counts) < len(inputs):
+            self._check_values([each.ids for each in found if each is not None])  # type: ignore[misc]
+        if texts:
+            if self.tokenizer is None or self.form is None:
+                raise ValueError("Session: tokenizer: expected one for texts, got None")
+            ids = iter(self.tokenizer.encode_batch(texts))
+            for index, count in counts:
+                found[index] = self.form.one(next(ids)) if count == 1 else self.form.two(next(ids), next(ids))
+        return found  # type: ignore[return-value]
+
+    def prompt_tokens(self) -> int:
+        """The number of tokens at the beginning of a text that are not pooled."""
+        if self.tokenizer is None or self.form is None or self.settings.pool_prompt:
+            return 0
+        prompt = self.tokenizer.encode(self._with_prompt(""))
+        return len(self.form.first) + len(prompt) if prompt else 0
+
+    def _from_ids(self, given: Any) -> Tokens:
+        """A sequence of given ids. ``_check_values`` validates the values of all sequences together."""
+        try:
+            # a copy, as in read
+            ids = np.array(given.detach().cpu().numpy() if isinstance(given, Tensor) else given)
+        except (ValueError, TypeError):  # lists within lists, and dtypes that numpy does not have
+            ids = np.empty((0, 0))
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {given!r:.80}")
+        if ids.size > self.max_positions:
+            raise ValueError(f"Session: inputs: expected up to {self.max_positions} ids, got {ids.size}")
+        return Tokens(ids, [])  # type: ignore[arg-type]
+
+    def _check_values(self, ids: Sequence[np.ndarray]) -> None:
+        every = np.concatenate(ids)
+        if every.size and (every.min() < 0 or every.max() >= self.vocabulary):
+            got = f"{int(every.min())} to {int(every.max())}"
+            raise ValueError(f"Session: inputs: expected ids from 0 to {self.vocabulary - 1}, got {got}")
+
+    def _with_prompt(self, text: str) -> str:
+        text = self.settings.prompt + text
+        return text.lower() if self.settings.lowercase else text
