@@ -55,6 +55,7 @@ FAMILIES = (
     "NomicBert",
     "Qwen3",
     "Llama",
+    "Gemma3Text",
     "ErnieKnowledge",
     "ViT",
     "GPT2",
@@ -75,7 +76,7 @@ WORDS = torch.where(torch.rand(B, S, generator=generator) < 0.3, IDS, -100)
 
 def family_of(name: str) -> str:
     """The family of a class name."""
-    return next(each for each in FAMILIES if name.startswith(each))
+    return "Gemma3Text" if name.startswith("Gemma3") else next(each for each in FAMILIES if name.startswith(each))
 
 
 def config_of(package: Any, name: str, sizes: dict[str, Any]) -> Any:

@@ -84,6 +84,14 @@ def test_the_plain_form_matches_the_model(name: str, head: Head) -> None:
         assert torch.allclose(of_tokens(found[key], key, inputs), of_tokens(expected[key], key, inputs), atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["bert", "modernbert", "llama", "gemma3_text"])
+def test_the_plain_form_has_ops_of_torch_only(name: str) -> None:
+    model = small(name, Head.NONE)
+    with torch.no_grad(), _plain(model):
+        program = torch.export.export(_PlainModel(model).eval(), tuple(padded(model).values()))
+    assert not [node for node in program.graph.nodes if "fasttfm" in str(node.target)]
+
+
 @pytest.mark.parametrize("name", ["bert", "albert", "gpt2", "modernbert"])
 def test_hidden_states_and_attentions_of_the_configuration(name: str) -> None:
     model = small(name, Head.SEQUENCE_CLASSIFICATION, output_hidden_states=True, output_attentions=True).double()

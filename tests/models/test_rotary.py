@@ -27,6 +27,8 @@ EURO = {**IDS_OF_TOKENS, "num_key_value_heads": 1, "num_hidden_layers": 3}
 QWEN3 = {**IDS_OF_TOKENS, "num_key_value_heads": 1, "head_dim": 24, "num_hidden_layers": 3}
 # Three layers: the last two are local, with a window that ends inside of the sequences.
 ETTIN = {**IDS_OF_TOKENS, "num_hidden_layers": 3, "local_attention": 6}
+# Three layers: the second attends to all tokens, the others to a window that ends inside of the sequences.
+GEMMA = {**QWEN3, "sliding_window": 4, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2}
 DECODER = "ModernBertDecoderForCausalLM"
 LAYOUTS = [
     ("EuroBertModel", "right", True),
@@ -47,6 +49,10 @@ LAYOUTS = [
     ("LlamaForCausalLM", "full", True),
     ("LlamaForSequenceClassification", "full", False),
     ("Qwen3ForSequenceClassification", "full", True),
+    ("Gemma3TextModel", "right", True),
+    ("Gemma3TextModel", "full", False),
+    ("Gemma3ForCausalLM", "full", True),
+    ("Gemma3TextForSequenceClassification", "full", False),
     ("ModernBertDecoderModel", "right", True),
     ("ModernBertDecoderForCausalLM", "full", True),
     ("ModernBertDecoderForCausalLM", "full", False),
@@ -55,7 +61,7 @@ LAYOUTS = [
 
 
 def sizes_of(name: str, **changes: Any) -> dict[str, Any]:
-    sizes = {"Euro": EURO, "Nomi": {"num_hidden_layers": 3}, "Qwen": QWEN3, "Llam": EURO, "Mode": ETTIN}
+    sizes = {"Euro": EURO, "Nomi": {"num_hidden_layers": 3}, "Qwen": QWEN3, "Llam": EURO, "Mode": ETTIN, "Gemm": GEMMA}
     return {**sizes[name[:4]], **changes}
 
 
@@ -91,6 +97,16 @@ def test_pooling(pooling: str, tmp_path: Path) -> None:
     check_layout(name, *pair(name, tmp_path, **EURO, classifier_pooling=pooling), "right", packed=False, segments=False)
 
 
+@pytest.mark.parametrize("window", [4, 5])
+def test_gemma_attends_in_both_directions(window: int, tmp_path: Path) -> None:
+    changes = {**GEMMA, "use_bidirectional_attention": True, "sliding_window": window, "attention_bias": True}
+    ours, theirs = pair("Gemma3TextModel", tmp_path, **changes)
+    check_layout("Gemma3TextModel", ours, theirs, "right", packed=False, segments=False)
+    ours.save_pretrained(tmp_path / "again")
+    again = transformers.Gemma3TextModel.from_pretrained(tmp_path / "again")
+    assert again.config.sliding_window == theirs.config.sliding_window
+
+
 def test_biases_of_a_modernbert_decoder(tmp_path: Path) -> None:
     names = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
     changes = {**ETTIN, **dict.fromkeys(names, True), "decoder_bias": False}
@@ -115,7 +131,9 @@ def test_a_reranker_reads_the_last_token(tmp_path: Path) -> None:
         torch.testing.assert_close(ours(ids, mask).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["EuroBertForMaskedLM", "NomicBertForMaskedLM", "Qwen3ForCausalLM", DECODER])
+@pytest.mark.parametrize(
+    "name", ["EuroBertForMaskedLM", "NomicBertForMaskedLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", DECODER]
+)
 def test_checkpoints_go_both_ways(name: str, tmp_path: Path) -> None:
     ours, theirs = pair(name, tmp_path, **sizes_of(name))
     ours.save_pretrained(tmp_path / "again")
@@ -155,7 +173,14 @@ def test_weights_of_a_causal_model_are_those_of_transformers(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "heads"),
-    [("LlamaForCausalLM", 1), ("LlamaForCausalLM", 3), ("Qwen3ForCausalLM", 1), ("Qwen3ForCausalLM", 3), (DECODER, 3)],
+    [
+        ("LlamaForCausalLM", 1),
+        ("LlamaForCausalLM", 3),
+        ("Qwen3ForCausalLM", 1),
+        ("Qwen3ForCausalLM", 3),
+        ("Gemma3ForCausalLM", 1),
+        (DECODER, 3),
+    ],
 )
 def test_continuations_are_those_of_transformers(name: str, heads: int, tmp_path: Path) -> None:
     """Greedy and by beams, of prompts of different lengths, with a cache of grouped heads."""
@@ -169,7 +194,7 @@ def test_continuations_are_those_of_transformers(name: str, heads: int, tmp_path
     assert list(stream(ours, IDS[0], max_new_tokens=4)) == generate(ours, IDS[:1], max_new_tokens=4)[0, -4:].tolist()
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", DECODER])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", DECODER])
 def test_the_cache_changes_nothing(name: str) -> None:
     """The state of every step against those of the whole sequences."""
     torch.manual_seed(0)
@@ -184,6 +209,12 @@ def test_the_cache_changes_nothing(name: str) -> None:
         with torch.no_grad():
             expected = model.model(whole).last_hidden_state[0, length - 1 :]
         torch.testing.assert_close(torch.stack(states, 1)[row], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_generation_needs_causal_attention() -> None:
+    config = models.Gemma3TextConfig(**{**SIZES, **GEMMA, "use_bidirectional_attention": True})
+    with pytest.raises(ValueError, match="expected causal attention, got layers that attend to later tokens"):
+        generate(models.Gemma3ForCausalLM(config).eval(), IDS, max_new_tokens=2)
 
 
 def test_sequences_end_at_the_last_position(tmp_path: Path) -> None:
@@ -238,11 +269,31 @@ def test_vectors_of_texts_are_those_of_transformers(name: str, first: str, pooli
     assert similar.min() > 0.99
 
 
+def test_embeddinggemma_folder(tmp_path: Path) -> None:
+    """Attention in both directions, means, two dense layers without activations, and unit length, as the published
+    folder."""
+    library = pytest.importorskip("sentence_transformers", reason="the vectors are compared with its own")
+    save_with_tokenizer("Gemma3Text", "<|begin|>", tmp_path / "model")
+    config = models.Gemma3TextConfig.from_pretrained(tmp_path / "model")
+    config.use_bidirectional_attention, config.sliding_window = True, 6
+    config.save_pretrained(tmp_path / "model")
+    modules = library.sentence_transformer.modules
+    parts = [modules.Transformer(str(tmp_path / "model")), modules.Pooling(128, "mean")]
+    for sizes in ((128, 96), (96, 128)):
+        parts.append(modules.Dense(*sizes, bias=False, activation_function=torch.nn.Identity()))
+    theirs = library.SentenceTransformer(modules=[*parts, modules.Normalize()], device="cpu")
+    theirs.save(str(tmp_path / "folder"))
+    with Session(tmp_path / "folder", device="cpu") as session:
+        found = torch.as_tensor(session.encode(TEXTS))
+    torch.testing.assert_close(found, torch.as_tensor(theirs.encode(TEXTS)), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "field", "value", "sentence"),
     [
         ("EuroBertModel", "rope_parameters", {"rope_type": "yarn"}, "rope_type: expected default, got 'yarn'"),
         ("Qwen3Model", "use_sliding_window", True, "use_sliding_window: expected False"),
+        ("Gemma3TextModel", "final_logit_softcapping", 30.0, "final_logit_softcapping: expected .*, got 30.0"),
         ("EuroBertForSequenceClassification", "classifier_pooling", "max", "expected bos, mean, late, got 'max'"),
     ],
 )

@@ -27,6 +27,7 @@ PUBLISHED = {
     "ModernBertDecoderModel": {"tiny": 6.7, "17m": 17, "32m": 32, "68m": 68, "150m": 150, "400m": 400, "1b": 1000},
     "EuroBertModel": {"tiny": 16.7, "210m": 210, "610m": 610, "2.1b": 2100},
     "LlamaModel": {"tiny": 4.6, "7b": 6610},
+    "Gemma3TextModel": {"tiny": 33.9, "270m": 270, "embedding": 300, "1b": 1000},
     "NomicBertModel": {"tiny": 4.7, "base": 137},
     "Qwen3Model": {"tiny": 19.7, "0.6b": 600, "4b": 4000},
     "ViTModel": {"mini": 0.22, "tiny": 5.7, "small": 22, "base": 86, "large": 307, "huge": 632},

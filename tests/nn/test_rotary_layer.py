@@ -275,7 +275,7 @@ def test_an_epsilon_that_changes_is_read_at_the_call() -> None:
     [
         ({"kv_heads": 3}, "kv_heads: expected a divisor of the 2 heads, got 3"),
         ({"head_dim": 7}, "head_dim: expected an even number, got 7"),
-        ({"norm": "batch"}, "norm: expected one of layer, rms, got 'batch'"),
+        ({"norm": "batch"}, "norm: expected one of layer, rms, offset_rms, got 'batch'"),
     ],
 )
 def test_what_a_layer_cannot_have_is_refused(options: Any, message: str) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fasttfm import ops
 from fasttfm.models.text_model import TextModel
-from fasttfm.nn import PackedBatch, PackedLayer, RotaryTransformer
-from fasttfm.nn.parts import layer_norm, packed_residual_norm, product
+from fasttfm.nn import PackedBatch, PackedLayer, RotaryLayer, RotaryTransformer
+from fasttfm.nn.parts import layer_norm, packed_residual_norm
 from fasttfm.nn.plain import is_plain, is_watched
 from fasttfm.ops import few_rows
 from fasttfm.ops.backends import triton_absent
@@ -75,7 +75,8 @@ class CachedDecoder:
             self._allocate(k, sequences)
             self.keys[index][rows, :, numbers] = k
             self.values[index][rows, :, numbers] = v
-            out = ops.attention(*parts, window=layer.window, cu_seqlens=cu_seqlens, max_seqlen=batch.max_seqlen)
+            sizes: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": batch.max_seqlen}
+            out = ops.attention(*parts, window=layer.window, scale=_scale(layer), **sizes)
             assert isinstance(out, Tensor)
             return out
 
@@ -146,7 +147,8 @@ class CachedDecoder:
         if q.is_cuda and not self.fused:
             slots = torch.arange(rows, device=q.device), lengths.long()
             keys[slots], values[slots] = k, v
-            out = ops.attention(q[:, None], keys, values, window=layer.window, lengths_k=lengths + 1)
+            options: dict[str, Any] = {"window": layer.window, "scale": _scale(layer), "lengths_k": lengths + 1}
+            out = ops.attention(q[:, None], keys, values, **options)
             assert isinstance(out, Tensor)
             return out
         left, _ = layer.window
@@ -157,6 +159,7 @@ class CachedDecoder:
             keys,
             values,
             lengths,
+            scale=_scale(layer),
             window=None if left < 0 else left,
             arrived=self._arrivals[:rows],
             overlap=overlap,
@@ -252,7 +255,13 @@ class CachedDecoder:
             parts: Parts = (layer.project(x),)
         else:
             parts = layer.attention_inputs(x, self._rotary.tables(x, self.capacity), positions)
-        return product(layer.out, attend(index, layer, parts).flatten(1))
+        branch: tuple[Tensor, Tensor | None] = layer.attention_output(attend(index, layer, parts).flatten(1))
+        return branch
+
+
+def _scale(layer: Any) -> float | None:
+    """The factor of the attention scores; None for the usual one."""
+    return layer.scale if isinstance(layer, RotaryLayer) else None
 
 
 def _separate(parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
@@ -305,3 +314,5 @@ def _check_calls(model: TextModel) -> None:
         if is_watched(module) or not type(module).__module__.startswith("fasttfm."):
             expected = "a model, an encoder and layers without hooks, wrappers or subclasses (their parts are called)"
             raise ValueError(f"generate: model: expected {expected}, got such a {type(module).__name__}")
+    if any(layer.window[1] != 0 for layer in model.encoder.in_order()):
+        raise ValueError("generate: model: expected causal attention, got layers that attend to later tokens")

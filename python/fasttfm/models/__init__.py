@@ -78,6 +78,12 @@ from fasttfm.models.eurobert import (
     EuroBertForTokenClassification,
     EuroBertModel,
 )
+from fasttfm.models.gemma3 import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma3TextForSequenceClassification,
+    Gemma3TextModel,
+)
 from fasttfm.models.gpt import (
     GPT2Config,
     GPT2DoubleHeadsModel,
@@ -238,6 +244,10 @@ __all__ = [
     "GPT3ForSequenceClassification",
     "GPT3LMHeadModel",
     "GPT3Model",
+    "Gemma3ForCausalLM",
+    "Gemma3TextConfig",
+    "Gemma3TextForSequenceClassification",
+    "Gemma3TextModel",
     "LlamaConfig",
     "LlamaForCausalLM",
     "LlamaForSequenceClassification",

@@ -12,6 +12,7 @@ from fasttfm.models import (
     electra,
     ernie_knowledge,
     eurobert,
+    gemma3,
     gpt,
     gpt3,
     llama,
@@ -37,7 +38,7 @@ from fasttfm.models.objectives import (
 
 _ROBERTAS = (roberta, xlm_roberta, camembert, mpnet)
 _ENCODERS = (bert, *_ROBERTAS, albert, electra, distilbert, modernbert, eurobert, nomic_bert, ernie_knowledge)
-_FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, llama, qwen3, modernbert_decoder, vit)
+_FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, llama, qwen3, gemma3, modernbert_decoder, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 
 

@@ -32,12 +32,10 @@ from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import MaskedLM
-from fasttfm.models.rotary import RotaryPositions, sequence_means, stated_theta
+from fasttfm.models.rotary import FULL, LOCAL, RotaryPositions, layer_kinds, sequence_means, theta_of_kind
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import Embeddings, MaskedLMHead, PackedTransformer, RotaryLayer, RotaryTransformer
 from fasttfm.nn.parts import known_activation, masked_lm_transform
-
-_FULL, _LOCAL = "full_attention", "sliding_attention"
 
 
 @dataclass
@@ -89,21 +87,14 @@ class ModernBertConfig(ModelConfig):
         return self.classifier_dropout
 
     def layer_kinds(self) -> list[str]:
-        """``full_attention`` or ``sliding_attention`` for each layer. transformers writes a list, ``layer_types``."""
-        kinds = self.extra.get("layer_types")
-        if kinds is None:
-            every = self.global_attn_every_n_layers
-            return [_LOCAL if layer % every else _FULL for layer in range(self.num_hidden_layers)]
-        if len(kinds) != self.num_hidden_layers or not {_FULL, _LOCAL}.issuperset(kinds):
-            expected = f"{_FULL} or {_LOCAL} for each of {self.num_hidden_layers} layers"
-            raise ValueError(f"layer_types: expected {expected}, got {kinds}")
-        return list(kinds)
+        """``full_attention`` or ``sliding_attention`` for each layer."""
+        every = self.global_attn_every_n_layers
+        return layer_kinds(self.extra, self.num_hidden_layers, lambda layer: layer % every != 0)
 
     def theta(self, kind: str) -> float:
-        """The base of the wavelengths in a kind of layer. transformers writes them as ``rope_parameters``."""
-        written = (self.extra.get("rope_parameters") or {}).get(kind) or {}
+        """The base of the wavelengths in a kind of layer."""
         local = self.global_rope_theta if self.local_rope_theta is None else self.local_rope_theta
-        return stated_theta(f"rope_parameters: {kind}", written, self.global_rope_theta if kind == _FULL else local)
+        return theta_of_kind(self.extra, kind, self.global_rope_theta if kind == FULL else local)
 
 
 _LAYER = "layers.*"
@@ -158,7 +149,7 @@ class ModernBertModel(RotaryPositions, BertModel):
                 config.num_attention_heads,
                 config.intermediate_size,
                 theta=config.theta(kind),
-                window=local if kind == _LOCAL else everywhere,
+                window=local if kind == LOCAL else everywhere,
                 first=number == 0,
                 activation=config.hidden_activation,
                 dropout=config.attention_dropout,

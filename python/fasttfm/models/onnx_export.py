@@ -6,6 +6,7 @@ The file has none of fasttfm's ops: the model is traced in plain torch over padd
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from fasttfm._atomic_files import atomic_write
 from fasttfm.models.outputs import ModelOutput, QuestionAnsweringOutput
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded, TextModel
-from fasttfm.nn import PackedBatch, PackedLayer, PackedTransformer, RotaryLayer, RotaryTransformer
+from fasttfm.nn import PackedBatch, PackedLayer, PackedTransformer, RMSNorm, RotaryLayer, RotaryTransformer
 from fasttfm.nn.rotary_layer import rotary_tables
 
 _ACTIVATIONS = {
@@ -191,7 +192,10 @@ def _plain(model: PretrainedModel) -> Iterator[None]:
         return _encoded(base, input_ids, attention_mask, token_type_ids, *wanted)
 
     hook = register_module_forward_pre_hook(lambda module, inputs: None)
+    norms: list[Any] = [module for module in model.modules() if isinstance(module, RMSNorm)]
     try:
+        for norm in norms:
+            norm.forward = functools.partial(_rms_norm, norm)
         base.__dict__.update(encode=encode, encode_packed=encode)
         for module, name in activations:
             module.activation = _ACTIVATIONS[ops.ACTIVATIONS[name]]
@@ -202,6 +206,13 @@ def _plain(model: PretrainedModel) -> Iterator[None]:
             base.__dict__.pop(name, None)
         for module, name in activations:
             module.activation = name
+        for norm in norms:
+            del norm.forward
+
+
+def _rms_norm(norm: Any, x: Tensor) -> Tensor:
+    normalized: Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.scale()
+    return normalized
 
 
 @dataclass(frozen=True)
@@ -257,7 +268,7 @@ def _encoded(
         states.append(x)
         bias = _bias(layer, attention_mask)
         q, k, v = _heads(layer, x)
-        weights.append(_weights(q, k, bias))
+        weights.append(_weights(layer, q, k, bias))
         x = _layer(layer, x, _context(weights[-1], v))
     if base.encoder.final_norm is not None:
         x = base.encoder.final_norm(x)
@@ -302,9 +313,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-def _weights(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+def _weights(layer: PackedLayer, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
     """The attention weights [B, H, S, S]."""
-    return (torch.einsum("bhqd,bhkd->bhqk", q, k) / math.sqrt(q.shape[-1]) + bias).softmax(-1)
+    stated = layer.scale if isinstance(layer, RotaryLayer) else None
+    scale = 1 / math.sqrt(q.shape[-1]) if stated is None else stated
+    return (torch.einsum("bhqd,bhkd->bhqk", q, k) * scale + bias).softmax(-1)
 
 
 def _context(weights: Tensor, v: Tensor) -> Tensor:
@@ -315,7 +328,7 @@ def _context(weights: Tensor, v: Tensor) -> Tensor:
 def _layer(layer: PackedLayer, x: Tensor, context: Tensor) -> Tensor:
     """The output [B, S, C] of a layer for its input and the output of its attention."""
     if layer.norm_first:
-        x = x + layer.out(context)
+        x = x + layer.attention_output(context)[0]
         return x + _mlp(layer, layer.norm2(x))
     x = layer.norm1(x + layer.out(context))
     return layer.norm2(x + _mlp(layer, x))
@@ -326,5 +339,5 @@ def _mlp(layer: PackedLayer, x: Tensor) -> Tensor:
     hidden = layer.up(x)
     if isinstance(layer, RotaryLayer):
         gate, up = hidden.chunk(2, -1)
-        return layer.down(activation(gate) * up)
+        return layer.feed_forward_output(activation(gate) * up)[0]
     return layer.down(activation(hidden))

@@ -10,7 +10,7 @@ A family is a configuration, ``causal`` and ``head_norm``. Internally a batch is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,9 +24,32 @@ from fasttfm.nn import Embeddings, PackedBatch, PackedTransformer, RotaryLayer, 
 from fasttfm.nn.rotary_layer import rotary_norm
 
 
+class RotaryFields:
+    """The fields that the encoder reads by BERT's names, of a configuration with transformers' names."""
+
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    attention_dropout: float
+    rms_norm_eps: float
+
+    hidden_dropout_prob = property(lambda self: 0.0)
+    attention_probs_dropout_prob = property(lambda self: self.attention_dropout)
+    type_vocab_size = property(lambda self: 0)
+    layer_norm_eps = property(lambda self: self.rms_norm_eps)
+    recompute = property(lambda self: False)
+    keep_activation = property(lambda self: False)
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
+
+    def head_dropout(self) -> float:
+        return 0.0
+
+
 @dataclass
-class RotaryConfig(ModelConfig):
-    """Fields have transformers' names; the encoder reads them by BERT's names."""
+class RotaryConfig(RotaryFields, ModelConfig):
+    """The fields of Llama and of the models with its network."""
 
     required: ClassVar[dict[str, tuple[Any, ...]]] = {
         **ModelConfig.required,
@@ -51,20 +74,6 @@ class RotaryConfig(ModelConfig):
     mlp_bias: bool = False
     pad_token_id: int | None = None
 
-    hidden_dropout_prob = property(lambda self: 0.0)
-    attention_probs_dropout_prob = property(lambda self: self.attention_dropout)
-    type_vocab_size = property(lambda self: 0)
-    layer_norm_eps = property(lambda self: self.rms_norm_eps)
-    recompute = property(lambda self: False)
-    keep_activation = property(lambda self: False)
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_attention_heads if self.num_key_value_heads is None else self.num_key_value_heads
-
-    def head_dropout(self) -> float:
-        return 0.0
-
     def theta(self) -> float:
         """The base of the wavelengths."""
         return rope_theta(self.extra, self.rope_theta)
@@ -78,6 +87,25 @@ def rope_theta(written: dict[str, Any], default: float) -> float:
     return default
 
 
+FULL, LOCAL = "full_attention", "sliding_attention"
+
+
+def layer_kinds(written: dict[str, Any], layers: int, is_local: Callable[[int], bool]) -> list[str]:
+    """``full_attention`` or ``sliding_attention`` for each layer: those that transformers has written as
+    ``layer_types``, or else those that ``is_local`` says."""
+    kinds = written.get("layer_types")
+    if kinds is None:
+        return [LOCAL if is_local(layer) else FULL for layer in range(layers)]
+    if len(kinds) != layers or not {FULL, LOCAL}.issuperset(kinds):
+        raise ValueError(f"layer_types: expected {FULL} or {LOCAL} for each of {layers} layers, got {kinds}")
+    return list(kinds)
+
+
+def theta_of_kind(written: dict[str, Any], kind: str, default: float) -> float:
+    """The base of the wavelengths in a kind of layer, which transformers writes as ``rope_parameters``."""
+    return stated_theta(f"rope_parameters: {kind}", (written.get("rope_parameters") or {}).get(kind) or {}, default)
+
+
 def stated_theta(name: str, rope: dict[str, Any], default: float) -> float:
     """The base of the wavelengths that the field ``name`` of a configuration states, or ``default``."""
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -86,7 +114,14 @@ def stated_theta(name: str, rope: dict[str, Any], default: float) -> float:
     return float(rope.get("rope_theta", default))
 
 
-def rotary_names(config: RotaryConfig, heads: Sequence[Rule]) -> Names:
+_BLOCK_NORMS = (
+    rule("encoder.layers.*.attention_norm", "layers.*.post_attention_layernorm"),
+    rule("encoder.layers.*.norm2", "layers.*.pre_feedforward_layernorm"),
+    rule("encoder.layers.*.feed_forward_norm", "layers.*.post_feedforward_layernorm"),
+)
+
+
+def rotary_names(config: RotaryFields, heads: Sequence[Rule], *, block_norms: bool = False) -> Names:
     """The names of parameters in checkpoints, with ``heads`` for the models around the network."""
     layer, attention = "layers.*", "layers.*.self_attn"
     q, kv = config.num_attention_heads, config.kv_heads
@@ -100,7 +135,7 @@ def rotary_names(config: RotaryConfig, heads: Sequence[Rule]) -> Names:
             rule("encoder.layers.*.q_norm", f"{attention}.q_norm"),
             rule("encoder.layers.*.k_norm", f"{attention}.k_norm"),
             rule("encoder.layers.*.out", f"{attention}.o_proj"),
-            rule("encoder.layers.*.norm2", f"{layer}.post_attention_layernorm"),
+            *(_BLOCK_NORMS if block_norms else (rule("encoder.layers.*.norm2", f"{layer}.post_attention_layernorm"),)),
             rule("encoder.layers.*.up", f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"),
             rule("encoder.layers.*.down", f"{layer}.mlp.down_proj"),
             rule("encoder.final_norm", "norm"),
@@ -155,7 +190,11 @@ class RotaryModel(RotaryPositions, BertModel):
 
     def __init__(self, config: Any, add_pooling_layer: bool = False) -> None:
         super().__init__(config, add_pooling_layer=False)
-        self.names = rotary_names(config, self.head_rules)
+        self.names = self.names_of(config)
+
+    @classmethod
+    def names_of(cls, config: Any) -> Names:
+        return rotary_names(config, cls.head_rules)
 
     def embeddings_of(self, config: Any) -> Embeddings:
         return Embeddings(
@@ -171,7 +210,7 @@ class RotaryModel(RotaryPositions, BertModel):
                 theta=config.theta(),
                 window=(None, 0) if self.causal else None,
                 activation=config.hidden_act,
-                dropout=config.attention_dropout,
+                attention_dropout=config.attention_dropout,
                 eps=config.rms_norm_eps,
                 attention_bias=config.attention_bias,
                 feed_forward_bias=config.mlp_bias,
@@ -192,7 +231,7 @@ class RotaryHead(BertHead):
     encoder_class: ClassVar[type[RotaryModel]] = RotaryModel
 
     def names_of(self, config: Any) -> Names:
-        return rotary_names(config, self.encoder_class.head_rules)
+        return self.encoder_class.names_of(config)
 
 
 def sequence_means(x: Tensor, batch: PackedBatch) -> Tensor:

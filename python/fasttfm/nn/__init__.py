@@ -5,7 +5,7 @@ from fasttfm.nn.fp8 import Fp8Training
 from fasttfm.nn.gated import GatedActivation, GatedMLP
 from fasttfm.nn.graph import GraphBatch, GraphReasoner
 from fasttfm.nn.knowledge_layer import AlignedEntities, KnowledgeLayer, KnowledgeTransformer
-from fasttfm.nn.layer_norm import LayerNorm, RMSNorm
+from fasttfm.nn.layer_norm import LayerNorm, OffsetRMSNorm, RMSNorm
 from fasttfm.nn.lm_heads import CausalLMHead, MaskedLMHead
 from fasttfm.nn.multihead_attention import MultiheadAttention
 from fasttfm.nn.packed_batch import PackedBatch
@@ -30,6 +30,7 @@ __all__ = [
     "LayerNorm",
     "MaskedLMHead",
     "MultiheadAttention",
+    "OffsetRMSNorm",
     "PackedBatch",
     "PackedLayer",
     "PackedTransformer",

@@ -26,6 +26,7 @@ class Embeddings(nn.Module):
         eps: Added to its variance.
         dropout: Dropout probability of the result.
         padding_idx: A token whose embedding gets no gradient.
+        scale: A factor of the result, in the word table's type.
         output_width: The width of a final linear layer, if tables are narrower than the model (ALBERT, ELECTRA).
         device, dtype: Device and dtype of the parameters.
     """
@@ -42,6 +43,7 @@ class Embeddings(nn.Module):
         eps: float = 1e-12,
         dropout: float = 0.1,
         padding_idx: int | None = None,
+        scale: float | None = None,
         output_width: int | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -56,7 +58,7 @@ class Embeddings(nn.Module):
         self.word_segments = segments is None
         self.norm = nn.LayerNorm(width, eps=eps, bias=norm_bias, **factory) if norm else None
         self.projection = None if output_width is None else nn.Linear(width, output_width, **factory)
-        self.dropout = dropout
+        self.dropout, self.scale = dropout, scale
 
     def forward(
         self,
@@ -78,7 +80,7 @@ class Embeddings(nn.Module):
         segment = word if self.word_segments and segment_ids is not None else own.get("segment")
         others = [each for each in (position, segment) if each is not None and each is not word]
         if not _is_fusable(word, others, norm):
-            x = self._call_modules(ids, cu_seqlens, segment, position_ids, segment_ids, seed)
+            x = self._scaled(self._call_modules(ids, cu_seqlens, segment, position_ids, segment_ids, seed))
             return x if projection is None else projection(x)
         word_table = word._parameters["weight"]
         x = ops.embedding(
@@ -98,7 +100,13 @@ class Embeddings(nn.Module):
             dtype=autocast_type(word_table),
             seed=seed,
         )
+        x = self._scaled(x)
         return x if projection is None else projection(x)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            return x
+        return x * torch.full((), self.scale, dtype=self.word.weight.dtype, device=x.device)
 
     def _call_modules(
         self,

@@ -1,4 +1,4 @@
-"""``LayerNorm`` and ``RMSNorm``: torch.nn's modules on top of the fused ops."""
+"""``LayerNorm`` and ``RMSNorm``: torch.nn's modules on top of the fused ops; ``OffsetRMSNorm``: Gemma's."""
 
 from __future__ import annotations
 
@@ -40,13 +40,28 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = _flat_input("RMSNorm", "x", x, self.normalized_shape)
-        weight: Tensor | None = self.weight
+        weight = self.scale()
         if weight is not None and len(self.normalized_shape) > 1:
             weight = weight.reshape(-1)
         eps = self.eps
         if eps is None:
             eps = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
         return ops.rms_norm(rows, weight, eps=eps).reshape(x.shape)
+
+    def scale(self) -> Tensor | None:
+        """The factors of the columns."""
+        weight: Tensor | None = self.weight
+        return weight
+
+
+class OffsetRMSNorm(RMSNorm):
+    """RMSNorm that multiplies with ``1 + weight``, in fp32; the weight is 0 at first."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+
+    def scale(self) -> Tensor:
+        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
 
 def _flat_input(module: str, argument: str, input: Tensor, normalized_shape: Sequence[int]) -> Tensor:

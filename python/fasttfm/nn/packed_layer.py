@@ -266,12 +266,16 @@ class PackedLayer(nn.Module):
         _, p_a, p_b = rates
         _, seed_a, seed_b = (None, None, None) if seeds is None else seeds.split(1)
         packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
-        branch, bias = product(self.out, context.flatten(-2))
+        branch, bias = self.attention_output(context.flatten(-2))
         y, z = packed_residual_norm(norms[0], branch, stream, linear_bias=bias, p=p_a, seed=seed_a, **packed)
         branch, bias = self.feed_forward(y)
         stream = z if self.norm_first else y
         y, z = packed_residual_norm(norms[1], branch, stream, linear_bias=bias, p=p_b, seed=seed_b, **packed)
         return y, z if self.norm_first and norms[1] is not None else None
+
+    def attention_output(self, context: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The attention block's output for its heads' [..., H * D], without the last bias, and this bias."""
+        return product(self.out, context)
 
     def feed_forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The feed-forward block's output for its input, without the last bias, and this bias."""

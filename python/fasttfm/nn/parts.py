@@ -78,6 +78,9 @@ def packed_residual_norm(norm: Any, branch: Tensor, residual: Tensor, **options:
         branch = branch.to(residual.dtype)
     if norm is not None and is_plain_norm(norm):
         return add_then_norm(norm, branch, residual, **options)
+    if not options.get("p") and options.get("linear_bias") is None:
+        stream = residual + branch
+        return stream if norm is None else norm(stream), stream
     _, stream = ops.dropout_add_layer_norm(branch, residual, prenorm=True, **options)
     return stream if norm is None else norm(stream), stream
 

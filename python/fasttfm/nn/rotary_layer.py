@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fasttfm import ops
-from fasttfm.nn.layer_norm import RMSNorm
+from fasttfm.nn.layer_norm import OffsetRMSNorm, RMSNorm
 from fasttfm.nn.packed_layer import NO_NORM, PackedLayer, draw_seeds
 from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer, PlainLayers
 from fasttfm.nn.parts import layer_norm, linear_layer, packed_residual_norm, product
@@ -29,15 +29,14 @@ Table = tuple[Tensor, Tensor]  # cosines and sines [positions, D / 2]
 Tables = dict[Any, Table]  # by ``RotaryLayer.table_key``
 
 _NAME = "RotaryLayer"
-_NORMS = ("layer", "rms")
+_NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": RMSNorm, "offset_rms": OffsetRMSNorm}
 _BLOCK_VALUES = 16  # of a layer: weight and bias of each of ``RotaryLayer.block_modules``
 
 
 def rotary_norm(kind: str, width: int, eps: float, *, bias: bool, **factory: Any) -> nn.Module:
-    """The LayerNorm or RMSNorm of a ``RotaryLayer``'s kind."""
-    if kind == "rms":
-        return RMSNorm(width, eps=eps, **factory)
-    return nn.LayerNorm(width, eps=eps, bias=bias, **factory)
+    """The LayerNorm or RMSNorm of a ``RotaryLayer``'s kind; only the former has a bias."""
+    options = {"bias": bias} if kind == "layer" else {}
+    return _NORMS[kind](width, eps=eps, **options, **factory)
 
 
 class RotaryLayer(PackedLayer):
@@ -65,8 +64,10 @@ class RotaryLayer(PackedLayer):
         attention_bias, feed_forward_bias, norm_bias: Whether these parts have biases.
         kv_heads: The number of heads of keys and of values, a divisor of ``heads``; ``heads`` by default.
         head_dim: Columns of a head; ``width / heads`` by default.
-        norm: "layer" for LayerNorm or "rms" for RMSNorm.
-        head_norm: Whether each head of queries and keys has an RMSNorm before it is rotated.
+        norm: "layer" for LayerNorm, "rms" for RMSNorm, or "offset_rms" for ``nn.OffsetRMSNorm``.
+        head_norm: Whether each head of queries and keys has an RMSNorm, of the same kind, before it is rotated.
+        block_norms: Whether each block's output is normalized, too, before it is added to the stream.
+        scale: The factor of the attention scores; ``1 / sqrt(head_dim)`` by default.
     """
 
     def __init__(
@@ -92,6 +93,8 @@ class RotaryLayer(PackedLayer):
         head_dim: int | None = None,
         norm: str = "layer",
         head_norm: bool = False,
+        block_norms: bool = False,
+        scale: float | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -131,7 +134,14 @@ class RotaryLayer(PackedLayer):
             columns = attended + 2 * self.kv_heads * self.head_dim
             self.qkv = nn.Linear(width, columns, bias=attention_bias, **factory)
             self.out = nn.Linear(attended, width, bias=attention_bias, **factory)
-        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, eps=eps, **factory) if head_norm else None for _ in range(2))
+        self.scale = scale
+        of_heads = "rms" if norm == "layer" else norm
+        more: list[Any] = [
+            rotary_norm(kind, columns, eps, bias=False, **factory) if wanted else None
+            for kind, columns, wanted in ((of_heads, self.head_dim, head_norm), (norm, width, block_norms))
+            for _ in range(2)
+        ]
+        self.q_norm, self.k_norm, self.attention_norm, self.feed_forward_norm = more
 
     def forward(
         self,
@@ -162,10 +172,16 @@ class RotaryLayer(PackedLayer):
         parts = self.attention_inputs(x, *self._angles(x, cu_seqlens, max_seqlen, tables, positions))
         packed: dict[str, Any] = {"cu_seqlens": cu_seqlens}
         context = ops.attention(
-            *parts, window=self.window, max_seqlen=max_seqlen, dropout_p=attention_p, seed=seed, **packed
+            *parts,
+            window=self.window,
+            max_seqlen=max_seqlen,
+            scale=self.scale,
+            dropout_p=attention_p,
+            seed=seed,
+            **packed,
         )
         assert isinstance(context, Tensor)
-        branch, bias = product(self.out, context.flatten(-2))
+        branch, bias = self.attention_output(context.flatten(-2))
         norm_a, norm_b = (self.norm2, next_norm) if self.norm_first else (self.norm1, self.norm2)
         stream = x if residual is None else residual
         y, z = packed_residual_norm(norm_a, branch, stream, linear_bias=bias, p=p_a, seed=seed_a, **packed)
@@ -178,7 +194,18 @@ class RotaryLayer(PackedLayer):
         hidden, bias = product(self.up, x)
         hidden = ops.gated_activation(hidden, bias, activation=self.activation)
         hidden = functional.dropout(hidden, self.intermediate_dropout, self.training)
-        return product(self.down, hidden)
+        return self.feed_forward_output(hidden)
+
+    def feed_forward_output(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._normalized(self.feed_forward_norm, self.down, hidden)
+
+    def attention_output(self, context: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._normalized(self.attention_norm, self.out, context)
+
+    @staticmethod
+    def _normalized(norm: nn.Module | None, linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``norm(linear(x))``; without a norm, the product and its bias."""
+        return product(linear, x) if norm is None else (layer_norm(norm, linear_layer(linear, x)), None)
 
     def _angles(
         self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, tables: Tables | None, positions: Tensor | None
@@ -231,6 +258,7 @@ class RotaryLayer(PackedLayer):
         norms = (own["norm2"],) if norm is None else (own["norm2"], norm)
         heads = [own[name] for name in ("q_norm", "k_norm") if own.get(name) is not None]
         plain = is_plain_linear(own["qkv"], own["out"], own["up"], own["down"]) and is_plain_rms_norm(*heads)
+        plain = plain and own.get("attention_norm") is None and own.get("feed_forward_norm") is None
         return plain and (is_plain_rms_norm if self.norm == "rms" else is_plain_norm)(*norms)
 
     def block_modules(self, next_norm: nn.LayerNorm | None) -> tuple[Any, ...]:
@@ -251,6 +279,7 @@ class RotaryLayer(PackedLayer):
             window_right=self.window[1],
             rotary=table,
             rotary_columns=self.head_dim,
+            scale=self.scale,
             dropout=attention_p,
             head_norm_eps=None if self.q_norm is None else self.q_norm.eps,
         )
@@ -273,7 +302,8 @@ class RotaryLayer(PackedLayer):
         q, k, _ = self.split_heads(self.rotated(x, *angles))
         k = k.repeat_interleave(self.heads // self.kv_heads, 1)
         left, right = self.window
-        return ops.attention_weights(q, k, window=(left, right), cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        return ops.attention_weights(q, k, window=(left, right), scale=self.scale, **options)
 
 
 def rotary_tables(theta: float, positions: Tensor, columns: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -334,7 +364,7 @@ def is_capturing(x: Tensor) -> bool:
 # The attributes that determine a layer's description, in addition to its parameters and the epsilons of its norms.
 _settings_of = operator.itemgetter(
     *("training", "dropout", "feed_forward_dropout", "attention_dropout", "intermediate_dropout"),
-    *("heads", "kv_heads", "head_dim", "window", "activation", "norm_first", "norm", "theta"),
+    *("heads", "kv_heads", "head_dim", "window", "activation", "norm_first", "norm", "theta", "scale"),
 )
 
 
