@@ -12,12 +12,10 @@ FASTTFM_FUNCTION(int64_t, gelu_product_workspace_cuda, int64_t rows, int64_t col
 FASTTFM_FUNCTION(Status, gelu_product_forward_cuda, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                  const OptionalTensor& h, const OptionalTensor& derivative, const Tensor& a, Activation activation) {
   if (!x.has_rows()) return bad_size("gelu_product: x must have adjacent columns and one stride between rows");
-  return cuda::gelu_product_forward({
+  const ActivatedProduct product = {
       .x = x.data,
       .weight = weight.data,
       .bias = bias.data,
-      .h = h.data,
-      .derivative = derivative.data,
       .a = a.data,
       .rows = x.rows(),
       .inputs = x.columns(),
@@ -28,7 +26,8 @@ FASTTFM_FUNCTION(Status, gelu_product_forward_cuda, const Tensor& x, const Tenso
       .bias_dtype = bias.dtype(),
       .device = context.device,
       .stream = context.stream,
-  });
+  };
+  return cuda::gelu_product_forward({product, h.data, derivative.data});
 }
 
 FASTTFM_FUNCTION(Status, gelu_product_backward_cuda, const Tensor& dy, const Tensor& weight, const OptionalTensor& bias,

@@ -47,6 +47,28 @@ Status gelu_product_forward(const GeluProductForward& call) {
                            : run_activated<LoneShape, GeluForward, Kept::nothing>(operands, p, call.activation);
 }
 
+Status gated_product(const ActivatedProduct& call) {
+  const ProductOperands operands = {call.x,     call.weight, call.x_stride, call.inputs,
+                                    call.dtype, call.device, call.stream,   call.dependent != 0};
+  constexpr int64_t kTogether = kTileColumns / 2;  // columns of the gate in a part
+  const int64_t columns = (call.columns + kTogether - 1) / kTogether * kTileColumns;
+  const Status status = check_product(operands, call.rows, columns, {call.x, call.weight, call.bias, call.a});
+  if (status.code != StatusCode::ok || call.rows == 0) return status;
+  if (call.columns % kVector != 0) return bad_size("gated_product: columns must be a multiple of 8");
+  const DeviceGuard guard(call.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
+  GeluProductParams p = {};
+  p.bias = call.bias;
+  p.bias_dtype = call.bias_dtype;
+  p.activation = static_cast<char*>(call.a);
+  p.rows = static_cast<int>(call.rows);
+  p.columns = static_cast<int>(columns);
+  p.gate = static_cast<int>(call.columns);
+  return with_activation(call.activation, [&](auto tag) {
+    return run_product<Shape, GatedForward<decltype(tag)::value>>(operands, p);
+  });
+}
+
 Status gelu_product_backward(const GeluProductBackward& call) {
   const ProductOperands operands = {call.dy,    call.weight, call.dy_stride, call.outputs,
                                     call.dtype, call.device, call.stream};

@@ -23,10 +23,10 @@ struct GeluProductParams : ProductSizes {
   const void* bias;  // or null
   const char* kept;  // backward
   char* product;     // forward: h or the derivative (Kept); backward: dh
-  char* activation;  // backward: a, or null
+  char* activation;  // a: of the backward, or null; of the forward with a gate
   float* sums;       // backward: [row tiles, columns], or null
   DType bias_dtype;
-  CUtensorMap map;  // forward: of a
+  CUtensorMap map;  // forward without a gate: of a
 };
 
 constexpr int kEpilogueSums = 1;  // the named barrier of the epilogue warps
@@ -66,6 +66,52 @@ __device__ __forceinline__ void finish_forward(const GeluProductParams& p, Produ
                       p.product + 2 * (static_cast<int64_t>(row) * p.columns + column), sums);
     return narrow_vector<T>(value);
   });
+}
+
+// With a gate: a thread has 8 columns of it or of up. Those of the same columns exchange halves, so that each computes 4
+// elements of a.
+template <class T, class S, Activation A>
+__device__ __forceinline__ void finish_gated(const GeluProductParams& p, ProductMemory<S>& memory, int warp) {
+  static_assert(S::kWholeTiles && S::kCluster == 2, "each block of a cluster loads the gate or up");
+  constexpr int kHalf = kVector / 2, kUpLane = 4;
+  const EpilogueThread<S> thread(memory, warp);
+  const bool is_up = (thread.lane & kUpLane) != 0;
+  const int own = kVector * (thread.lane % kUpLane);  // the thread's first column of 32
+  const auto bias_of = [&](int column) {
+    return BiasVector(p, column + own < p.gate ? column + own + (is_up ? p.gate : 0) : p.columns);
+  };
+  uint32_t parity = 0;
+  ProductTileScheduler<S> tile(p);
+  for (; tile.valid(p); tile.next(p)) {
+    memory.result_full[0].wait(parity);
+    const int parts = tile.parts(p);
+#pragma unroll 1
+    for (int part = 0; part < parts; ++part) {
+      const int column = (tile.column + part * kTileColumns) / 2;
+      const bool there = column + own < p.gate;
+      float bias[kVector];
+      bias_of(column).widen_to(bias, p.bias_dtype);
+#pragma unroll
+      for (int v = 0; v < S::kVectors; ++v) {
+        const uint4 sums = thread.vector(part, v);
+        const int row = tile.row + thread.row + v * EpilogueThread<S>::kStep;
+        float value[kVector], result[kHalf];
+        widen_vector<T>(sums, value);
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) {
+          const float first = value[i] + bias[i], second = value[kHalf + i] + bias[kHalf + i];
+          const float other = __shfl_xor_sync(0xffffffffu, is_up ? first : second, kUpLane);
+          const float gate = is_up ? other : first, up = is_up ? second : other;
+          result[i] = activated_as<A, T>(gate).value * up;
+        }
+        char* to = p.activation + 2 * (static_cast<int64_t>(row) * p.gate + column + own + (is_up ? kHalf : 0));
+        const uint2 words = {narrow_word(result[0], result[1], T{}), narrow_word(result[2], result[3], T{})};
+        if (there && thread.in_tile(v) && row < p.rows) *reinterpret_cast<uint2*>(to) = words;
+      }
+    }
+    release_result(memory, thread);
+    parity ^= 1;
+  }
 }
 
 // Adds the threads' column sums of a part in a fixed order and writes them. Called by all epilogue threads; consecutive
@@ -167,6 +213,18 @@ struct GeluForward {
   template <class T, class S>
   static __device__ __forceinline__ void finish(const Params& p, ProductMemory<S>& memory, int warp) {
     finish_forward<T, S, A, KEPT>(p, memory, warp);
+  }
+};
+
+// Forward with a gate: b is the weight of the gate and up.
+template <Activation A>
+struct GatedForward {
+  using Params = GeluProductParams;
+  static constexpr Major kB = Major::k;
+
+  template <class T, class S>
+  static __device__ __forceinline__ void finish(const Params& p, ProductMemory<S>& memory, int warp) {
+    finish_gated<T, S, A>(p, memory, warp);
   }
 };
 

@@ -2,6 +2,7 @@
 // backward. N rows.
 //
 //   forward    h = x weight^T     a = activation(h + bias)            x [N, C], weight [I, C]
+//   gated      h = x weight^T     a = activation(g) * u, [g, u] = h + bias       weight [2 I, C]
 //   backward   da = dy weight     dh = da * activation'(h + bias)     dy [N, O], weight [O, I]
 //              a recomputed       dbias = sum over rows of dh
 //
@@ -22,12 +23,10 @@
 
 namespace fasttfm {
 
-struct GeluProductForward {
+struct ActivatedProduct {
   const void* x;       // [N, C], dtype; rows x_stride elements apart
-  const void* weight;  // [I, C], dtype, contiguous
-  const void* bias;    // [I], bias_dtype, or null for 0
-  void* h;             // [N, I], dtype, contiguous, or null if not needed
-  void* derivative;    // [N, I], dtype, contiguous, or null if not needed; at most one of the two
+  const void* weight;  // [I, C], or with a gate [2 I, C]: the gate's rows, then up's; dtype, contiguous
+  const void* bias;    // [I] or [2 I], bias_dtype, or null for 0
   void* a;             // [N, I], dtype, contiguous
   int64_t rows;        // N
   int64_t inputs;      // C
@@ -39,6 +38,11 @@ struct GeluProductForward {
   int device;
   void* stream;
   int dependent;  // not 0 to start before the previous kernel in the stream, which writes neither weight nor bias, ends
+};
+
+struct GeluProductForward : ActivatedProduct {
+  void* h;           // [N, I], dtype, contiguous, or null if not needed
+  void* derivative;  // [N, I], dtype, contiguous, or null if not needed; at most one of the two
 };
 
 struct GeluProductBackward {
@@ -66,6 +70,7 @@ namespace cuda {
 // Requires compute capability 9.0, sizes and strides that are multiples of 8, and tensors aligned to 16 bytes.
 Status gelu_product_forward(const GeluProductForward&);
 Status gelu_product_backward(const GeluProductBackward&);
+Status gated_product(const ActivatedProduct&);
 int64_t gelu_product_workspace(int64_t rows, int64_t columns);  // in floats
 }  // namespace cuda
 

@@ -63,23 +63,25 @@ struct Hopper {
     run->launch(qkv_projection, &projection, 0);
   }
 
-  // y [T, columns] = activation(x [T, inner] weight^T + bias); h is the product, or null.
+  // y [T, columns] = activation(x [T, inner] weight^T + bias), or, if it is gated, that of the gate times up.
   static void gemm_activation(Run<Hopper>* run) {
     auto& fields = run->fields_;
-    GeluProductForward product{};
+    ActivatedProduct product{};
     product.x = fields.address();
     product.weight = fields.address();
     product.bias = fields.address();
     product.columns = fields.integer();
     product.activation = static_cast<Activation>(fields.integer());
     product.inputs = product.x_stride = fields.integer();
-    product.h = fields.address();
+    const bool gated = fields.integer() != 0;
     product.a = fields.address();
     product.rows = run->call_.tokens;
     product.dtype = run->call_.dtype;
     product.bias_dtype = run->call_.parameter_dtype;
     product.dependent = run->started_;
-    run->launch(gelu_product_forward, &product, 0);
+    if (gated) return run->launch(gated_product, &product, 0);
+    GeluProductForward forward{product};
+    run->launch(gelu_product_forward, &forward, 0);
   }
 
   static int64_t attention_workspace(const LayersCall&, int64_t) { return 16; }  // a counter of tiles

@@ -121,11 +121,12 @@ __device__ __forceinline__ void tma_load_to_cluster(const CUtensorMap* map, Mbar
 }
 
 // The loads of a tile, issued by one thread. Of each part of b the block loads some rows if b is K-major, otherwise
-// some elements of K.
+// some elements of K. With a gate, the two blocks of a cluster load its rows and those of up.
 template <class S, Major B>
 struct ProductCopies {
   ProductMemory<S>& memory;
   const CUtensorMap *a_map, *b_map;
+  int gate;  // ProductSizes
 
   __device__ __forceinline__ void load_a(uint32_t slot, int step, int row) const {
     tma_load(a_map, memory.full[slot], shared_address(memory.a[slot]), step * kTileColumns, row, 0, 0);
@@ -133,16 +134,17 @@ struct ProductCopies {
   // Also announces the bytes of a.
   __device__ __forceinline__ void load_b(uint32_t slot, int step, int column, int parts) const {
     constexpr int kShare = kTileColumns / S::kCluster;
-    const int first = static_cast<int>(blockIdx.x) % S::kCluster * kShare;
+    const int rank = static_cast<int>(blockIdx.x) % S::kCluster, first = rank * kShare;
     const uint32_t to = shared_address(memory.b[slot]);
     memory.full[slot].arrive_expect_tx((S::kRows + parts * kTileColumns) * kTileRowBytes);
 #pragma unroll
     for (int part = 0; part < S::kParts; ++part) {
       if (part >= parts) continue;
       const int from = part * kTileColumns;
+      const int row = gate == 0 ? column + from + first : (column + from) / 2 + rank * gate;
       tma_load_to_cluster<S>(b_map, memory.full[slot], to + (from + first) * kTileRowBytes,
                              B == Major::k ? step * kTileColumns : column + from,
-                             B == Major::k ? column + from + first : step * kTileColumns + first);
+                             B == Major::k ? row : step * kTileColumns + first);
     }
   }
 };
@@ -408,7 +410,7 @@ __global__ void __cluster_dims__(S::kCluster, 1, 1) __launch_bounds__(S::kThread
     } else if (elect_one()) {
       prefetch_tensormap(&a_map);
       prefetch_tensormap(&b_map);
-      produce(p, ProductCopies<S, E::kB>{memory, &a_map, &b_map});
+      produce(p, ProductCopies<S, E::kB>{memory, &a_map, &b_map, p.gate});
     }
     __syncwarp();
   }
@@ -433,7 +435,7 @@ template <class T, class S, class E>
 Status launch_product(const ProductOperands& operands, typename E::Params p, int multiprocessors) {
   constexpr size_t kMemory = sizeof(ProductMemory<S>) + ProductMemory<S>::kSlack;
   static_assert(kMemory <= 227 * 1024, "more shared memory than an SM has");
-  const int64_t inner = operands.inner, columns = p.columns;
+  const int64_t inner = operands.inner, columns = p.gate == 0 ? p.columns : 2 * p.gate;  // of b
   constexpr bool kMn = E::kB == Major::mn;
   const TensorView a_view = {
       operands.a, operands.dtype, {inner, p.rows, 1, 1}, {operands.a_stride, 0, 0}, {kTileColumns, S::kRows, 1, 1}};

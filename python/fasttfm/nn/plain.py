@@ -208,10 +208,15 @@ def register_activation(kind: type[nn.Module], name: str) -> None:
 
 def activation_name(activation: Callable[[Tensor], Tensor]) -> str | None:
     """The name in ops of an activation, which is a function or a plain module; None if it has to be called."""
+    if isinstance(activation, nn.Module) and not is_plain(activation):
+        return None
+    return known_activation_name(activation)
+
+
+def known_activation_name(activation: Any) -> str | None:
+    """The same for a module that is known to be plain."""
     if not isinstance(activation, nn.Module):
         return _ACTIVATIONS.get(activation)
-    if not is_plain(activation):
-        return None
     if type(activation) is nn.GELU:
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     return _ACTIVATIONS.get(type(activation))

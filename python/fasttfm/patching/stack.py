@@ -19,6 +19,7 @@ from fasttfm.nn.plain import (
     is_plain_dropout,
     is_plain_linear,
     is_plain_norm,
+    known_activation_name,
     plain_parameters,
 )
 from fasttfm.ops import linear
@@ -58,6 +59,39 @@ class LayerModules(NamedTuple):
         return [*self.linears(), *(each for each in others if each is not None)]
 
 
+class LayerSettings(NamedTuple):
+    """What a user can set on the modules of a layer, read at each call."""
+
+    head_dim: int
+    is_causal: bool
+    scaling: float
+    activation: str
+    attention_p: float
+    p_a: float
+    p_b: float
+    eps_a: float
+    eps_b: float
+
+
+def _settings_of(layer: LayerModules) -> LayerSettings:
+    # Modules' attributes are read from their dictionaries: this runs for each layer before every forward. The tree of
+    # modules is unchanged, so that an activation is as plain as it was.
+    attention = layer.attention.__dict__
+    name = known_activation_name(layer.activation)
+    assert name is not None
+    return LayerSettings(
+        head_dim=attention["attention_head_size"],
+        is_causal=attention["is_causal"],
+        scaling=attention["scaling"],
+        activation=name,
+        attention_p=getattr(layer.attention_dropout, "p", 0.0) if attention["training"] else 0.0,
+        p_a=0.0 if layer.dropout_a is None else dropout_rate(layer.dropout_a),
+        p_b=0.0 if layer.dropout_b is None else dropout_rate(layer.dropout_b),
+        eps_a=layer.norm_a.__dict__["eps"],
+        eps_b=layer.norm_b.__dict__["eps"],
+    )
+
+
 class Stack(Uncopied):
     """The layers of an encoder, read once for as long as the tree of modules is unchanged."""
 
@@ -95,27 +129,24 @@ class Stack(Uncopied):
 
     def options(self, max_seqlen: int) -> BlockOptions | None:
         """The options that all layers share; None if they differ, or if a stack does not support them."""
-        found = {self._options(layer, max_seqlen) for layer in self.layers}
-        return found.pop() if len(found) == 1 else None
-
-    def _options(self, layer: LayerModules, max_seqlen: int) -> BlockOptions | None:
-        attention, dropout_a, dropout_b = layer.attention, layer.dropout_a, layer.dropout_b
-        size = attention.attention_head_size
-        if attention.is_causal or attention.scaling != size**-0.5 or self.width % size:
+        found = {_settings_of(layer) for layer in self.layers}
+        if len(found) > 1:
             return None
-        name = activation_name(layer.activation)
-        assert name is not None
+        settings = found.pop()
+        size = settings.head_dim
+        if settings.is_causal or settings.scaling != size**-0.5 or self.width % size:
+            return None
         return BlockOptions(
             heads=self.width // size,
             max_seqlen=max_seqlen,
             window_left=-1,
             window_right=-1,
-            activation=ops.ACTIVATIONS[name],
-            attention_p=getattr(layer.attention_dropout, "p", 0.0) if attention.training else 0.0,
-            p_a=0.0 if dropout_a is None else dropout_rate(dropout_a),
-            p_b=0.0 if dropout_b is None else dropout_rate(dropout_b),
-            eps_a=layer.norm_a.eps,
-            eps_b=layer.norm_b.eps,
+            activation=ops.ACTIVATIONS[settings.activation],
+            attention_p=settings.attention_p,
+            p_a=settings.p_a,
+            p_b=settings.p_b,
+            eps_a=settings.eps_a,
+            eps_b=settings.eps_b,
             recompute=False,
             keep_activation=False,
             backend=requested(None),
@@ -195,9 +226,7 @@ def join(tensors: list[Tensor | None]) -> Sequence[Any]:
 def _joined(tensors: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Concatenates all of them by one launch."""
     rows, *others = tensors[0].shape
-    memory = tensors[0].new_empty((len(tensors), rows, *others))
-    torch._foreach_copy_(memory.unbind(), tensors)
-    return memory.view(-1, 3 * rows, *others).unbind()
+    return torch.cat(tensors).view(-1, 3 * rows, *others).unbind()
 
 
 class _Join(torch.autograd.Function):

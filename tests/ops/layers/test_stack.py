@@ -62,6 +62,7 @@ STACKS = {
     "GPT-dropout": (replace(GPT, dropout_a=0.2, dropout_b=0.3),) * 2,
     "ModernBERT": (MODERN, replace(MODERN, attention=LOCAL), MODERN),
     "ModernBERT-biases": (replace(MODERN, present=EVERY),) * 2,
+    "gate-of-200": (replace(MODERN, feed_forward=replace(GATED, columns=200), present=EVERY),) * 2,
     "post-LN-gated": (replace(BERT, feed_forward=GATED, attention=ROTARY),) * 2,
     "half-rotated": (replace(MODERN, attention=replace(ROTARY, rotary_columns=HEAD_DIM // 2)),) * 2,
     "grouped": (replace(MODERN, attention=replace(ROTARY, heads=4, kv_heads=1)),) * 2,

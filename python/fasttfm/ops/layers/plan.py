@@ -181,8 +181,8 @@ class _Forward:
         own = spec.feed_forward
         weight, bias = f"{index}.up_weight", self.parameter(index, spec, "up_bias")
         a, code = self.tensor(f"{index}.a", own.columns), ACTIVATIONS[own.activation]
-        if self._applies("gemm_activation", spec):
-            self.steps.append(steps.GemmActivation(y1, weight, bias, own.columns, code, spec.width, None, a))
+        if self._applies("gated_gemm" if own.gated else "gemm_activation", spec):
+            self.steps.append(steps.GemmActivation(y1, weight, bias, own.columns, code, spec.width, own.gated, a))
         else:
             rows = own.columns * (2 if own.gated else 1)
             h = self.tensor(f"{index}.h", rows)

@@ -211,7 +211,7 @@ class ActivationBackward(NamedTuple):
 
 
 class GemmActivation(NamedTuple):
-    """y = activation(x weight^T + bias); h, if it is not None, is the product."""
+    """y = activation(x weight^T + bias), or, if it is gated, activation(g) * u of the product's halves g and u."""
 
     x: Name
     weight: Name
@@ -219,7 +219,7 @@ class GemmActivation(NamedTuple):
     columns: int
     activation: int
     inner: int
-    h: Name | None
+    gated: bool
     y: Name
 
 
@@ -297,7 +297,7 @@ _WRITES: dict[type, tuple[str, ...]] = {
     GatedActivationBackward: ("dx", "dbias"),
     Activation: ("y",),
     ActivationBackward: ("dx", "y", "dbias"),
-    GemmActivation: ("h", "y"),
+    GemmActivation: ("y",),
     ColumnSum: ("sum",),
     HeadNorm: ("y", "rstd"),
     HeadNormBackward: ("dy", "dq_weight", "dk_weight"),

@@ -148,8 +148,11 @@ def _activation(state: _State, step: steps.Activation) -> None:
 
 
 def _gemm_activation(state: _State, step: steps.GemmActivation) -> None:
-    x, weight, bias = state.get(step.x), state.get(step.weight), state.get(step.bias)
-    state.tensors[step.y] = ops.linear_gelu(x, weight, bias, activation=_ACTIVATIONS[step.activation])
+    x, weight, bias, activation = *map(state.get, (step.x, step.weight, step.bias)), _ACTIVATIONS[step.activation]
+    if step.gated:
+        state.tensors[step.y] = ops.gated_activation(dense(x, weight, None), bias, activation=activation)
+    else:
+        state.tensors[step.y] = ops.linear_gelu(x, weight, bias, activation=activation)
 
 
 _RUN: dict[type, Callable[[_State, Any], None]] = {
