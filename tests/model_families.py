@@ -15,6 +15,15 @@ _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 _EUROBERT = {"num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": 1}
 _DISTILBERT = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "max_position_embeddings": 64}
+_DEBERTA = {
+    "relative_attention": True,
+    "position_buckets": 16,
+    "max_position_embeddings": 64,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_biased_input": False,
+}
 # The name of its classes, its sizes and the kind of its tokenizer.
 SMALL_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "bert": ("Bert", {**_SMALL, "max_position_embeddings": 64}, "wordpiece"),
@@ -28,6 +37,7 @@ SMALL_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "modernbert": ("ModernBert", {**_SMALL, "max_position_embeddings": 64, "pad_token_id": 0}, "wordpiece"),
     "eurobert": ("EuroBert", {**_SMALL, **_EUROBERT}, "bpe"),
     "nomic_bert": ("NomicBert", {**_SMALL, "max_position_embeddings": 64}, "wordpiece"),
+    "deberta-v2": ("DebertaV2", {**_SMALL, **_DEBERTA}, "wordpiece"),
     "openai-gpt": ("OpenAIGPT", _GPT, "bpe"),
     "gpt2": ("GPT2", _GPT, "bpe"),
 }

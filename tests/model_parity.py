@@ -53,6 +53,7 @@ FAMILIES = (
     "ModernBert",
     "EuroBert",
     "NomicBert",
+    "DebertaV2",
     "Qwen3",
     "Llama",
     "Gemma3Text",
@@ -173,7 +174,7 @@ def check_layout(
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
         if module is not ours:
-            output = module(IDS, attention_mask=mask, **given, output_hidden_states=True)
+            output = module(IDS, attention_mask=mask.long(), **given, output_hidden_states=True)
             return tensors(output, mask)
         options: dict[str, Any] = {"output_hidden_states": True}
         if hasattr(module, "lm_head"):

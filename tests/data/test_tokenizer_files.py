@@ -170,6 +170,29 @@ def test_ids_of_fairseq(
     assert tokenizer.separators == 2
 
 
+DEBERTA = [("[PAD]", 0.0, 3), ("[CLS]", 0.0, 3), ("[SEP]", 0.0, 3), ("[UNK]", 0.0, 2), *PIECES[3:]]
+
+
+def test_ids_of_deberta(tmp_path: Path) -> None:
+    """Those of transformers, from its tokenizer.json and from the SentencePiece model, which lacks [MASK]."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.DebertaV2Tokenizer(vocab=[(piece, score) for piece, score, _ in DEBERTA])
+    theirs.save_pretrained(tmp_path / "json")
+    (tmp_path / "spm").mkdir()
+    model_file(tmp_path / "spm" / "spm.model", 1, DEBERTA)
+    (tmp_path / "spm" / "config.json").write_text('{"model_type": "deberta-v2"}')
+    (tmp_path / "spm" / "tokenizer_config.json").write_text('{"do_lower_case": false, "vocab_type": "spm"}')
+    for folder in ("json", "spm"):
+        ours = load_tokenizer(tmp_path / folder)
+        special = ours.special
+        assert (special.pad, special.cls, special.sep, special.unk, special.mask) == (0, 1, 2, 3, len(DEBERTA))
+        assert ours.vocab_size == len(theirs)
+        for text in ("whale wha", "a?", "  le  [MASK] whale", "Whale"):
+            assert ours.backend.encode(text).ids == theirs(text).input_ids, (folder, text)
+        pair = ours.backend.encode("le", "wha")
+        assert (pair.ids, pair.type_ids) == (theirs("le", "wha").input_ids, theirs("le", "wha").token_type_ids)
+
+
 def test_tokens_around_a_text_that_no_file_names(tmp_path: Path) -> None:
     """As in mmBERT: [CLS] and [SEP] are called <bos> and <eos>."""
     tokenizers = pytest.importorskip("tokenizers")

@@ -29,7 +29,7 @@ SIZES = {
     "intermediate_size": 20,
     "max_position_embeddings": 11,
 }
-ENCODERS = ("Bert", *ROBERTAS, "Albert", "Electra", "DistilBert", "ModernBert", "MPNet")
+ENCODERS = ("Bert", *ROBERTAS, "Albert", "Electra", "DistilBert", "ModernBert", "MPNet", "DebertaV2")
 CLASSES = [
     name
     for name in models.__all__
@@ -63,7 +63,7 @@ def stored(directory: Path) -> dict[str, Tensor]:
 
 UNTIED = [
     "BertForPreTraining",
-    *(f"{family}ForMaskedLM" for family in ("Bert", "Roberta", "MPNet", "Albert", "Electra")),
+    *(f"{family}ForMaskedLM" for family in ("Bert", "Roberta", "MPNet", "Albert", "Electra", "DebertaV2")),
 ]
 
 

@@ -76,6 +76,24 @@ _MODERNBERT: dict[str, Any] = {
     "sparse_prediction": False,
     "torch_dtype": "float32",
 }
+_DEBERTA: dict[str, Any] = {
+    "architectures": ["DebertaV2Model"],
+    "attention_probs_dropout_prob": 0.1,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "initializer_range": 0.02,
+    "layer_norm_eps": 1e-7,
+    "max_position_embeddings": 512,
+    "max_relative_positions": -1,
+    "model_type": "deberta-v2",
+    "norm_rel_ebd": "layer_norm",
+    "pos_att_type": "p2c|c2p",
+    "position_biased_input": False,
+    "position_buckets": 256,
+    "relative_attention": True,
+    "share_att_key": True,
+    "type_vocab_size": 0,
+}
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "multilingual-e5-large": _XLM_ROBERTA,
@@ -111,6 +129,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "pad_token_id": 1,
         "relative_attention_num_buckets": 32,
     },
+    "deberta-v3-base": _DEBERTA,
+    "deberta-v2-xlarge": _DEBERTA | {"attention_head_size": 16, "conv_act": "gelu", "conv_kernel_size": 3},
     "mmBERT-base": _MODERNBERT
     | {"bos_token_id": 2, "cls_token_id": 1, "eos_token_id": 1, "mask_token_id": 4, "pad_token_id": 0}
     | {"max_position_embeddings": 8192, "sep_token_id": 1},
@@ -153,7 +173,7 @@ def test_outputs_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert comparison.ok, comparison
 
 
-@pytest.mark.parametrize("kind", ["new", "deberta-v2", "bart"])
+@pytest.mark.parametrize("kind", ["new", "deberta", "bart"])
 def test_others_are_refused_with_the_list(kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": ["NewModel"]}))
     known = r"bert, roberta, xlm-roberta, camembert, mpnet, albert, .*modernbert, .*gpt2, .*"

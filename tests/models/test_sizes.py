@@ -29,6 +29,15 @@ PUBLISHED = {
     "LlamaModel": {"tiny": 4.6, "7b": 6610},
     "Gemma3TextModel": {"tiny": 33.9, "270m": 270, "embedding": 300, "1b": 1000},
     "NomicBertModel": {"tiny": 4.7, "base": 137},
+    "DebertaV2Model": {
+        "tiny": 16.9,
+        "xsmall": 71,
+        "small": 142,
+        "base": 184,
+        "large": 435,
+        "xlarge": 900,
+        "xxlarge": 1570,
+    },
     "Qwen3Model": {"tiny": 19.7, "0.6b": 600, "4b": 4000},
     "ViTModel": {"mini": 0.22, "tiny": 5.7, "small": 22, "base": 86, "large": 307, "huge": 632},
     "ErnieKnowledgeModel": {"tiny": 4.4, "mini": 11.3, "base": 114},  # the smaller ones are BERT's sizes with entities

@@ -152,7 +152,9 @@ def test_every_family_takes_a_step(family: str, request: pytest.FixtureRequest, 
             continue
         model, task = prepare(task_name, tmp_path, examples)
         batch = task.batch(task.features(examples))
-        assert (batch.token_type_ids is None) == (gpt or roberta or family in ("distilbert", "modernbert", "mpnet"))
+        assert (batch.token_type_ids is None) == (
+            gpt or roberta or family in ("distilbert", "modernbert", "mpnet", "deberta-v2")
+        )
         separators = batch.input_ids.tolist().count(tokenizer.special.sep)
         assert separators == (0 if gpt else 2 + roberta) * (len(batch.cu_seqlens) - 1) or task_name == "tag"
         before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -3,7 +3,7 @@
 tokenizer.json               the format of the tokenizers library
 vocab.txt                    WordPiece: BERT, DistilBERT and ELECTRA
 vocab.json and merges.txt    BPE: of bytes for GPT-2 and RoBERTa, of characters for GPT
-*.model                      SentencePiece: ALBERT (``spiece.model``), XLM-RoBERTa, CamemBERT, or your own
+*.model                      SentencePiece: ALBERT (``spiece.model``), XLM-RoBERTa, CamemBERT, DeBERTa, or your own
 """
 
 from __future__ import annotations
@@ -160,6 +160,8 @@ _FAIRSEQ = {
     "camembert": ([("<s>NOTUSED", 0.0), _START[1], ("</s>NOTUSED", 0.0), _START[3], ("<unk>NOTUSED", -100.0)], 1),
 }
 
+_MASK = "[MASK]"  # DeBERTa's, which its SentencePiece model does not have
+
 
 def _with_ids_of(folder: Path, settings: dict[str, Any], model: SentencePieceModel) -> SentencePieceModel:
     """The pieces with the ids of the model that the folder's files name."""
@@ -169,6 +171,8 @@ def _with_ids_of(folder: Path, settings: dict[str, Any], model: SentencePieceMod
         if kind in _FAIRSEQ:
             start, first = _FAIRSEQ[kind]
             return replace(model, pieces=[*start, *model.pieces[first:], ("<mask>", 0.0)], unknown=3)
+        if kind == "debertav2" and _MASK not in (piece for piece, _ in model.pieces):
+            return replace(model, pieces=[*model.pieces, (_MASK, 0.0)])
     return model
 
 

@@ -37,6 +37,15 @@ from fasttfm.models.camembert import (
     CamembertModel,
 )
 from fasttfm.models.checkpoint_files import CheckpointError
+from fasttfm.models.deberta_v2 import (
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    DebertaV2ForMultipleChoice,
+    DebertaV2ForQuestionAnswering,
+    DebertaV2ForSequenceClassification,
+    DebertaV2ForTokenClassification,
+    DebertaV2Model,
+)
 from fasttfm.models.distilbert import (
     DistilBertConfig,
     DistilBertForMaskedLM,
@@ -201,6 +210,13 @@ __all__ = [
     "CamembertKagNetConfig",
     "CamembertModel",
     "CheckpointError",
+    "DebertaV2Config",
+    "DebertaV2ForMaskedLM",
+    "DebertaV2ForMultipleChoice",
+    "DebertaV2ForQuestionAnswering",
+    "DebertaV2ForSequenceClassification",
+    "DebertaV2ForTokenClassification",
+    "DebertaV2Model",
     "DistilBertConfig",
     "DistilBertForMaskedLM",
     "DistilBertForMultipleChoice",

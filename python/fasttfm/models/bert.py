@@ -399,8 +399,11 @@ class BertForSequenceClassification(BertHead):
         inputs = (input_ids, attention_mask, token_type_ids, position_ids)
         encoded = self.encoder.encode(*inputs, reads_first=True, **layout)
         logits = self.classify(encoded)
-        loss = None if labels is None else classification_loss(logits, labels, self.config.problem_type)
+        loss = None if labels is None else self.loss(logits, labels)
         return ClassifierOutput(loss, logits, **encoded.returned())
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return classification_loss(logits, labels, self.config.problem_type)
 
     def classify(self, encoded: Encoded) -> Tensor:
         """[sequences, labels]"""

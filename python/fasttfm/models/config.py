@@ -109,6 +109,15 @@ class ModelConfig:
         write_json(path / CONFIG, self.to_dict(), sort_keys=True)
 
 
+_LEAST = {  # a model may have none
+    "type_vocab_size": 0,
+    "num_entities": 0,
+    "conv_kernel_size": 0,
+    "max_relative_positions": -1,
+    "position_buckets": -1,
+}
+
+
 def _rules(cls: type[ModelConfig]) -> Iterator[tuple[str, Callable[[Any], bool], str]]:
     """For every field: its name, a predicate for its values, and a description of it. Sizes and counts are at least 1,
     dropout probabilities below 1, and only ids may be negative."""
@@ -129,7 +138,7 @@ def _rule(name: str, kind: Any) -> tuple[Callable[[Any], bool], str]:
     if kind is int and name.endswith("_id"):
         return _is_whole, "a whole number"
     if kind is int:
-        least = 0 if name in ("type_vocab_size", "num_entities") else 1  # a model may have none
+        least = _LEAST.get(name, 1)
         return lambda value: _is_whole(value) and value >= least, f"a whole number from {least} on"
     if kind is float and "drop" in name:
         return lambda value: _is_number(value) and 0 <= value <= 1, "a number in [0, 1]"

@@ -8,6 +8,7 @@ from fasttfm.models import (
     albert,
     bert,
     camembert,
+    deberta_v2,
     distilbert,
     electra,
     ernie_knowledge,
@@ -37,7 +38,18 @@ from fasttfm.models.objectives import (
 )
 
 _ROBERTAS = (roberta, xlm_roberta, camembert, mpnet)
-_ENCODERS = (bert, *_ROBERTAS, albert, electra, distilbert, modernbert, eurobert, nomic_bert, ernie_knowledge)
+_ENCODERS = (
+    bert,
+    *_ROBERTAS,
+    albert,
+    electra,
+    distilbert,
+    modernbert,
+    eurobert,
+    nomic_bert,
+    deberta_v2,
+    ernie_knowledge,
+)
 _FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, llama, qwen3, gemma3, modernbert_decoder, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 

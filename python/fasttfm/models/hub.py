@@ -23,6 +23,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "vocab.json",
     "spiece.model",
+    "spm.model",
     "sentencepiece.bpe.model",
     "tokenizer.model",
 )

@@ -70,9 +70,9 @@ class PretrainedModel(nn.Module):
     def initialise(self, module: nn.Module) -> None:
         """Initializes a module's parameters: normal weights, zero biases, identity LayerNorms. In a pre-LN model the
         blocks' outputs add up, so the weights of their last layers are divided by the square root of their number."""
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, (nn.Linear, nn.Embedding, nn.Conv1d)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
-        if isinstance(module, nn.Linear) and module.bias is not None:
+        if isinstance(module, (nn.Linear, nn.Conv1d)) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             with torch.no_grad():

@@ -28,6 +28,7 @@ class Embeddings(nn.Module):
         padding_idx: A token whose embedding gets no gradient.
         scale: A factor of the result, in the word table's type.
         output_width: The width of a final linear layer, if tables are narrower than the model (ALBERT, ELECTRA).
+        norm_last: Whether such a layer has no bias, and comes before LayerNorm and dropout (DeBERTa).
         device, dtype: Device and dtype of the parameters.
     """
 
@@ -45,6 +46,7 @@ class Embeddings(nn.Module):
         padding_idx: int | None = None,
         scale: float | None = None,
         output_width: int | None = None,
+        norm_last: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -56,8 +58,12 @@ class Embeddings(nn.Module):
         self.position = nn.Embedding(positions, width, **factory) if positions else None
         self.segment = nn.Embedding(segments, width, **factory) if segments else None
         self.word_segments = segments is None
-        self.norm = nn.LayerNorm(width, eps=eps, bias=norm_bias, **factory) if norm else None
-        self.projection = None if output_width is None else nn.Linear(width, output_width, **factory)
+        self.norm_last = norm_last and output_width is not None
+        normed = output_width if self.norm_last else width
+        self.norm = nn.LayerNorm(normed, eps=eps, bias=norm_bias, **factory) if norm else None
+        self.projection = (
+            None if output_width is None else nn.Linear(width, output_width, bias=not norm_last, **factory)
+        )
         self.dropout, self.scale = dropout, scale
 
     def forward(
@@ -79,9 +85,9 @@ class Embeddings(nn.Module):
         word, position, norm, projection = own["word"], own.get("position"), own.get("norm"), own.get("projection")
         segment = word if self.word_segments and segment_ids is not None else own.get("segment")
         others = [each for each in (position, segment) if each is not None and each is not word]
-        if not _is_fusable(word, others, norm):
+        if self.norm_last or not _is_fusable(word, others, norm):
             x = self._scaled(self._call_modules(ids, cu_seqlens, segment, position_ids, segment_ids, seed))
-            return x if projection is None else projection(x)
+            return x if projection is None or self.norm_last else projection(x)
         word_table = word._parameters["weight"]
         x = ops.embedding(
             ids,
@@ -127,6 +133,8 @@ class Embeddings(nn.Module):
             x = x + self.position(position_ids)
         if segment is not None:
             x = x + segment(torch.zeros_like(ids) if segment_ids is None else segment_ids)
+        if self.norm_last and self.projection is not None:
+            x = self.projection(x)
         x = x if self.norm is None else layer_norm(self.norm, x)
         dtype = autocast_type(x)
         x = x if dtype is None else x.to(dtype)
