@@ -141,7 +141,7 @@ def test_normalized_vectors(bert_directory: Path, texts: Path, tmp_path: Path, p
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--pooling", "median"), "pooling: expected mean, first, last, max, mean-sqrt, weighted, or several"),
+        (("--pooling", "median"), "pooling: expected mean, first, last, max, mean-sqrt, weighted, splade, or several"),
         (("--layers", "sum"), "layers: expected last, second-to-last, embeddings, concat:N"),
         (("--layers", "sum:3"), "layers: expected 1 to the model's 1, got 3"),
         (("--layers", "weights:a"), "layers: expected last"),

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fasttfm.inference import EmbedSettings, Session, quantize_vectors, vector_ranges
-from fasttfm.inference.quantization import PRECISIONS, restore_vectors
+from fasttfm.inference import EmbedSettings, Session
+from fasttfm.inference.quantization import PRECISIONS, quantize_vectors, restore_vectors, vector_ranges
 
 TEXTS = ["Peace and commerce with all nations.", "", "War.", "The army and the navy of the United States."]
 

@@ -66,6 +66,11 @@ def add_parser(subparsers: Any) -> None:
         "--tokens", action="store_true", help="write a vector for each token instead (.npz, .safetensors or .jsonl)"
     )
     parser.add_argument(
+        "--sparse",
+        action="store_true",
+        help="write weights of words instead: SPLADE's of a model with a masked-LM head, or bge-m3's (.npz or .jsonl)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("float32", "float16", "int8", "uint8", "binary", "ubinary"),
         default="float32",
@@ -96,7 +101,8 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
         "--pooling",
         metavar="NAME",
         help="pooling over a text's tokens: mean, first ([CLS]), last, max, mean-sqrt, weighted, or several as in "
-        "mean,max (default: that of a sentence-transformers folder, or mean)",
+        "mean,max; or splade, over the logits of a masked-LM head (default: that of a sentence-transformers folder, or "
+        "mean)",
     )
     group.add_argument(
         "--layers",
@@ -143,8 +149,11 @@ def run(arguments: argparse.Namespace) -> int:
         from fasttfm.tasks.vector_files import Row, write_vectors
 
         ranges = _ranges(arguments)
-        embedder = embedder_of(arguments)
+        embedder = embedder_of(arguments, sparse=arguments.sparse)
         texts, again = itertools.tee(read_texts(arguments.data, arguments.split, arguments.text_column))
+        if arguments.sparse:
+            _write_sparse(arguments, embedder, texts, again)
+            return 0
         # The copy of the texts is as far ahead as a batch, so that memory is bounded.
         if arguments.tokens:
             found = ((vectors, ids) for ids, vectors in embedder.token_vectors(texts))
@@ -162,12 +171,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None) -> Any:
-    """The model with the settings of ``add_model_options``, over those of its folder."""
+def _write_sparse(arguments: argparse.Namespace, embedder: Any, texts: Iterator[str], again: Iterator[str]) -> None:
+    from fasttfm.tasks.sparse_files import write_sparse
+
+    rows: Iterator[Any] = zip(again, embedder.sparse_vectors(texts), strict=True)
+    if not arguments.quiet:
+        rows = _tracked(arguments, rows)
+    session = embedder.session
+    count, weights = write_sparse(arguments.output, _some(rows), session.network.sparse_width)
+    rate = f"{session.counts.tokens_per_second:,.0f} tokens/s"
+    print(f"{count:,} sparse vectors of {weights / count:,.1f} weights: {arguments.output} ({rate})")
+
+
+def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None, *, sparse: bool = False) -> Any:
+    """The model with the settings of ``add_model_options``, over those of its folder; ``sparse`` says that it computes
+    sparse vectors."""
     from dataclasses import replace
 
     from fasttfm.data.tokenizer_files import load_tokenizer
     from fasttfm.inference.opening import open_model
+    from fasttfm.inference.pooling import SPLADE, pooling_names
     from fasttfm.inference.sentence_folder import read_sentence_folder
     from fasttfm.models.family import Head
     from fasttfm.tasks.embedding import Embedder, EmbedSettings
@@ -181,8 +204,10 @@ def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None) -
     changes = {name: value for name, value in changes.items() if value is not None}
     settings = replace(settings, normalize=arguments.normalize, **changes)
     device = device_of(arguments)
+    has_words = SPLADE in pooling_names(settings.pooling) or (sparse and settings.token_weights is None)
+    head = Head.MASKED_LM if has_words else Head.NONE
     return Embedder(
-        open_model(folder.model, Head.NONE).to(device),
+        open_model(folder.model, head).to(device),
         load_tokenizer(arguments.tokenizer or folder.model),
         settings,
         tokens_per_batch=arguments.tokens_per_batch,
@@ -197,6 +222,9 @@ def _check_output(arguments: argparse.Namespace) -> None:
     if arguments.tokens and output.suffix in (".npy", ".csv"):
         expected = "a name that ends in .npz, .safetensors or .jsonl with --tokens"
         raise ValueError(f"--output: expected {expected}, got {output}")
+    if arguments.sparse and (output.suffix not in (".npz", ".jsonl") or arguments.tokens):
+        got = "--tokens" if arguments.tokens else f"{output}"
+        raise ValueError(f"--sparse: expected --output with a name that ends in .npz or .jsonl, got {got}")
     from fasttfm.tasks.vector_files import check_type
 
     check_type(output.suffix, arguments.dtype)

@@ -55,14 +55,19 @@ def run(arguments: argparse.Namespace) -> int:
     with exit_on_user_error(arguments):
         _check(arguments)
         from fasttfm.tasks.search import search, with_texts
+        from fasttfm.tasks.sparse_files import is_sparse
         from fasttfm.tasks.vector_files import VectorFile
 
-        vectors = VectorFile(arguments.vectors)
-        names, queries = _queries(arguments, vectors.settings)
-        found = search(vectors, queries, arguments.top, device=device_of(arguments), progress=not arguments.quiet)
+        if is_sparse(arguments.vectors):
+            names, found, count = _search_sparse(arguments)
+        else:
+            vectors = VectorFile(arguments.vectors)
+            names, queries = _queries(arguments, vectors.settings)
+            found = search(vectors, queries, arguments.top, device=device_of(arguments), progress=not arguments.quiet)
+            count = vectors.count or 0
         if arguments.texts is not None:
             texts = read_texts(arguments.texts, arguments.split, arguments.text_column)
-            found = with_texts(found, texts, vectors.count or 0, arguments.texts[0])
+            found = with_texts(found, texts, count, arguments.texts[0])
         if arguments.output is None:
             _print(names, found)
         else:
@@ -90,8 +95,6 @@ def _queries(arguments: argparse.Namespace, settings: dict[str, str]) -> tuple[l
     """The queries' texts, or their numbers, and their vectors."""
     import numpy as np
 
-    from fasttfm.data.lines import DataError
-    from fasttfm.inference.sentence_folder import read_sentence_folder
     from fasttfm.tasks.vector_files import VectorFile
 
     if arguments.query_vectors is not None:
@@ -99,16 +102,46 @@ def _queries(arguments: argparse.Namespace, settings: dict[str, str]) -> tuple[l
         texts = [text for _, names in blocks for text in names or []]
         found = np.concatenate([block for block, _ in blocks])
         return texts or [f"query {number}" for number in range(1, len(found) + 1)], found
-    texts = [*arguments.query, *(read_texts([arguments.queries], "line") if arguments.queries else ())]
-    if not texts:
-        raise DataError(f"{arguments.queries}: expected queries, one per line, got none")
+    texts = _texts_of_queries(arguments)
     for name in ("pooling", "layers"):
         if getattr(arguments, name) is None:
             setattr(arguments, name, settings.get(name))
     if arguments.dimensions is None and "dimensions" in settings:
         arguments.dimensions = int(settings["dimensions"])
-    prompt = "query" if "query" in read_sentence_folder(arguments.model).prompts else None
-    return texts, np.stack(list(embedder_of(arguments, prompt).vectors(texts)))
+    return texts, np.stack(list(embedder_of(arguments, _prompt(arguments)).vectors(texts)))
+
+
+def _texts_of_queries(arguments: argparse.Namespace) -> list[str]:
+    from fasttfm.data.lines import DataError
+
+    texts = [*arguments.query, *(read_texts([arguments.queries], "line") if arguments.queries else ())]
+    if not texts:
+        raise DataError(f"{arguments.queries}: expected queries, one per line, got none")
+    return texts
+
+
+def _prompt(arguments: argparse.Namespace) -> str | None:
+    """The name of the prompt of queries, if the folder has one and the options name no other."""
+    from fasttfm.inference.sentence_folder import read_sentence_folder
+
+    given = arguments.prompt is not None or arguments.prompt_name is not None
+    return "query" if not given and "query" in read_sentence_folder(arguments.model).prompts else None
+
+
+def _search_sparse(arguments: argparse.Namespace) -> tuple[list[str], list[list[Any]], int]:
+    """The queries, their matches, and the number of vectors, of a file of sparse vectors."""
+    from fasttfm.inference.sparse import SparseVectors
+    from fasttfm.tasks.sparse_files import InvertedLists, read_sparse
+
+    vectors = read_sparse(arguments.vectors)
+    if arguments.query_vectors is not None:
+        queries = read_sparse(arguments.query_vectors)
+        names = [f"query {number}" for number in range(1, len(queries) + 1)]
+    else:
+        names = _texts_of_queries(arguments)
+        embedder = embedder_of(arguments, _prompt(arguments), sparse=True)
+        queries = SparseVectors.of(list(embedder.sparse_vectors(names)), embedder.session.network.sparse_width)
+    return names, InvertedLists(vectors).search(queries, arguments.top), len(vectors)
 
 
 def _print(names: list[str], found: list[list[Any]]) -> None:

@@ -64,6 +64,14 @@ class InputReader:
                 found[index] = self.form.one(next(ids)) if count == 1 else self.form.two(next(ids), next(ids))
         return found  # type: ignore[return-value]
 
+    @property
+    def special(self) -> list[int]:
+        """The ids of special tokens that say nothing of a text: not [MASK]."""
+        if self.tokenizer is None:
+            return []
+        known = self.tokenizer.special
+        return [id for id in known.all() if id != known.mask]
+
     def prompt_tokens(self) -> int:
         """The number of tokens at the beginning of a text that are not pooled."""
         if self.tokenizer is None or self.form is None or self.settings.pool_prompt:

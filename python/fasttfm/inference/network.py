@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from fasttfm.inference.batches import Bucket, Packed, buffer_size, split_buffer, write_bucket
 from fasttfm.inference.cpu_linear import pack_linears
 from fasttfm.inference.opening import base_of
-from fasttfm.inference.pooling import PADDED, POOLING, Layers, Tokens, pooling_names
+from fasttfm.inference.pooling import PADDED, POOLING, SPLADE, Layers, Tokens, pooling_names
 from fasttfm.inference.settings import EmbedSettings, modules_after_pooling
+from fasttfm.inference.sparse import largest_logits
 from fasttfm.models.families import FAMILIES
 from fasttfm.models.family import Head
 from fasttfm.models.outputs import QuestionAnsweringOutput
@@ -28,6 +29,7 @@ class Output(Enum):
     VECTORS = "vectors"  # fp32 [width] of each sequence
     STATES = "states"  # fp32 [tokens, width of the layers]
     LOGITS = "logits"  # of the model's head: fp32 [labels] of each sequence, or [tokens, labels]
+    SPARSE = "sparse"  # a weight of each word of the vocabulary, as SparseVectors
 
     __hash__ = object.__hash__  # Enum's is a function in Python, and every launch looks up a graph
 
@@ -97,8 +99,28 @@ class Network:
         self._after = copy.deepcopy(modules_after_pooling(settings)).to(device)
         self.head = _head_of(model)
         self.state_width = self.layers.widths(depth) * self.base.encoder.in_order()[0].width
+        self.is_splade = SPLADE in self.pooling
+        self.vocabulary: int = model.config.vocab_size
+        self._token_weights = copy.deepcopy(settings.token_weights)
+        if self._token_weights is not None:
+            self._token_weights = self._token_weights.to(device=device, dtype=torch.float32)
+        if self.is_splade:
+            self._check_splade()
         if settings.dimensions is not None:
             assert self.vector_width == settings.dimensions  # the module refuses other numbers
+
+    def _check_splade(self) -> None:
+        if self.head is not Head.MASKED_LM:
+            expected, got = "expected a model with a head for masked tokens", f"one for {self.head.value}"
+        elif self.pooling != (SPLADE,):
+            expected, got = "expected no other pooling with it", ", ".join(self.pooling)
+        elif self.layers != Layers():
+            expected, got = "expected layers='last' with it", f"{self.settings.layers!r}"
+        elif self.skipped:
+            expected, got = "expected pool_prompt=True with it", "False"
+        else:
+            return
+        raise ValueError(f"Session: pooling: splade: {expected}, got {got}")
 
     @torch.no_grad()
     def take_weights(self, model: PretrainedModel) -> bool:
@@ -117,7 +139,8 @@ class Network:
     def vector_width(self) -> int:
         """The number of elements of a vector."""
         with torch.inference_mode():
-            pooled = torch.zeros(1, self.state_width * len(self.pooling), device=self.device, dtype=torch.float32)
+            width = self.vocabulary if self.is_splade else self.state_width * len(self.pooling)
+            pooled = torch.zeros(1, width, device=self.device, dtype=torch.float32)
             return int(self._after(pooled).shape[-1])
 
     def check(self, output: Output) -> None:
@@ -125,9 +148,30 @@ class Network:
         if output is Output.LOGITS and self.head not in (*_SEQUENCE_HEADS, *_TOKEN_HEADS):
             able = ", ".join(head.value for head in (*_SEQUENCE_HEADS, *_TOKEN_HEADS))
             raise ValueError(f"Session: output: logits: expected a model with a head for {able}, got {self.head.value}")
+        if output is Output.SPARSE and self._token_weights is None and self.head is not Head.MASKED_LM:
+            expected = (
+                "expected a model with a head for masked tokens, or a folder with weights of tokens (sparse_linear)"
+            )
+            raise ValueError(f"Session: output: sparse: {expected}, got one for {self.head.value}")
+
+    def is_captured(self, output: Output) -> bool:
+        """Whether CUDA graphs may compute the output; rows over the whole vocabulary have no room in their memory."""
+        return output is not Output.SPARSE and not (output is Output.VECTORS and self.is_splade)
+
+    @property
+    def sparse_width(self) -> int:
+        """The number of elements of a sparse vector."""
+        return self.vector_width if self.is_splade else self.vocabulary
+
+    @property
+    def has_token_weights(self) -> bool:
+        """Whether the sparse output has a weight for each token, instead of one for each word."""
+        return self._token_weights is not None
 
     def is_per_sequence(self, output: Output) -> bool:
         """Whether the output has a row for each sequence; otherwise one for each token."""
+        if output is Output.SPARSE:
+            return not self.has_token_weights
         return output is Output.VECTORS or (output is Output.LOGITS and self.head in _SEQUENCE_HEADS)
 
     @torch.inference_mode()
@@ -144,6 +188,12 @@ class Network:
         states = self._states(inputs)
         if output is Output.STATES:
             return states.float()
+        if output is Output.SPARSE and self._token_weights is not None:
+            return self._token_weights(states.float()).relu()
+        if output is Output.SPARSE or self.is_splade:
+            model: Any = self.model
+            weights = largest_logits(model.lm_head, states, inputs.cu_seqlens, inputs.max_seqlen).log1p_()
+            return self._after(weights) if self.is_splade else weights
         tokens = Tokens(states, inputs.cu_seqlens, inputs.max_seqlen, self.skipped)
         pooled = [POOLING[name](tokens) for name in self.pooling]
         found: Tensor = self._after(pooled[0] if len(pooled) == 1 else torch.cat(pooled, -1))

@@ -87,6 +87,7 @@ POOLING: dict[str, Callable[[Tokens], Tensor]] = {
     "mean-sqrt": _mean_sqrt,
     "weighted": _weighted,
 }
+SPLADE = "splade"  # of logits instead of states: sparse.largest_logits
 PADDED = frozenset(("max", "weighted"))  # those that pad the sequences of a batch
 SENTENCE_POOLING = {  # the names of sentence-transformers
     "cls": "first",
@@ -99,10 +100,10 @@ SENTENCE_POOLING = {  # the names of sentence-transformers
 
 
 def pooling_names(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Reads ``"mean"`` or ``"mean,max"`` (whose vectors are concatenated) as keys of ``POOLING``."""
+    """Reads ``"mean"`` or ``"mean,max"`` (whose vectors are concatenated) as keys of ``POOLING`` or ``SPLADE``."""
     names = tuple(value.split(",")) if isinstance(value, str) else tuple(value)
-    if not names or any(name not in POOLING for name in names):
-        raise ValueError(f"pooling: expected {', '.join(POOLING)}, or several of them, got {value!r}")
+    if not names or any(name not in POOLING and name != SPLADE for name in names):
+        raise ValueError(f"pooling: expected {', '.join((*POOLING, SPLADE))}, or several of them, got {value!r}")
     return names
 
 

@@ -44,7 +44,7 @@ class SequenceRows:
             make = np.empty if len(self._order) == self._count else np.zeros
             self._found = make((self._count, *rows.shape[1:]), np.float32)
         self._found[indices] = rows
-        self.starts_with_nan |= _starts_with_nan(rows)
+        self.starts_with_nan |= starts_with_nan(rows)
 
     def found(self) -> np.ndarray:
         if self._found is None:
@@ -62,7 +62,7 @@ class TokenRows:
 
     def add(self, first: int, last: int, wait: Wait) -> None:
         rows = wait()
-        self.starts_with_nan |= _starts_with_nan(rows)
+        self.starts_with_nan |= starts_with_nan(rows)
         ends = (self._ids.cu_seqlens[first : last + 1] - self._ids.cu_seqlens[first]).tolist()
         for number, index in enumerate(self._ids.order[first:last].tolist()):
             self._found[index] = rows[ends[number] : ends[number + 1]]
@@ -74,5 +74,6 @@ class TokenRows:
         return self._found  # type: ignore[return-value]
 
 
-def _starts_with_nan(rows: np.ndarray) -> bool:
+def starts_with_nan(rows: np.ndarray) -> bool:
+    """Whether the first value of a batch is NaN."""
     return rows.size > 0 and math.isnan(rows.item(0))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fasttfm.inference.pooling import SENTENCE_POOLING
-from fasttfm.models.checkpoint_files import CheckpointError, CheckpointReader, read_json
+from fasttfm.inference.pooling import SENTENCE_POOLING, SPLADE
+from fasttfm.models.checkpoint_files import CheckpointError, CheckpointReader, read_json, read_tensors
 from fasttfm.models.directories import MODULES, module_path, read_modules
 from fasttfm.models.hub import model_directory
 
@@ -40,6 +40,7 @@ class SentenceFolder:
         default_prompt: The name of the prompt that is used by default.
         max_length: The maximum number of tokens of a text; None for as many as the model has positions.
         lowercase: Whether texts are lowercased first.
+        token_weights: A dense layer from a token's state to its lexical weight, of bge-m3.
     """
 
     model: Path
@@ -50,6 +51,7 @@ class SentenceFolder:
     default_prompt: str | None = None
     max_length: int | None = None
     lowercase: bool = False
+    token_weights: nn.Module | None = None
 
     def prompt(self, name: str | None = None) -> str:
         """The text of a prompt; without a name, the default prompt or ``""``."""
@@ -74,26 +76,69 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
     folder = model_directory(directory)
     listed = folder / MODULES
     if not listed.is_file():
-        return SentenceFolder(folder)
+        return SentenceFolder(folder, token_weights=_token_weights(folder))
     modules = read_modules(listed)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
-    if kinds[:2] != ["Transformer", "Pooling"] and kinds != ["Transformer"]:  # a CrossEncoder has no Pooling
-        raise CheckpointError(f"{listed}: expected a Transformer and then Pooling, got {', '.join(kinds) or 'nothing'}")
+    if kinds[:1] == ["MLMTransformer"]:  # what a Transformer with a head was called
+        kinds[0] = "Transformer"
+    known = kinds[:1] == ["Transformer"] and kinds[1:2] in ([], ["Pooling"], ["SpladePooling"])
+    if not known:  # a CrossEncoder has no Pooling
+        expected = "expected a Transformer and then Pooling or SpladePooling"
+        raise CheckpointError(f"{listed}: {expected}, got {', '.join(kinds) or 'nothing'}")
     paths = [folder / module_path(module, listed) for module in modules]
     pooling = read_json(paths[1] / "config.json") if len(paths) > 1 else {}
     after = tuple(_module_after(kind, path, listed) for kind, path in zip(kinds[2:], paths[2:], strict=True))
+    names = _pooling(pooling, paths[-1] / "config.json")
+    if kinds[1:2] == ["SpladePooling"]:
+        names, after = (SPLADE,), (*_activation_after(pooling, paths[1] / "config.json"), *after)
     settings = _optional(folder / "config_sentence_transformers.json")
     transformer = _optional(paths[0] / "sentence_bert_config.json")
     return SentenceFolder(
         paths[0],
-        _pooling(pooling, paths[-1] / "config.json"),
+        names,
         bool(pooling.get("include_prompt", True)),
         after,
         {name: text for name, text in (settings.get("prompts") or {}).items() if isinstance(text, str)},
         settings.get("default_prompt_name"),
         _max_length(paths[0], transformer.get("max_seq_length")),
         bool(transformer.get("do_lower_case", False)),
+        _token_weights(folder),
     )
+
+
+def _token_weights(folder: Path) -> nn.Module | None:
+    """bge-m3's layer of lexical weights, if the folder has one."""
+    paths = [folder / f"sparse_linear.{kind}" for kind in ("safetensors", "pt")]
+    return next((dense_layer(path) for path in paths if path.is_file()), None)
+
+
+def dense_layer(path: Path) -> nn.Linear:
+    """The dense layer of a file with a weight and perhaps a bias."""
+    tensors = read_tensors(path)
+    weight, bias = tensors.get("weight"), tensors.get("bias")
+    if weight is None or weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        got = ", ".join(f"{name} {list(each.shape)}" for name, each in tensors.items()) or "nothing"
+        raise CheckpointError(f"{path}: expected the weight of a dense layer, and perhaps its bias, got {got}")
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype, device="meta")
+    linear.load_state_dict({name: tensors[name] for name in ("weight", "bias") if name in tensors}, assign=True)
+    return linear.requires_grad_(False)
+
+
+class Log1p(nn.Module):
+    """log(1 + x)"""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.log1p()
+
+
+def _activation_after(config: dict[str, Any], path: Path) -> tuple[nn.Module, ...]:
+    """What follows on log(1 + relu(logit)), which grows with the logit, so that the maximum may be taken before."""
+    strategy, activation = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
+    if strategy != "max":
+        raise CheckpointError(f"{path}: pooling_strategy: expected max, got {strategy!r}")
+    if activation not in ("relu", "log1p_relu"):
+        raise CheckpointError(f"{path}: activation_function: expected relu or log1p_relu, got {activation!r}")
+    return (Log1p(),) if activation == "log1p_relu" else ()
 
 
 def _max_length(folder: Path, stated: int | None) -> int | None:

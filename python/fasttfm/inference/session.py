@@ -47,6 +47,7 @@ from fasttfm.inference.requests import Item, launch_items
 from fasttfm.inference.results import MaybeNan, SequenceRows, TokenRows, Wait
 from fasttfm.inference.sentence_folder import read_sentence_folder
 from fasttfm.inference.settings import EmbedSettings, check_types
+from fasttfm.inference.sparse import DenseRows, SparseVectors, TokenWeights
 from fasttfm.inference.windows import check_iterable, is_one_window, is_single, windows
 from fasttfm.models.families import longest_input
 from fasttfm.models.pretrained import PretrainedModel
@@ -221,14 +222,16 @@ class Session:
         Args:
             inputs: Texts, pairs of texts (tuples), or lists of ids with their special tokens; or a single one of them.
             output: ``"vectors"`` (pooled and normalised as the settings say), ``"states"`` of the tokens, or
-                ``"logits"`` of the model's head.
+                ``"logits"`` of the model's head, or ``"sparse"``: weights of words, SPLADE's or bge-m3's.
 
         Returns:
             fp32: an array ``[inputs, width]`` of vectors (in the precision of the settings) or of logits of sequences;
-            a list of arrays ``[tokens, ...]`` of states or of logits of tokens. Of a single input, its part of it.
+            a list of arrays ``[tokens, ...]`` of states or of logits of tokens; ``SparseVectors``. Of a single input,
+            its part of it.
         """
         kind = self._output(output)
-        found = None if self._graphs is None else self._replay(self._graphs, inputs, kind)
+        graphs = self._graphs if self.network.is_captured(kind) else None
+        found = None if graphs is None else self._replay(graphs, inputs, kind)
         if found is not None:
             return found
         inputs = texts_of_array(inputs)
@@ -241,21 +244,21 @@ class Session:
         for tokens, result in progress(self._results(inputs, kind), count):
             self._warn_truncated([tokens])
             results.append(result)
+        if kind is Output.SPARSE:
+            return SparseVectors.of(results, self.network.sparse_width)
         if self.network.is_per_sequence(kind):
             return (
                 np.stack(results) if results else self._typed(np.zeros((0, *self._empty_shape(kind)), np.float32), kind)
             )
         return results
 
-    def stream(self, inputs: Iterable[Any], *, output: str = "vectors") -> Iterator[np.ndarray]:
+    def stream(self, inputs: Iterable[Any], *, output: str = "vectors") -> Iterator[Any]:
         """Yields the results of ``encode`` one by one, in order. Inputs are read lazily, a bounded number ahead. A
         warning at the end says how many texts were truncated."""
         for _, result in self.stream_with_ids(inputs, output=output):
             yield result
 
-    def stream_with_ids(
-        self, inputs: Iterable[Any], *, output: str = "vectors"
-    ) -> Iterator[tuple[list[int], np.ndarray]]:
+    def stream_with_ids(self, inputs: Iterable[Any], *, output: str = "vectors") -> Iterator[tuple[list[int], Any]]:
         """As ``stream``, with the ids of each input, special tokens included."""
         with self._lock:
             before = replace(self.counts)
@@ -352,7 +355,7 @@ class Session:
 
     # ---- texts -------------------------------------------------------------------------------------------------------
 
-    def _results(self, inputs: Any, output: Output) -> Iterator[tuple[Tokens, np.ndarray]]:
+    def _results(self, inputs: Any, output: Output) -> Iterator[tuple[Tokens, Any]]:
         """The tokens and result of each input, by windows: while one is computed, the next one is tokenized."""
         inputs = texts_of_array(inputs)
         if is_single(inputs):
@@ -442,8 +445,7 @@ class Session:
                 self._count(count, len(ids.ids), count - len(ids.order))
                 self.counts.truncated += len(cuts) - cuts.count(0)
                 self.counts.left_out += sum(cuts)
-            kind = SequenceRows if per_sequence else TokenRows
-            results = kind(ids, count, lambda: self._empty_shape(output))
+            results = self._collector(ids, count, output)
             try:
                 for batch in launches:
                     results.add(*batch)
@@ -489,7 +491,8 @@ class Session:
                 self._kept.workspace.reset()
 
     def _run_cuda(self, batch: Packed, output: Output) -> Wait:
-        launched = None if self._graphs is None else self._graphs.launch(output, batch)
+        graphs = self._graphs if self.network.is_captured(output) else None
+        launched = None if graphs is None else graphs.launch(output, batch)
         if launched is not None:
             return launched
         with torch.cuda.stream(self._copies), torch.inference_mode():
@@ -522,6 +525,16 @@ class Session:
     def _typed(self, found: Any, output: Output) -> Any:
         """Results in the type that the settings state for vectors; others as they are."""
         return self.settings.in_precision(found) if output is Output.VECTORS else found
+
+    def _collector(self, ids: SortedIds, count: int, output: Output) -> Any:
+        """What puts the rows of batches into the order of the sequences."""
+        if output is Output.SPARSE:
+            width = self.network.sparse_width
+            if self.network.has_token_weights:
+                return TokenWeights(ids, count, width, self._reader.special)
+            return DenseRows(ids, count, width)
+        kind = SequenceRows if self.network.is_per_sequence(output) else TokenRows
+        return kind(ids, count, lambda: self._empty_shape(output))
 
     def _empty_shape(self, output: Output) -> tuple[int, ...]:
         """The shape of the result of a text without tokens."""

@@ -22,7 +22,8 @@ class EmbedSettings:
     Args:
         pooling: ``"mean"`` over a text's tokens, special tokens included, ``"first"`` ([CLS]), ``"last"``, ``"max"``,
             ``"mean-sqrt"`` (the sum divided by the square root of the length), ``"weighted"`` (a mean with the weights
-            1, 2, 3, ...), or several of them, whose vectors are concatenated.
+            1, 2, 3, ...), or several of them, whose vectors are concatenated; or ``"splade"``, of a model with a
+            masked-LM head: log(1 + relu(logit)) of each word of the vocabulary, the largest over the tokens.
         layers: As ``Layers.of`` reads it: ``"last"``, ``"second-to-last"``, ``"embeddings"``, ``"sum:4"``,
             ``"mean:4"``, ``"concat:4"`` or ``"weights:0.1,0.3,0.6"``. A number N concatenates the last N layers;
             ``"sum:all"`` sums the embeddings and all layers.
@@ -35,9 +36,11 @@ class EmbedSettings:
         dimensions: How many of their first elements vectors keep, of a model that was trained for it (Matryoshka
             embeddings); all by default. Vectors that a sentence-transformers folder normalizes are normalized again.
         precision: The type of the vectors: ``"float32"``, ``"float16"``, ``"int8"``, ``"uint8"``, or ``"binary"`` or
-            ``"ubinary"`` for their signs, eight to a byte (``inference.quantize_vectors``).
+            ``"ubinary"`` for their signs, eight to a byte (``inference.quantization.quantize_vectors``).
         ranges: [2, width], the smallest and the largest value of each element, which int8 and uint8 need:
-            ``inference.vector_ranges`` of the vectors of some texts.
+            ``inference.quantization.vector_ranges`` of the vectors of some texts.
+        token_weights: Of the output ``"sparse"``: a layer that gives each token's state its weight, bge-m3's
+            ``sparse_linear``. By default the output has SPLADE's weights, of a model with a masked-LM head.
     """
 
     pooling: str | Sequence[str] = "mean"
@@ -51,6 +54,7 @@ class EmbedSettings:
     dimensions: int | None = None
     precision: str = "float32"
     ranges: np.ndarray | None = field(default=None, compare=False)
+    token_weights: nn.Module | None = None
 
     def __post_init__(self) -> None:
         check_precision("EmbedSettings: precision", self.precision)
@@ -66,6 +70,7 @@ class EmbedSettings:
             pool_prompt=found.pool_prompt,
             max_length=found.max_length,
             lowercase=found.lowercase,
+            token_weights=found.token_weights,
             after=found.after,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import zipfile
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fasttfm._atomic_files import atomic_writes, first_line, json_text
@@ -99,6 +100,14 @@ class CheckpointReader:
             got = str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(f"{self.files[key]}: {key}: expected {expected}, got {got}")
         return tensor
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one file, .safetensors or in torch's format."""
+    try:
+        return load_file(path) if path.suffix == ".safetensors" else _torch_file(path)
+    except (SafetensorError, RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
 
 
 def _torch_file(path: Path) -> dict[str, Tensor]:

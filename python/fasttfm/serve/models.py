@@ -168,7 +168,10 @@ def load(source: Source) -> ServedModel:
         fixed_prompt=not folder.pool_prompt,
     )
     pooling = settings.pooling if not isinstance(settings.pooling, str) else (settings.pooling,)
-    return ServedModel(source, head, model.config, reader, sessions=sessions, pooling=pooling)
+    served = ServedModel(source, head, model.config, reader, sessions=sessions, pooling=pooling)
+    if settings.token_weights is not None:
+        served.abilities.add("embed_sparse")
+    return served
 
 
 def _settings(folder: SentenceFolder, source: Source) -> EmbedSettings:

@@ -87,17 +87,15 @@ async def embed_all(call: Call) -> Response:
 
 
 async def embed_sparse(call: Call) -> Response:
-    """SPLADE's vectors: the maximum over a text's tokens of log(1 + relu(logit)), without zeros."""
+    """SPLADE's vectors, or bge-m3's lexical weights, without zeros."""
     given = EMBED_ALL.parse(call.body)
     model = call.server.ready().select("embed_sparse", given["model"])
-    logits = await call.compute(model, await _inputs(call, model, given), "logits")
+    vectors = await call.compute(model, await _inputs(call, model, given), "sparse")
 
     def sparse() -> list[list[dict[str, Any]]]:
         found = []
-        for rows in logits:
-            weights = np.log1p(np.maximum(rows.max(0), 0.0))
-            indices = np.flatnonzero(weights)
-            pairs = zip(indices.tolist(), weights[indices].tolist(), strict=True)
+        for vector in vectors:
+            pairs = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
             found.append([{"index": index, "value": value} for index, value in pairs])
         return found
 

@@ -12,6 +12,7 @@ import torch
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference import EmbedSettings, Session
 from fasttfm.inference.formats import Format, text_format
+from fasttfm.inference.sparse import SparseVector
 from fasttfm.models.pretrained import PretrainedModel
 
 __all__ = ["EmbedSettings", "Embedder", "embed", "sequence_format"]
@@ -54,6 +55,10 @@ class Embedder:
     def vectors(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         """Yields fp32 [width] for each text, in order; texts are read lazily."""
         return self.session.stream(texts)
+
+    def sparse_vectors(self, texts: Iterable[str]) -> Iterator[SparseVector]:
+        """Yields the weights of words for each text, in order."""
+        return self.session.stream(texts, output="sparse")
 
     def token_vectors(self, texts: Iterable[str]) -> Iterator[tuple[list[int], np.ndarray]]:
         """Yields the ids of each text's tokens, special tokens included, and their vectors, fp32 [tokens, width of the
