@@ -45,14 +45,15 @@ FASTTFM_FUNCTION(Status, layers_workspace_cuda, const int64_t* words, int64_t wo
 }
 #endif
 
-// `buffers`, `parameters` and `gradients` are tables of addresses.
+// The tables of addresses are those of LayerTable.
 FASTTFM_FUNCTION(Status, layers_run, const int64_t* words, int64_t word_count, LAYERS_SIZES(FASTTFM_PARAMETER),
                  const Tensor& cu_seqlens, const Tensor& workspace, const int64_t* buffers, const int64_t* parameters,
-                 const int64_t* gradients) {
+                 const int64_t* gradients, const int64_t* operands) {
   LayersCall call = call_of(words, word_count, LAYERS_SIZES(FASTTFM_NAME));
   call.tables[0] = buffers;
   call.tables[1] = parameters;
   call.tables[2] = gradients;
+  call.tables[3] = operands;
   call.cu_seqlens = cu_seqlens.as<int32_t>();
   call.workspace = workspace.data;
   call.block_memory = cuda::block_memory(context.device);

@@ -37,15 +37,6 @@ FASTTFM_FUNCTION(Status, transformer_block_forward, TRANSFORMER_SHAPE(FASTTFM_PA
   return FASTTFM_LAUNCH_HOPPER(transformer_block_forward, params);
 }
 
-// `int8` is a table of addresses.
-FASTTFM_FUNCTION(Status, transformer_block_int8_forward_cpu, TRANSFORMER_SHAPE(FASTTFM_PARAMETER),
-                 TRANSFORMER_OPTIONS(FASTTFM_PARAMETER), TRANSFORMER_INPUTS(FASTTFM_PARAMETER),
-                 const OptionalTensor& residual, const Tensor& y, const OptionalTensor& z, const int64_t* int8,
-                 const Tensor& rounded, const Tensor& row_scales, Int8Products products) {
-  const TransformerForward forward{TRANSFORMER_CALL, residual.data, y.data, z.data, 0, 0};
-  return cpu::transformer_block_int8_forward({forward, int8, rounded.as<int8_t>(), row_scales.as<float>(), products});
-}
-
 #ifdef FASTTFM_WITH_HOPPER
 // `fp8` is a table of addresses.
 FASTTFM_FUNCTION(Status, transformer_block_fp8_forward_cuda, TRANSFORMER_SHAPE(FASTTFM_PARAMETER),

@@ -64,9 +64,8 @@ Status gated_product(const ActivatedProduct& call) {
   p.rows = static_cast<int>(call.rows);
   p.columns = static_cast<int>(columns);
   p.gate = static_cast<int>(call.columns);
-  return with_activation(call.activation, [&](auto tag) {
-    return run_product<Shape, GatedForward<decltype(tag)::value>>(operands, p);
-  });
+  return with_activation(call.activation,
+                         [&](auto tag) { return run_product<Shape, GatedForward<decltype(tag)::value>>(operands, p); });
 }
 
 Status gelu_product_backward(const GeluProductBackward& call) {

@@ -68,8 +68,8 @@ __device__ __forceinline__ void finish_forward(const GeluProductParams& p, Produ
   });
 }
 
-// With a gate: a thread has 8 columns of it or of up. Those of the same columns exchange halves, so that each computes 4
-// elements of a.
+// With a gate: a thread has 8 columns of it or of up. Those of the same columns exchange halves, so that each computes
+// 4 elements of a.
 template <class T, class S, Activation A>
 __device__ __forceinline__ void finish_gated(const GeluProductParams& p, ProductMemory<S>& memory, int warp) {
   static_assert(S::kWholeTiles && S::kCluster == 2, "each block of a cluster loads the gate or up");

@@ -222,13 +222,17 @@ FASTTFM_KERNEL void write(const Int8Linear& p, const int32_t* c, int64_t row, in
     const int64_t left = p.y_columns - first;
     for (int i = 0; i < rows; ++i) {
       const Lanes product = to_floats(c + i * kBlock + first - column) * (scale * broadcast(p.row_scales[row + i]));
-      const Lanes value = activate(product + bias);
-      float* y = p.y + (row + i) * p.y_columns + first;
+      Lanes value = activate(product + bias);
+      const int64_t at = (row + i) * p.y_columns + first;
+      float* y = p.y + at;
       if (left >= kPanel) {
+        if (p.residual != nullptr) value = value + load(p.residual + at);
         store(y, value);
       } else {
         float all[kLanes];
         store(all, value);
+        if (p.residual != nullptr)
+          for (int64_t column = 0; column < left; ++column) all[column] += p.residual[at + column];
         std::memcpy(y, all, sizeof(float) * static_cast<size_t>(left));
       }
     }

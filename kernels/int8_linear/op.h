@@ -1,6 +1,6 @@
 // A linear layer with an int8 GEMM, for inference on a CPU.
 //
-//   y = activation(x w^T + bias)        x [M, K] fp32, w [N, K] int8 with a scale for each row
+//   y = activation(x w^T + bias) + residual        x [M, K] fp32, w [N, K] int8 with a scale for each row
 //
 // Each row of x is rounded to int8 with its own scale, max|x| / 127, so that its result does not depend on other rows.
 // Sums are exact, in int32; scales, bias and activation are applied in fp32.
@@ -21,20 +21,21 @@ constexpr int64_t kInt8Block = 32;  // rows and columns of a tile of y; N is a m
 constexpr int64_t kInt8Step = 64;   // K is a multiple of it
 
 struct Int8Linear {
-  const float* x;       // [M, columns of x], contiguous
-  const int8_t* w;      // [N / 16, K / 4, 16, 4]: panels of 16 columns, groups of four elements of K
-  const int32_t* sums;  // [N]: the sum of each column's K elements
-  const float* scales;  // [N]
-  const float* bias;    // [N], or null for 0
-  float* y;             // [M, columns of y], contiguous
-  int8_t* rounded;      // workspace: [M rounded up to 32, K]
-  float* row_scales;    // workspace: [M rounded up to 32]
-  int64_t rows;         // M
-  int64_t x_columns;    // at most K; w is 0 from there on
-  int64_t y_columns;    // at most N
-  int64_t inner;        // K
-  int64_t columns;      // N
-  int32_t activation;   // a code of common/activation.h, or -1 for none
+  const float* x;         // [M, columns of x], contiguous
+  const int8_t* w;        // [N / 16, K / 4, 16, 4]: panels of 16 columns, groups of four elements of K
+  const int32_t* sums;    // [N]: the sum of each column's K elements
+  const float* scales;    // [N]
+  const float* bias;      // [N], or null for 0
+  const float* residual;  // [M, columns of y], contiguous, or null for 0
+  float* y;               // [M, columns of y], contiguous
+  int8_t* rounded;        // workspace: [M rounded up to 32, K]
+  float* row_scales;      // workspace: [M rounded up to 32]
+  int64_t rows;           // M
+  int64_t x_columns;      // at most K; w is 0 from there on
+  int64_t y_columns;      // at most N
+  int64_t inner;          // K
+  int64_t columns;        // N
+  int32_t activation;     // a code of common/activation.h, or -1 for none
   Int8Products products;
   int threads;
 };

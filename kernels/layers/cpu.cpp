@@ -1,5 +1,6 @@
 // Lists of steps on the CPU, in fp32. GEMMs use the BLAS that the process has loaded.
 #include "common/cpu/isa.h"
+#include "int8_linear/op.h"
 #include "layers/run.h"
 
 namespace fasttfm {
@@ -36,6 +37,36 @@ struct Cpu {
   static Status zero(const LayersCall&, void* target, int64_t bytes) {
     std::memset(target, 0, bytes);
     return {};
+  }
+
+  // y [T, columns] = activation(x [T, inner] weight^T + bias) + residual, of a weight in int8_linear's layout. The
+  // workspace has the rounded rows of x, and their scales.
+  static void int8_gemm(Run<Cpu>* run) {
+    auto& fields = run->fields_;
+    Int8Linear linear{};
+    linear.x = fields.address<const float>();
+    linear.w = fields.address<const int8_t>();
+    linear.sums = fields.address<const int32_t>();
+    linear.scales = fields.address<const float>();
+    linear.bias = fields.address<const float>();
+    linear.residual = fields.address<const float>();
+    linear.y = fields.address<float>();
+    linear.y_columns = fields.integer();
+    linear.x_columns = fields.integer();
+    linear.activation = static_cast<int32_t>(fields.integer());
+    linear.products = static_cast<Int8Products>(fields.integer());
+    linear.rows = run->call_.tokens;
+    linear.inner = up_to(linear.x_columns, kInt8Step);
+    linear.columns = up_to(linear.y_columns, kInt8Block);
+    const int64_t rows = up_to(linear.rows, kInt8Block);
+    const Count bytes = Count(rows) * linear.inner;
+    linear.rounded = static_cast<int8_t*>(run->call_.workspace);
+    if (run->launches_) linear.row_scales = reinterpret_cast<float*>(linear.rounded + bytes.value);
+    run->launch(cpu::int8_linear, &linear, (bytes + (Count(rows) * 4).value).value);
+  }
+  static int64_t up_to(int64_t count, int64_t step) {
+    const int64_t padded = (Count(count) + (step - 1)).value;
+    return padded == kTooMany ? kTooMany : padded / step * step;
   }
 
   // Their kernels are Hopper's.

@@ -84,6 +84,11 @@ struct Hopper {
     run->launch(gelu_product_forward, &forward, 0);
   }
 
+  // Its kernel is a CPU's.
+  static void int8_gemm(Run<Hopper>* run) {
+    run->status_ = {StatusCode::bad_value, "layers: a step that Hopper has not"};
+  }
+
   static int64_t attention_workspace(const LayersCall&, int64_t) { return 16; }  // a counter of tiles
   static int64_t attention_backward_workspace(const LayersCall& call, const AttentionBackward& attention) {
     return bytes_of(cuda::attention_backward_workspace(call.sequences, attention.heads, attention.head_dim, call.tokens,

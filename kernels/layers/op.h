@@ -32,6 +32,7 @@ enum class LayerStep : int64_t {
   column_sum = 16,
   head_norm = 17,
   head_norm_backward = 18,
+  int8_gemm = 19,
 };
 
 // A step is its kind, the number of its words, these two included, and its fields: addresses, integers, and floating
@@ -41,8 +42,8 @@ enum class LayerStep : int64_t {
 //
 // of an entry of one of the tables below. It is the entry plus `units` bytes for each row, where rows are the tokens
 // rounded up to kLayerRows; null if the entry is null. So one list of steps serves any number of tokens.
-enum class LayerTable : int64_t { buffers = 0, parameters = 1, gradients = 2 };
-constexpr int kLayerTables = 3;
+enum class LayerTable : int64_t { buffers = 0, parameters = 1, gradients = 2, operands = 3 };
+constexpr int kLayerTables = 4;
 constexpr int64_t kLayerRows = 64;  // a multiple of 4 bytes per row is then a multiple of 256 bytes
 
 struct LayersCall {

@@ -112,6 +112,7 @@ class Run {
       case LayerStep::column_sum: return column_sum();
       case LayerStep::head_norm: return head_norm();
       case LayerStep::head_norm_backward: return head_norm_backward();
+      case LayerStep::int8_gemm: return Device::int8_gemm(this);
     }
   }
 

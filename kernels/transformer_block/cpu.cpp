@@ -1,6 +1,5 @@
 // A stack of transformer layers on the CPU, in fp32. The steps are in cpu_device.h.
 #include "transformer_block/cpu_device.h"
-#include "transformer_block/int8_forward.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {
@@ -23,13 +22,6 @@ Status transformer_block_forward(const TransformerForward& call) {
   return status.code == StatusCode::ok ? Forward<Cpu>(call).run() : status;
 }
 
-Status transformer_block_int8_forward(const TransformerInt8Forward& call) {
-  const Status status = check_types(call);
-  if (status.code == StatusCode::ok && call.training)
-    return {StatusCode::bad_value, "transformer_block: int8 operands are for inference"};
-  return status.code == StatusCode::ok ? Int8Forward(call).run() : status;
-}
-
 Status transformer_block_backward(const TransformerBackward& call) {
   const Status status = check_part(call, check_types(call));
   return status.code == StatusCode::ok ? Backward<Cpu>(call).run() : status;
@@ -40,5 +32,4 @@ Status transformer_block_backward(const TransformerBackward& call) {
 
 FASTTFM_CPU_LAUNCHER(transformer_block_sizes, TransformerSizes)
 FASTTFM_CPU_LAUNCHER(transformer_block_forward, TransformerForward)
-FASTTFM_CPU_LAUNCHER(transformer_block_int8_forward, TransformerInt8Forward)
 FASTTFM_CPU_LAUNCHER(transformer_block_backward, TransformerBackward)

@@ -13,7 +13,6 @@
 #include "common/dtype.h"
 #include "common/status.h"
 #include "few_rows/plan.h"
-#include "int8_linear/op.h"
 
 namespace fasttfm {
 
@@ -107,18 +106,6 @@ struct TransformerFp8Forward : TransformerForward {
   void* operand;       // [T, C], e4m3: the inputs of linear layers, one after the other
 };
 
-// The addresses that a GEMM with int8 operands needs for each of the linear layers: int8_linear/op.h.
-enum TransformerInt8 { kInt8Weight, kInt8Sums, kInt8Scales, kInt8Bias, kTransformerInt8 };
-
-// The forward for inference on a CPU whose GEMMs have int8 operands. The weights and biases of linear layers in
-// `parameters` are not read.
-struct TransformerInt8Forward : TransformerForward {
-  const int64_t* int8;  // [layers, kTransformerLinears, kTransformerInt8] addresses
-  int8_t* rounded;      // workspace: [T rounded up to 32, the larger of C and I rounded up to 64]
-  float* row_scales;    // workspace: [T rounded up to 32]
-  Int8Products products;
-};
-
 // The addresses that a layer needs whose LayerNorms are folded into the GEMMs: weights [outputs, inputs] in dtype,
 // vectors in fp32. ops/folded_layers.py computes them. With only the first LayerNorm, those of up are read. The
 // first layer's x is normalized already: its weight and bias of qkv are the layer's own, its residual weight is 1.
@@ -163,7 +150,6 @@ namespace cpu {
 Status transformer_block_sizes(const TransformerSizes&);
 Status transformer_block_forward(const TransformerForward&);
 Status transformer_block_backward(const TransformerBackward&);
-Status transformer_block_int8_forward(const TransformerInt8Forward&);
 }  // namespace cpu
 
 namespace cuda {

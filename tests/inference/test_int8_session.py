@@ -11,10 +11,11 @@ import torch
 
 from fasttfm import models
 from fasttfm.inference import Session, cpu_linear
-from fasttfm.ops import transformer_native
+from fasttfm.ops.layers import core_executor
 
 SENTENCES = [list(range(5, 5 + length)) for length in (3, 17, 40, 1, 128, 33, 64, 9)]
 SIZES = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+GROUPED = {"num_key_value_heads": 1}
 
 
 @pytest.mark.parametrize(
@@ -23,14 +24,17 @@ SIZES = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3, "num_atte
         lambda: models.BertModel(models.BertConfig(**SIZES, intermediate_size=160)),
         lambda: models.AlbertModel(models.AlbertConfig(**SIZES, intermediate_size=128, embedding_size=32)),
         lambda: models.GPT2Model(models.GPT2Config(vocab_size=300, n_embd=64, n_layer=3, n_head=2)),
+        lambda: models.ModernBertModel(models.ModernBertConfig(**SIZES, intermediate_size=96, pad_token_id=0)),
+        lambda: models.NomicBertModel(models.NomicBertConfig(**SIZES, intermediate_size=96)),
+        lambda: models.Qwen3Model(models.Qwen3Config(**SIZES, **GROUPED, intermediate_size=96, head_dim=32)),
     ],
-    ids=["post-LN", "shared layers", "pre-LN"],
+    ids=["post-LN", "shared layers", "pre-LN", "rotary", "post-LN rotary", "RMSNorm and grouped heads"],
 )
 def test_int8_layers_in_one_call_have_the_bits_of_single_layers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     calls: list[int] = []
-    forward = transformer_native.forward_int8
-    monkeypatch.setattr(transformer_native, "forward_int8", lambda *args: calls.append(1) or forward(*args))
+    forward = core_executor.forward
+    monkeypatch.setattr(core_executor, "forward", lambda *args: calls.append(1) or forward(*args))
     with Session(make().eval(), precision="int8") as session:
         whole = session.encode(SENTENCES)
         assert len(calls) == 1
@@ -40,13 +44,14 @@ def test_int8_layers_in_one_call_have_the_bits_of_single_layers(make: Any, monke
         assert copy.deepcopy(cpu_linear.Int8Layers.of(session.network.base.encoder)) is None
 
 
-def test_int8_layers_with_different_options_run_one_by_one() -> None:
+def test_int8_layers_with_different_activations() -> None:
     torch.manual_seed(0)
     model = models.BertModel(models.BertConfig(**SIZES, intermediate_size=128)).eval()
     model.encoder.layers[1].activation = "relu"
     with Session(model, precision="int8") as session:
-        assert session.network.base.encoder.int8 is None
-        assert np.isfinite(session.encode(SENTENCES)).all()
+        whole = session.encode(SENTENCES)
+        session.network.base.encoder.int8 = None
+        assert np.array_equal(session.encode(SENTENCES), whole)
 
 
 @pytest.mark.parametrize("watched", ["layers.0", "layers.1.up", "layers.2.norm1"])

@@ -13,7 +13,7 @@ import torch
 import fasttfm
 from fasttfm import generate, inference, nn, ops
 from fasttfm.models.families import FAMILIES
-from fasttfm.ops import transformer_native
+from fasttfm.ops.layers import core_executor
 from fasttfm.testing.seams import entry_points, seams
 from fasttfm.testing.seams.model_entries import patched_families
 from fasttfm.testing.seams.module_entries import EXCEPTIONS as MODULE_EXCEPTIONS
@@ -61,10 +61,10 @@ def test_everything_public_is_covered(device: str) -> None:
 
 def test_int8_layers_run_in_the_native_call() -> None:
     cpu, calls = torch.device("cpu"), []
-    forward = transformer_native.forward_int8
+    forward = core_executor.forward
     entries = [entry for name, entry in entry_points("cpu").items() if "int8" in name and "linear" not in name]
-    assert len(entries) == 2 * len(native_int8()) == 6  # post-LN, pre-LN, shared layers
-    with mock.patch.object(transformer_native, "forward_int8", lambda *given: calls.append(1) or forward(*given)):
+    assert len(entries) == 2 * len(native_int8()) == 10  # post-LN, pre-LN, shared layers; the first two with rotation
+    with mock.patch.object(core_executor, "forward", lambda *given: calls.append(1) or forward(*given)):
         for number, entry in enumerate(entries):
             entry.call(entry.make(cpu), entry.inputs(0, cpu))
             assert len(calls) > number, entry

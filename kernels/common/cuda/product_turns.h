@@ -12,11 +12,12 @@ namespace cuda {
 // The sizes of the result, and its turns. A turn is the tile of a cluster: the same columns of consecutive rows, kRows
 // for each of its blocks. plan_turns() sets all fields after the first three.
 //
-// Operand b of a gated activation is K-major and has two halves, the gate and up. 32 columns of the gate and the same 32
-// of up alternate in the result, so that each part of 64 columns has both; its columns are 64 for each 32 of the gate.
+// Operand b of a gated activation is K-major and has two halves, the gate and up. 32 columns of the gate and the same
+// 32 of up alternate in the result, so that each part of 64 columns has both; its columns are 64 for each 32 of the
+// gate.
 struct ProductSizes {
   int rows, columns;
-  int gate;              // columns of the gate, or 0 if b has no halves
+  int gate;          // columns of the gate, or 0 if b has no halves
   int steps;         // of 64 elements of K
   int column_tiles;  // tiles of kColumns columns
   int turns;         // of all rounds; a round has as many turns as there are clusters

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fasttfm.nn import PackedLayer, PackedTransformer
+from fasttfm.nn import PackedLayer, PackedTransformer, RotaryLayer
 from fasttfm.nn.parts import layer_norm
-from fasttfm.nn.plain import Tree, Uncopied, is_plain, is_plain_norm
-from fasttfm.ops import transformer_native
+from fasttfm.nn.plain import Tree, Uncopied, is_plain
+from fasttfm.ops.backends import requested
 from fasttfm.ops.int8_linear import int8_linear, pack_int8
+from fasttfm.ops.layers import core_executor
+from fasttfm.ops.layers.plan import INT8_OPERANDS
+from fasttfm.ops.layers.spec import FIELDS, Specs
+from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import is_plain as is_plain_call
 from fasttfm.ops.linear import bf16_products
-from fasttfm.ops.transformer_block import BlockParameters
-from fasttfm.ops.transformer_native import PARAMETERS, Layers, address_table
+from fasttfm.ops.transformer_native import Layers, address_table
 
 # oneDNN reads bf16 rows in blocks of 32 columns. With other widths it would read past the end of a row and multiply
 # that by 0, which is NaN where it is not finite.
-_BLOCK = 32
+_COLUMNS = 32
 # For each activation: the name and the algorithm of oneDNN's post-op.
 _ONEDNN_ACTIVATIONS: dict[str | None, tuple[str, str]] = {
     None: ("none", ""),
@@ -32,9 +37,7 @@ _ONEDNN_ACTIVATIONS: dict[str | None, tuple[str, str]] = {
 }
 
 
-_UP_WEIGHT = BlockParameters._fields.index("up_weight")
-_UP = 2  # of a layer's linear layers: qkv, out, up, down
-_OPERANDS = 4  # of an Int8Weight: the tensors that a GEMM reads
+_BLOCK = 6  # linear layers and norms of a layer, without norms of heads
 
 
 class PackedLinear(nn.Module):
@@ -53,6 +56,7 @@ class Int8Linear(PackedLinear):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        self.in_features = linear.in_features
         self.weight = pack_int8(linear.weight, linear.bias)
 
     def activated(self, x: Tensor, activation: str | None) -> Tensor:
@@ -90,7 +94,7 @@ def pack_linears(model: nn.Module, precision: str) -> None:
         if isinstance(layer, PackedLayer):
             for name in ("qkv", "out", "up", "down"):
                 linear: Any = getattr(layer, name)
-                if type(linear) is nn.Linear and is_plain(linear) and linear.in_features % _BLOCK == 0:
+                if type(linear) is nn.Linear and is_plain(linear) and linear.in_features % _COLUMNS == 0:
                     setattr(layer, name, make(linear))
     for encoder in model.modules():
         if isinstance(encoder, PackedTransformer) and precision == "int8":
@@ -98,58 +102,80 @@ def pack_linears(model: nn.Module, precision: str) -> None:
 
 
 class Int8Layers(Uncopied):
-    """The value of ``PackedTransformer.int8``: runs its layers, whose linear layers are ``Int8Linear``, in one native
-    call. It keeps the addresses of their weights, which do not change.
+    """The value of ``PackedTransformer.int8``: runs its layers, whose linear layers are ``Int8Linear``, by one plan, in
+    one native call. It keeps the addresses of their weights, which do not change.
 
     Args:
         tree: Of the encoder. While a hook watches one of its modules, the modules are called.
-        layers: The layers in their order, with the same options.
-        next_norms: In a pre-LN model, the LayerNorm after each layer.
+        layers: The layers in their order, each with the norm after it in a pre-LN model.
+        keys: What the tables depend on that rotate queries and keys, in their order.
     """
 
-    def __init__(self, tree: Tree, layers: Sequence[PackedLayer], next_norms: Sequence[nn.LayerNorm | None]) -> None:
-        self._tree, self._first, self._next_norm = tree, layers[0], next_norms[0]
-        modules = [each for layer, norm in zip(layers, next_norms, strict=True) for each in layer.block_modules(norm)]
-        # Of linear layers, which have no parameters here, only the weights for the GEMMs are read.
-        given = [each._parameters.get(name) for each in modules for name in ("weight", "bias")]
-        self._weights = [each.weight for each in modules if isinstance(each, Int8Linear)]
-        operands: list[Any] = [each for weight in self._weights for each in weight[:_OPERANDS]]
-        self._addresses = array("q", [0 if each is None else each.data_ptr() for each in operands])
-        intermediate = self._weights[_UP].shape[0]
-        shapes: list[Any] = [None] * PARAMETERS
-        shapes[_UP_WEIGHT] = torch.Size((intermediate, self._first.width))
-        sizes = (len(layers), torch.float32, intermediate, self._first.norm1.weight.device, tuple(shapes))
-        self._layers = Layers(given, *sizes, address_table(given))
+    def __init__(self, tree: Tree, layers: Sequence[tuple[PackedLayer, Any]], keys: list[Any]) -> None:
+        self._tree, self._first = tree, layers[0][0]
+        modules = [layer.block_modules(norm) for layer, norm in layers]
+        # Of linear layers, which have no parameters here, only the operands of the GEMMs are read.
+        rows = [_fields_of(own) for own in modules]
+        given = list(itertools.chain.from_iterable(rows))
+        weights = [each.weight for own in modules for each in own if isinstance(each, Int8Linear)]
+        operands: list[Any] = [getattr(weight, name) for weight in weights for name in INT8_OPERANDS]
+        self._operands = array("q", [0 if each is None else each.data_ptr() for each in operands])
+        self._weights = weights  # which the addresses are of
+        found = []
+        for (layer, norm), row in zip(layers, rows, strict=True):
+            present = frozenset(name for name, value in zip(FIELDS, row, strict=True) if value is not None)
+            table = keys.index(layer.table_key()) if isinstance(layer, RotaryLayer) else None
+            found.append(layer.spec(norm, table, present))
+        self._specs = Specs(found)
+        shapes = tuple(None if each is None else each.shape for each in rows[0])
+        intermediate, device = found[0].feed_forward.columns, self._first.norm2.weight.device
+        self._layers = Layers(given, len(layers), torch.float32, intermediate, device, shapes, address_table(given))
 
     @classmethod
     def of(cls, encoder: PackedTransformer) -> Int8Layers | None:
-        """None if the encoder has other layers, or layers with different options."""
+        """None if the encoder has layers of other classes, or modules that have to be called."""
         layers, last = encoder.in_order(), encoder.final_norm
-        if not layers or any(type(each) is not PackedLayer for each in encoder.layers):
+        if not layers or any(not isinstance(each, PackedLayer) or not each.is_described() for each in encoder.layers):
             return None
-        next_norms = [None] * len(layers) if last is None else [*(layer.norm1 for layer in layers[1:]), last]
+        following: list[Any] = [None] * len(layers) if last is None else [*(each.norm1 for each in layers[1:]), last]
+        pairs = list(zip(layers, following, strict=True))
+        if not all(layer.has_plain_norms(norm) for layer, norm in pairs):
+            return None
         linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.up, layer.down)]
-        norms = [each for layer in layers for each in (layer.norm1, layer.norm2)] + ([] if last is None else [last])
-        options = {layer.block_options(1, norm) for layer, norm in zip(layers, next_norms, strict=True)}
-        if len(options) > 1 or not is_plain_norm(*norms) or any(type(each) is not Int8Linear for each in linears):
+        if any(type(each) is not Int8Linear for each in linears):
             return None
-        return cls(Tree(encoder), layers, next_norms)
+        return cls(Tree(encoder), pairs, list(encoder.rotations()))
 
-    def run(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
+    def run(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        tables: Mapping[Any, tuple[Tensor, Tensor]] = MappingProxyType({}),
+        positions: Tensor | None = None,
+    ) -> Tensor | None:
         """As ``PackedTransformer.forward``; None if the layers have to run one by one."""
         if torch.is_grad_enabled() or not is_plain_call((x, cu_seqlens)) or cu_seqlens.shape[0] < 2:
             return None
-        if not self._tree.is_unchanged():
+        if not self._tree.is_unchanged() or requested(None) not in (None, "cpu"):
             return None
-        options = self._first.block_options(max_seqlen, self._next_norm)
-        residual = None if self._next_norm is None else x
-        if transformer_native.refuse(x, residual, self._layers, options) is not None:
-            return None
-        if residual is not None:
-            x = layer_norm(self._first.norm1, x)
+        residual = x if self._first.norm_first else None
+        norm1: Any = self._first.norm1
+        if residual is not None and norm1 is not None:
+            x = layer_norm(norm1, x)
         self._first.check(x, cu_seqlens, residual, None)
-        batch = transformer_native.Batch(x, None if residual is None else x.dtype, cu_seqlens.contiguous(), None)
-        return transformer_native.forward_int8(batch, residual, self._layers, options, self._addresses)[0]
+        inputs = Inputs(x, residual, cu_seqlens.contiguous(), max_seqlen, None, tuple(tables.values()), positions)
+        if core_executor.refuse(self._specs, inputs, self._layers, gradient=False) is not None:
+            return None
+        plan = core_executor.plan_of(self._specs, inputs, training=False, precision="int8")
+        return core_executor.forward(plan, inputs, self._layers, self._layers.given, self._operands)[0]
+
+
+def _fields_of(modules: Sequence[nn.Module]) -> list[Tensor | None]:
+    """The FIELDS of a layer, of its ``block_modules``; norms of heads, the last modules, have no bias."""
+    fields = [each._parameters.get(name) for each in modules[:_BLOCK] for name in ("weight", "bias")]
+    fields += [each._parameters.get("weight") for each in modules[_BLOCK:]]
+    return [*fields, *[None] * (len(FIELDS) - len(fields))]
 
 
 def _bf16(linear: nn.Linear) -> PackedLinear:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from fasttfm.ops import checks, linear
 from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import requested
 from fasttfm.ops.fp8_block import fp8_block
+from fasttfm.ops.layers.spec import Attention, FeedForward, LayerSpec, Norm
 from fasttfm.ops.linear import dense
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
 from fasttfm.ops.transformer_stack import transformer_stack
@@ -54,6 +55,8 @@ class PackedLayer(nn.Module):
     """
 
     fp8: Any = None  # Fp8Training sets it
+    norm = "layer"  # LayerNorm
+    has_gate: ClassVar[bool] = False  # of the feed-forward block
 
     def __init__(
         self,
@@ -177,6 +180,28 @@ class PackedLayer(nn.Module):
             backend=requested(None),
         )
 
+    def spec(self, next_norm: nn.LayerNorm | None, table: int | None, present: frozenset[str]) -> LayerSpec:
+        """What the layer computes, as data. ``table`` is the index of the tables that rotate queries and keys, and
+        ``present`` are the parameters that the layer has."""
+        attention_p, p_a, p_b = self.rates()
+        _, _, norm_a, _, _, norm_b, *_ = self.block_modules(next_norm)
+        return LayerSpec(
+            self.width,
+            pre_norm=self.norm_first,
+            attention=self._attention_spec(attention_p, table),
+            feed_forward=FeedForward(self.down.in_features, ops.ACTIVATIONS[self.activation], gated=self.has_gate),
+            norm_a=Norm(self.norm, norm_a.eps),
+            norm_b=Norm(self.norm, norm_b.eps),
+            present=present,
+            dropout_a=p_a,
+            dropout_b=p_b,
+        )
+
+    def _attention_spec(self, dropout: float, table: int | None) -> Attention:
+        left, right = self.window
+        heads = (self.heads, self.heads, self.width // self.heads)
+        return Attention(*heads, window_left=left, window_right=right, dropout=dropout)
+
     def rates(self) -> tuple[float, float, float]:
         """The current dropout probabilities: of the attention weights, the attention block and the feed-forward
         block."""
@@ -192,9 +217,15 @@ class PackedLayer(nn.Module):
     def has_plain_modules(self, next_norm: nn.Module | None = None) -> bool:
         """Whether the layer's linear layers and LayerNorms, and ``next_norm``, are plain."""
         own = self._modules
+        linears = is_plain_linear(own["qkv"], own["out"], own["up"], own["down"])
+        return linears and self.has_plain_norms(next_norm)
+
+    def has_plain_norms(self, next_norm: nn.Module | None) -> bool:
+        """Whether its norms and ``next_norm`` are plain, and of the kind that ``spec`` names."""
+        own = self._modules
         norm = next_norm if self.norm_first else own["norm1"]
         norms = (own["norm2"],) if norm is None else (own["norm2"], norm)
-        return is_plain_linear(own["qkv"], own["out"], own["up"], own["down"]) and is_plain_norm(*norms)
+        return is_plain_norm(*norms)
 
     def is_described(self) -> bool:
         """Whether one op computes what this class's ``forward`` does: not that of a subclass that overrides it."""

@@ -114,6 +114,10 @@ class PackedTransformer(nn.Module):
         plan = self.plain_layers()
         return None if plan is None else plan.groups(max_seqlen)
 
+    def rotations(self) -> dict[Any, int]:
+        """The head size of the layers, by what the tables that rotate their queries and keys depend on."""
+        return {}
+
     def plain_layers(self) -> PlainLayers | None:
         """The layers with their modules; None if some of them have to be called."""
         plan: PlainLayers | None = self.__dict__.get("_plan")

@@ -16,12 +16,12 @@ from fasttfm.nn.layer_norm import OffsetRMSNorm, RMSNorm
 from fasttfm.nn.packed_layer import NO_NORM, PackedLayer, draw_seeds
 from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer, PlainLayers
 from fasttfm.nn.parts import layer_norm, linear_layer, packed_residual_norm, product
-from fasttfm.nn.plain import Uncopied, is_plain_linear, is_plain_norm, is_plain_rms_norm
+from fasttfm.nn.plain import Uncopied, is_plain_norm, is_plain_rms_norm
 from fasttfm.ops import checks, linear
 from fasttfm.ops.backends import Explanation, requested
-from fasttfm.ops.layers import spec, stack
+from fasttfm.ops.layers import stack
 from fasttfm.ops.layers.explain import explain
-from fasttfm.ops.layers.spec import FIELDS, LayerSpec, Specs
+from fasttfm.ops.layers.spec import FIELDS, Attention, LayerSpec, Specs
 from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import is_plain
 
@@ -69,6 +69,8 @@ class RotaryLayer(PackedLayer):
         block_norms: Whether each block's output is normalized, too, before it is added to the stream.
         scale: The factor of the attention scores; ``1 / sqrt(head_dim)`` by default.
     """
+
+    has_gate = True
 
     def __init__(
         self,
@@ -252,26 +254,22 @@ class RotaryLayer(PackedLayer):
     def is_described(self) -> bool:
         return type(self).forward is RotaryLayer.forward
 
-    def has_plain_modules(self, next_norm: nn.Module | None = None) -> bool:
+    def has_plain_norms(self, next_norm: nn.Module | None) -> bool:
         own = self._modules
         norm = next_norm if self.norm_first else own["norm1"]
         norms = (own["norm2"],) if norm is None else (own["norm2"], norm)
         heads = [own[name] for name in ("q_norm", "k_norm") if own.get(name) is not None]
-        plain = is_plain_linear(own["qkv"], own["out"], own["up"], own["down"]) and is_plain_rms_norm(*heads)
-        plain = plain and own.get("attention_norm") is None and own.get("feed_forward_norm") is None
-        return plain and (is_plain_rms_norm if self.norm == "rms" else is_plain_norm)(*norms)
+        plain = own.get("attention_norm") is None and own.get("feed_forward_norm") is None
+        kind = is_plain_rms_norm if self.norm == "rms" else is_plain_norm
+        return plain and is_plain_rms_norm(*heads) and kind(*norms)
 
     def block_modules(self, next_norm: nn.LayerNorm | None) -> tuple[Any, ...]:
         """The modules of ``PackedLayer``, then the norms of the heads of queries and keys."""
         heads = (self._modules.get(name) for name in ("q_norm", "k_norm"))
         return *super().block_modules(next_norm), *(NO_NORM if each is None else each for each in heads)
 
-    def spec(self, next_norm: nn.LayerNorm | None, table: int, present: frozenset[str]) -> LayerSpec:
-        """What the layer computes, with the rotation by the table of this index. ``present`` are the parameters that it
-        has."""
-        attention_p, p_a, p_b = self.rates()
-        _, _, norm_a, _, _, norm_b, *_ = self.block_modules(next_norm)
-        attention = spec.Attention(
+    def _attention_spec(self, dropout: float, table: int | None) -> Attention:
+        return Attention(
             self.heads,
             self.kv_heads,
             self.head_dim,
@@ -280,19 +278,8 @@ class RotaryLayer(PackedLayer):
             rotary=table,
             rotary_columns=self.head_dim,
             scale=self.scale,
-            dropout=attention_p,
+            dropout=dropout,
             head_norm_eps=None if self.q_norm is None else self.q_norm.eps,
-        )
-        return LayerSpec(
-            self.width,
-            pre_norm=self.norm_first,
-            attention=attention,
-            feed_forward=spec.FeedForward(self.down.in_features, ops.ACTIVATIONS[self.activation], gated=True),
-            norm_a=spec.Norm(self.norm, norm_a.eps),
-            norm_b=spec.Norm(self.norm, norm_b.eps),
-            present=present,
-            dropout_a=p_a,
-            dropout_b=p_b,
         )
 
     def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -433,7 +420,8 @@ class RotaryTransformer(PackedTransformer):
             positions = torch.arange(len(positions), device=positions.device)
         angles: dict[str, Any] = {"tables": tables, "positions": positions}
         if hidden_states is None and not inputs:
-            whole = self._run_described(x, cu_seqlens, max_seqlen, tables, positions)
+            run = self._run_described if self.int8 is None else self.int8.run
+            whole: Tensor | None = run(x, cu_seqlens, max_seqlen, tables, positions)
             if whole is not None:
                 return whole
         return super().forward(x, cu_seqlens, max_seqlen, hidden_states=hidden_states, **angles, **inputs)
@@ -502,16 +490,16 @@ class RotaryTransformer(PackedTransformer):
             return self.make_tables(x, torch.arange(max(self.positions, max_seqlen), device=x.device))
         return {
             theta: self._tables.get(theta, columns, max_seqlen, self.positions, like=x)
-            for theta, columns in self._rotations().items()
+            for theta, columns in self.rotations().items()
         }
 
     @torch.no_grad()
     def make_tables(self, x: Tensor, positions: Tensor) -> Tables:
         """The tables of these positions, for ``x``'s device and dtype."""
-        rotations = self._rotations().items()
+        rotations = self.rotations().items()
         return {theta: rotary_tables(theta, positions, columns, like=x) for theta, columns in rotations}
 
-    def _rotations(self) -> dict[float, int]:
+    def rotations(self) -> dict[float, int]:
         """The head size of the layers, by ``theta``."""
         layers: list[Any] = self.in_order()
         return {layer.theta: layer.head_dim for layer in layers}

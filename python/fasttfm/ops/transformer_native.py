@@ -22,7 +22,6 @@ from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import is_hopper, multiprocessors
 from fasttfm.ops.attention_checks import check_values
 from fasttfm.ops.backends import dtype_name
-from fasttfm.ops.int8_linear import fastest_products, int8_workspaces
 from fasttfm.ops.library import are_plain_tensors
 from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, Saved
 
@@ -315,26 +314,6 @@ def forward_fp8(
         *(layers.table.buffer_info()[0], x, batch.cu_seqlens, batch.seeds, kept, scratch),
         *(residual, y, z, False, _has_short_sequences(batch, options)),
         *(addresses.buffer_info()[0], operand),
-    )
-    return y, z
-
-
-def forward_int8(
-    batch: Batch, residual: Tensor | None, layers: Layers, options: BlockOptions, addresses: array[int]
-) -> tuple[Tensor, Tensor | None]:
-    """Returns y, and z of a pre-LN model, of GEMMs with int8 operands on a CPU. ``addresses`` are those of the linear
-    layers' operands: kernels/transformer_block/op.h, TransformerInt8Forward. ``layers`` has parameters of norms
-    only."""
-    x = batch.x
-    check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
-    shape = shape_of(batch, layers, options, training=False)
-    kept, scratch = _bytes(0, x), _bytes(_memory(False, shape).forward, x)
-    rounded, row_scales = int8_workspaces(x, x.shape[0], max(x.shape[1], layers.intermediate))
-    y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
-    _native.core().transformer_block_int8_forward_cpu(
-        *(*shape, *layer_options(batch, layers, options)),
-        *(layers.table.buffer_info()[0], x, batch.cu_seqlens, None, kept, scratch),
-        *(residual, y, z, addresses.buffer_info()[0], rounded, row_scales, fastest_products()),
     )
     return y, z
 

@@ -36,22 +36,28 @@ class Sizes(NamedTuple):
     parameter_dtype: int
 
 
-def plan_of(specs: tuple[LayerSpec, ...], inputs: Inputs, *, training: bool) -> Plan:
+def plan_of(specs: tuple[LayerSpec, ...], inputs: Inputs, *, training: bool, precision: str = "") -> Plan:
     """The plan for a call."""
-    return plan(specs, with_rules(situation_of(inputs, training=training), inputs.x.shape[0]))
+    situation = situation_of(inputs, training=training, precision=precision)
+    return plan(specs, with_rules(situation, inputs.x.shape[0]))
 
 
 def forward(
-    found: Plan, inputs: Inputs, layers: Layers, own: list[Tensor | None]
+    found: Plan, inputs: Inputs, layers: Layers, own: list[Tensor | None], operands: array[int] | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """y, z of a pre-LN model, and what is saved for the backward. ``own``: the parameters, weights in x's dtype."""
+    """y, z of a pre-LN model, and what is saved for the backward.
+
+    Args:
+        own: The parameters, weights in x's dtype.
+        operands: In int8, the addresses of the tensors that GEMMs read: ``LINEARS`` and ``INT8_OPERANDS`` of plan.py.
+    """
     x, residual = inputs.x, inputs.residual
     check_values("attention", x.shape[0], inputs.max_seqlen, inputs.cu_seqlens, None)
     y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
     kept, scratch = _rows(found.kept, x), _rows(found.scratch, x)
     buffers = _buffers(inputs, scratch=scratch, kept=kept, y=y, z=z)
     table = layers.table if own is layers.given else address_table(own)
-    _run(found.words, inputs, layers, buffers, table, None)
+    _run(found.words, inputs, layers, buffers, parameters=table, operands=operands)
     return y, z, kept
 
 
@@ -72,7 +78,8 @@ def backward(
     dx, dresidual = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
     scratch = _rows(found.backward_scratch, x)
     buffers = _buffers(inputs, scratch=scratch, kept=kept, z=z, dy=dy, dz=dz, dx=dx, dresidual=dresidual)
-    _run(found.backward_words, inputs, layers, buffers, address_table(own), address_table(gradients))
+    targets = address_table(gradients)
+    _run(found.backward_words, inputs, layers, buffers, parameters=address_table(own), gradients=targets)
     return dx, dresidual
 
 
@@ -96,8 +103,10 @@ def _run(
     inputs: Inputs,
     layers: Layers,
     buffers: array[int],
+    *,
     parameters: array[int],
-    gradients: array[int] | None,
+    gradients: array[int] | None = None,
+    operands: array[int] | None = None,
 ) -> None:
     x, core = inputs.x, _native.core()
     stream = x if inputs.residual is None else inputs.residual
@@ -115,8 +124,7 @@ def _run(
         if len(words.workspace_bytes) < _MOST_SIZES:
             words.workspace_bytes[sizes] = needed
     workspace = torch.empty(needed, dtype=torch.uint8, device=x.device)
-    targets = 0 if gradients is None else gradients.buffer_info()[0]
-    tables = (buffers.buffer_info()[0], parameters.buffer_info()[0], targets)
+    tables = (0 if each is None else each.buffer_info()[0] for each in (buffers, parameters, gradients, operands))
     core.layers_run(address, count, *sizes, inputs.cu_seqlens, workspace, *tables)
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.activation import CODES as ACTIVATIONS
+from fasttfm.ops.int8_linear import fastest_products
 from fasttfm.ops.layers import steps
 from fasttfm.ops.layers.rules import RULES, Situation
 from fasttfm.ops.layers.spec import FIELDS, LayerSpec, Norm
@@ -149,7 +150,7 @@ class _Forward:
                 steps.RotaryProjection._make((x, weight, bias, qkv, own.columns, spec.width, *tables, *sizes))
             )
             return qkv
-        self.steps.append(steps.Gemm(x, weight, bias, None, qkv, own.columns, spec.width, True))
+        self._gemm(index, "qkv", x, qkv, own.columns, spec.width, bias)
         if own.head_norm_eps is not None:
             qkv = self._normalized_heads(index, spec, qkv, own.head_norm_eps)
         if own.rotary is not None:
@@ -171,10 +172,22 @@ class _Forward:
         rule = next(rule for rule in RULES if rule.name == name)
         return rule.refuse(spec, self.situation) is None
 
+    def _gemm(
+        self, index: int, name: str, x: str, y: str, columns: int, inner: int, bias: str | None, activation: int = -1
+    ) -> None:
+        """y = x weight^T + bias, in the situation's precision. In int8 the bias is one of the operands, and there may
+        be an activation."""
+        if self.situation.precision == "int8":
+            operands = (f"int8 {index}.{name}.{which}" for which in INT8_OPERANDS)
+            products = fastest_products()
+            self.steps.append(steps.Int8Gemm._make((x, *operands, None, y, columns, inner, activation, products)))
+        else:
+            self.steps.append(steps.Gemm(x, f"{index}.{name}_weight", bias, None, y, columns, inner, True))
+
     def _linear(self, index: int, spec: LayerSpec, name: str, x: str, inner: int, columns: int) -> str:
         """The product with a weight; its bias is added with the residual."""
         branch = self.tensor(f"{index}.{name}.branch", columns)
-        self.steps.append(steps.Gemm(x, f"{index}.{name}_weight", None, None, branch, columns, inner, True))
+        self._gemm(index, name, x, branch, columns, inner, None)
         return branch
 
     def _feed_forward(self, index: int, spec: LayerSpec, y1: str) -> str:
@@ -183,10 +196,12 @@ class _Forward:
         a, code = self.tensor(f"{index}.a", own.columns), ACTIVATIONS[own.activation]
         if self._applies("gated_gemm" if own.gated else "gemm_activation", spec):
             self.steps.append(steps.GemmActivation(y1, weight, bias, own.columns, code, spec.width, own.gated, a))
+        elif self.situation.precision == "int8" and not own.gated:
+            self._gemm(index, "up", y1, a, own.columns, spec.width, None, code)
         else:
             rows = own.columns * (2 if own.gated else 1)
             h = self.tensor(f"{index}.h", rows)
-            self.steps.append(steps.Gemm(y1, weight, None, None, h, rows, spec.width, True))
+            self._gemm(index, "up", y1, h, rows, spec.width, None)
             if own.gated:
                 self.steps.append(steps.GatedActivation(h, bias, own.columns, code, True, a))
             else:
@@ -242,10 +257,10 @@ class _Forward:
     def _add_in_gemm(self, branch: str, stream: str, z: str) -> None:
         """The last step, a GEMM, adds the stream."""
         product = self.steps.pop()
-        assert isinstance(product, steps.Gemm)
-        assert product.d == branch
+        assert branch in steps.written_by(product)
         del self.sizes[branch]
-        self.steps.append(product._replace(c=stream, d=z))
+        added = {"residual": stream, "y": z} if isinstance(product, steps.Int8Gemm) else {"c": stream, "d": z}
+        self.steps.append(product._replace(**added))
 
 
 def _table_buffer(table: int) -> int:
@@ -416,8 +431,13 @@ def _named(buffer: str, places: dict[str, int]) -> dict[str, int]:
 
 # ---- words for the core: kernels/layers/op.h -------------------------------------------------------------------------
 
-_PARAMETERS, _GRADIENTS = 1 << 56, 2 << 56
+_PARAMETERS, _GRADIENTS, _OPERANDS = 1 << 56, 2 << 56, 3 << 56
 _NULL = -1
+
+# The linear layers of a layer, and the tensors of each that an int8 GEMM reads: those of ops.int8_linear's Int8Weight.
+# "int8 0.qkv.sums" is an entry of the table of operands, which has a row for each linear layer.
+LINEARS = ("qkv", "out", "up", "down")
+INT8_OPERANDS = ("panels", "sums", "scales", "bias")
 
 
 def _encoded(sequence: Sequence[Any], places: dict[str, int]) -> Words:
@@ -442,6 +462,10 @@ def _word(field: Any, places: dict[str, int]) -> int:
         return BUFFERS.index(field) << 40
     if field.startswith(("cos", "sin")):
         return _table_buffer(int(field[3:])) + (0 if field.startswith("cos") else 1) << 40
+    if field.startswith("int8 "):
+        layer, linear, which = field.removeprefix("int8 ").split(".")
+        row = int(layer) * len(LINEARS) + LINEARS.index(linear)
+        return _OPERANDS | row * len(INT8_OPERANDS) + INT8_OPERANDS.index(which) << 40
     table, name = (_GRADIENTS, field[2:]) if field.startswith("d ") else (_PARAMETERS, field)
     index, _, parameter = name.partition(".")
     return table | int(index) * len(FIELDS) + FIELDS.index(parameter) << 40

@@ -19,13 +19,14 @@ class Situation(NamedTuple):
     training: bool  # whether there will be a backward
     itemsize: int  # bytes of an element of x
     stream_itemsize: int  # of the residual stream
+    precision: str = ""  # of the GEMMs' operands: "int8", or that of x
     rules: frozenset[str] = frozenset()  # names of the rules that have enough rows
 
 
-def situation_of(inputs: Any, *, training: bool) -> Situation:
+def situation_of(inputs: Any, *, training: bool, precision: str = "") -> Situation:
     """The situation of a call, without rules."""
     x, stream = inputs.x, inputs.x if inputs.residual is None else inputs.residual
-    return Situation(x.device.type, training, x.element_size(), stream.element_size())
+    return Situation(x.device.type, training, x.element_size(), stream.element_size(), precision)
 
 
 class Rule(NamedTuple):

@@ -28,6 +28,22 @@ class Gemm(NamedTuple):
     transposed: bool
 
 
+class Int8Gemm(NamedTuple):
+    """y = activation(x weight^T + bias) + residual on a CPU; x is rounded to int8, and the weight is int8."""
+
+    x: Name
+    weight: Name
+    sums: Name
+    scales: Name
+    bias: Name
+    residual: Name | None
+    y: Name
+    columns: int
+    inner: int
+    activation: int  # -1 for none
+    products: int
+
+
 class WeightGradient(NamedTuple):
     """d [rows, columns] = a^T b in the parameters' dtype."""
 
@@ -278,6 +294,7 @@ CODES: dict[type, int] = {
     ColumnSum: 16,
     HeadNorm: 17,
     HeadNormBackward: 18,
+    Int8Gemm: 19,
 }
 
 # The fields that a step writes; it reads the others.
@@ -301,6 +318,7 @@ _WRITES: dict[type, tuple[str, ...]] = {
     ColumnSum: ("sum",),
     HeadNorm: ("y", "rstd"),
     HeadNormBackward: ("dy", "dq_weight", "dk_weight"),
+    Int8Gemm: ("y",),
 }
 
 

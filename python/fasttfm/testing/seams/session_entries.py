@@ -91,12 +91,13 @@ def _rebuilt(name: str, options: dict[str, Any], opened: Opened, device: torch.d
 @functools.cache
 def native_int8() -> tuple[str, ...]:
     """The first family of each kind that the native call of int8 layers distinguishes: post-LN, pre-LN, shared
-    layers."""
+    layers, and both norms with rotary positions."""
     found: dict[Any, str] = {}
     for name in _text_families():
         encoder = _int8_encoder(name, torch.device("cpu"))
         if encoder.int8 is not None:
-            found.setdefault((encoder.final_norm is None, len(encoder.layers) < len(encoder.in_order())), name)
+            shared = len(encoder.layers) < len(encoder.in_order())
+            found.setdefault((encoder.final_norm is None, shared, bool(encoder.rotations())), name)
     return tuple(found.values())
 
 
