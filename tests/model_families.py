@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from fasttfm import models
@@ -51,3 +53,25 @@ def save_small(family: str, tokenizer: Tokenizer, directory: Path, *, head: str 
     getattr(models, f"{name}{head}")(config).save_pretrained(directory)
     tokenizer.save(directory, model_max_length=64, config=config)
     return directory
+
+
+TEXTS = ["the man went to the store", "she bought a gallon of milk", "penguins are birds"]
+END = "<|endoftext|>"
+
+
+def save_tokenizer(first: str, directory: Path) -> None:
+    """A tokenizer of 300 words that puts ``first`` before a text, if it is not empty, and ``END`` after it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    names = [END, "<|begin|>"]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=names, initial_alphabet=alphabet)
+    backend.train_from_iterator(TEXTS, trainer)
+    special = [(each, backend.token_to_id(each)) for each in names]
+    template = f"{first} $A {END}".strip()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": END, "eos_token": END}
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))

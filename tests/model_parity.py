@@ -40,6 +40,15 @@ DISTILBERT = {
     "num_attention_heads": "n_heads",
     "intermediate_size": "hidden_dim",
 }
+T5 = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "d_ff",
+    "max_position_embeddings": "n_positions",
+    "head_dim": "d_kv",
+}
+FIELDS = {"DistilBert": DISTILBERT, "T5": T5, "MT5": T5}  # the names of a family's fields, by BERT's
 FAMILIES = (
     "Bert",
     "Roberta",
@@ -56,6 +65,8 @@ FAMILIES = (
     "DebertaV2",
     "Qwen3",
     "Llama",
+    "T5",
+    "MT5",
     "Gemma3Text",
     "ErnieKnowledge",
     "ViT",
@@ -83,8 +94,8 @@ def family_of(name: str) -> str:
 def config_of(package: Any, name: str, sizes: dict[str, Any]) -> Any:
     """The configuration of a class of ours or of transformers; sizes have the field names of BERT."""
     family = family_of(name)
-    own = {DISTILBERT.get(key, key): value for key, value in sizes.items()} if family == "DistilBert" else sizes
-    return getattr(package, f"{family}Config")(**own)
+    names = FIELDS.get(family, {})
+    return getattr(package, f"{family}Config")(**{names.get(key, key): value for key, value in sizes.items()})
 
 
 def theirs_of(name: str, **changes: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from model_parity import IDS, MASKS, SIZES, check_layout, check_multiple_choice, check_question_answering, pair
 
 from fasttfm import models
-from fasttfm.models.mpnet import buckets
+from fasttfm.models.relative_bias import buckets
 
 pytest.importorskip("transformers")
 
@@ -39,8 +39,8 @@ def test_buckets_of_all_distances() -> None:
 
     positions = torch.arange(600)
     expected = MPNetEncoder.relative_position_bucket(positions[None, :] - positions[:, None])
-    assert torch.equal(buckets(positions), expected)
-    assert torch.equal(buckets(positions[None].repeat(2, 1) + 5)[1], expected)
+    assert torch.equal(buckets(positions, 32, 128), expected)
+    assert torch.equal(buckets(positions[None].repeat(2, 1) + 5, 32, 128)[1], expected)
     assert expected.unique().tolist() == list(range(16)) + list(range(17, 32))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_families import TEXTS, save_tokenizer
 from model_parity import IDS, MASKS, SIZES, check_layout, pair, tensors
 from torch import Tensor
 
@@ -223,29 +224,12 @@ def test_sequences_end_at_the_last_position(tmp_path: Path) -> None:
         generate(ours, IDS[:1], max_new_tokens=13)
 
 
-TEXTS = ["the man went to the store", "she bought a gallon of milk", "penguins are birds"]
-END = "<|endoftext|>"
-
-
 def save_with_tokenizer(name: str, first: str, directory: Path) -> None:
-    """A tiny model and a tokenizer that puts ``first`` before a text, if it is not empty, and ``END`` after it."""
-    tokenizers = pytest.importorskip("tokenizers")
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    names = [END, "<|begin|>"]
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=names, initial_alphabet=alphabet)
-    backend.train_from_iterator(TEXTS, trainer)
-    special = [(each, backend.token_to_id(each)) for each in names]
-    template = f"{first} $A {END}".strip()
-    backend.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": END, "eos_token": END}
+    """A tiny model and its tokenizer."""
     torch.manual_seed(0)
     config = getattr(models, f"{name}Config").named("tiny", vocab_size=300, pad_token_id=0, initializer_range=0.1)
     getattr(models, f"{name}Model")(config).save_pretrained(directory)
-    backend.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    save_tokenizer(first, directory)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ PUBLISHED = {
     "EuroBertModel": {"tiny": 16.7, "210m": 210, "610m": 610, "2.1b": 2100},
     "LlamaModel": {"tiny": 4.6, "7b": 6610},
     "Gemma3TextModel": {"tiny": 33.9, "270m": 270, "embedding": 300, "1b": 1000},
+    "T5EncoderModel": {"tiny": 4.5, "small": 35, "base": 110, "large": 335},
+    "MT5EncoderModel": {"tiny": 32.4, "small": 147, "base": 277, "large": 564},
     "NomicBertModel": {"tiny": 4.7, "base": 137},
     "DebertaV2Model": {
         "tiny": 16.9,

@@ -133,6 +133,7 @@ from fasttfm.models.mpnet import (
     MPNetForTokenClassification,
     MPNetModel,
 )
+from fasttfm.models.mt5 import MT5Config, MT5EncoderModel, MT5ForTokenClassification
 from fasttfm.models.nomic_bert import (
     NomicBertConfig,
     NomicBertForMaskedLM,
@@ -160,6 +161,7 @@ from fasttfm.models.roberta import (
     RobertaKagNetConfig,
     RobertaModel,
 )
+from fasttfm.models.t5 import T5Config, T5EncoderModel, T5ForTokenClassification
 from fasttfm.models.vit import (
     ViTConfig,
     ViTForImageClassification,
@@ -275,6 +277,9 @@ __all__ = [
     "MPNetForSequenceClassification",
     "MPNetForTokenClassification",
     "MPNetModel",
+    "MT5Config",
+    "MT5EncoderModel",
+    "MT5ForTokenClassification",
     "ModernBertConfig",
     "ModernBertDecoderConfig",
     "ModernBertDecoderForCausalLM",
@@ -309,6 +314,9 @@ __all__ = [
     "RobertaKagNet",
     "RobertaKagNetConfig",
     "RobertaModel",
+    "T5Config",
+    "T5EncoderModel",
+    "T5ForTokenClassification",
     "ViTConfig",
     "ViTForImageClassification",
     "ViTForMaskedImageModeling",

@@ -20,10 +20,12 @@ from fasttfm.models import (
     modernbert,
     modernbert_decoder,
     mpnet,
+    mt5,
     nomic_bert,
     openai_gpt,
     qwen3,
     roberta,
+    t5,
     vit,
     xlm_roberta,
 )
@@ -38,18 +40,8 @@ from fasttfm.models.objectives import (
 )
 
 _ROBERTAS = (roberta, xlm_roberta, camembert, mpnet)
-_ENCODERS = (
-    bert,
-    *_ROBERTAS,
-    albert,
-    electra,
-    distilbert,
-    modernbert,
-    eurobert,
-    nomic_bert,
-    deberta_v2,
-    ernie_knowledge,
-)
+_ROTARY = (modernbert, eurobert, nomic_bert)
+_ENCODERS = (bert, *_ROBERTAS, albert, electra, distilbert, *_ROTARY, deberta_v2, t5, mt5, ernie_knowledge)
 _FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, llama, qwen3, gemma3, modernbert_decoder, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 

@@ -1,33 +1,28 @@
 """MPNet (Song et al., 2020): RoBERTa's encoder whose attention also reads how far apart two tokens are.
 
-    s_ij = q_i k_j / sqrt(D) + table[bucket(j - i), head]        the same table in all layers
+    s_ij = q_i k_j / sqrt(D) + table[bucket(j - i), head]        32 buckets (relative_bias.py)
 
-32 buckets: 16 for keys up to the query, 16 for those after it; distances up to 7 have one each, the others one for each
-logarithmic range up to 128. The bias is that of ``ops.attention``: Triton's kernels on a GPU, plain torch on a CPU.
 Classes, arguments, outputs and checkpoints are those of transformers. Internally a batch is packed.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from fasttfm import ops
 from fasttfm.models import roberta
 from fasttfm.models.bert import BertHead, EncoderConfig
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.family import Head
-from fasttfm.nn import PackedBatch, PackedLayer
-from fasttfm.nn.packed_layer import draw_seeds
+from fasttfm.models.relative_bias import RelativeBias
+from fasttfm.nn import PackedLayer
+from fasttfm.nn.packed_layer import biased_backend, draw_seeds
 from fasttfm.ops import linear
-from fasttfm.ops.backends import requested
 
-_BUCKETS, _FARTHEST = 32, 128
+_BUCKETS = 32
 
 
 @dataclass
@@ -68,16 +63,6 @@ UNTIED_NAMES = replace(NAMES, heads=roberta.UNTIED_NAMES.heads, ignored=(*NAMES.
 # ---- the encoder -----------------------------------------------------------------------------------------------------
 
 
-def buckets(positions: Tensor) -> Tensor:
-    """The bucket of every query and key, ``[..., S, S]``, of their positions ``[..., S]``."""
-    distance = positions[..., None, :] - positions[..., :, None]
-    half, near = _BUCKETS // 2, _BUCKETS // 4
-    far = distance.abs()
-    ranges = torch.log(far.float() / near) / math.log(_FARTHEST / near) * (half - near)
-    logarithmic = (near + ranges.clamp(min=0).long()).clamp(max=half - 1)
-    return half * (distance > 0) + torch.where(far < near, far, logarithmic)
-
-
 class BiasedLayer(PackedLayer):
     """A post-LN ``PackedLayer`` whose attention scores have a bias ``[1 or B, H, S, S]``."""
 
@@ -103,17 +88,22 @@ class BiasedLayer(PackedLayer):
             bias=bias,
             dropout_p=rates[0],
             seed=None if seeds is None else seeds[:1],
-            backend="reference" if x.is_cpu and requested(None) is None else None,  # a CPU has no other with a bias
+            backend=biased_backend(x, bias),
         )
         assert isinstance(context, Tensor)
         return self._after_attention(context, x, cu_seqlens, (self.norm1, self.norm2), rates, seeds)
+
+    def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, bias: Tensor | None = None) -> Tensor:
+        """As ``PackedLayer``'s, with ``forward``'s ``bias``."""
+        q, k, _ = self.project(x).unbind(-3)
+        return ops.attention_weights(q, k, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, bias=bias)
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
         """False: the layer is several ops."""
         return False
 
 
-class MPNetModel(roberta.RobertaModel):
+class MPNetModel(RelativeBias, roberta.RobertaModel):
     """The encoder, with a pooler on the first token; called as ``RobertaModel`` is, without segments."""
 
     config_class, names = MPNetConfig, NAMES
@@ -133,24 +123,6 @@ class MPNetModel(roberta.RobertaModel):
             attention_dropout=config.attention_probs_dropout_prob,
             eps=config.layer_norm_eps,
         )
-
-    def bias(self, batch: PackedBatch, longest: int) -> Tensor:
-        """``[1, H, longest, longest]``; of a batch with padding between tokens ``[B, H, longest, longest]``."""
-        columns, every = batch.columns(), torch.arange(longest, device=batch.cu_seqlens.device)
-        positions = every[None] if columns is None else ops.unpack(columns, batch.cu_seqlens, longest)
-        return functional.embedding(buckets(positions), self.distances.weight).permute(0, 3, 1, 2).contiguous()
-
-    def run_layers(self, x: Tensor, batch: PackedBatch, hidden_states: list[Tensor] | None) -> Tensor:
-        bias = self.bias(batch, batch.max_seqlen)
-        states: Tensor = self.encoder(x, batch.cu_seqlens, batch.max_seqlen, hidden_states=hidden_states, bias=bias)
-        return states
-
-    def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
-        longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
-        options: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": longest}
-        options["bias"] = self.bias(batch, longest)
-        heads = [layer.project(x).unbind(-3) for layer, x in zip(self.encoder.in_order(), states, strict=True)]
-        return tuple(ops.attention_weights(q, k, **options) for q, k, _ in heads)
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------

@@ -21,8 +21,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fasttfm import ops
 from fasttfm._atomic_files import atomic_write
+from fasttfm.models.mpnet import BiasedLayer
 from fasttfm.models.outputs import ModelOutput, QuestionAnsweringOutput
 from fasttfm.models.pretrained import PretrainedModel
+from fasttfm.models.relative_bias import RelativeBias
 from fasttfm.models.text_model import Encoded, TextModel
 from fasttfm.nn import PackedBatch, PackedLayer, PackedTransformer, RMSNorm, RotaryLayer, RotaryTransformer
 from fasttfm.nn.rotary_layer import rotary_tables
@@ -136,6 +138,8 @@ def _is_plain_stack(base: TextModel) -> bool:
     own = (type(base).encode_packed, type(base).run_layers) != (TextModel.encode_packed, TextModel.run_layers)
     if type(base.encoder) is RotaryTransformer:
         return all(type(layer) is RotaryLayer for layer in base.encoder.layers)
+    if type(base).run_layers is RelativeBias.run_layers and type(base.encoder) is PackedTransformer:
+        return all(type(layer) is BiasedLayer for layer in base.encoder.layers)
     plain = type(base.encoder) is PackedTransformer and all(type(layer) is PackedLayer for layer in base.encoder.layers)
     return not own and plain
 
@@ -263,10 +267,13 @@ def _encoded(
     if positions is None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
     x = base.embeddings(input_ids, position_ids=positions, segment_ids=token_type_ids)
+    relative: Tensor | float = 0.0
+    if isinstance(base, RelativeBias):
+        relative = base.bias_at(torch.arange(input_ids.shape[1], device=input_ids.device)[None])
     states, weights = [], []
     for layer in base.encoder.in_order():
         states.append(x)
-        bias = _bias(layer, attention_mask)
+        bias = _bias(layer, attention_mask) + relative
         q, k, v = _heads(layer, x)
         weights.append(_weights(layer, q, k, bias))
         x = _layer(layer, x, _context(weights[-1], v))
@@ -301,8 +308,10 @@ def _heads(layer: PackedLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = layer.split_heads(heads)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = layer.q_norm(q), layer.k_norm(k)
-    tables = rotary_tables(layer.theta, torch.arange(x.shape[1], device=x.device), layer.head_dim, like=x)
     groups = layer.heads // layer.kv_heads
+    if layer.theta is None:
+        return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    tables = rotary_tables(layer.theta, torch.arange(x.shape[1], device=x.device), layer.head_dim, like=x)
     k, v = (each.repeat_interleave(groups, 1) for each in (_rotated(k, *tables), v))
     return _rotated(q, *tables), k, v
 
@@ -337,6 +346,8 @@ def _layer(layer: PackedLayer, x: Tensor, context: Tensor) -> Tensor:
 def _mlp(layer: PackedLayer, x: Tensor) -> Tensor:
     activation: Any = layer.activation  # a function within _plain
     hidden = layer.up(x)
+    if isinstance(layer, RotaryLayer) and not layer.has_gate:
+        return layer.feed_forward_output(activation(hidden))[0]
     if isinstance(layer, RotaryLayer):
         gate, up = hidden.chunk(2, -1)
         return layer.feed_forward_output(activation(gate) * up)[0]

@@ -63,13 +63,19 @@ class BaseModel(PretrainedModel):
         """Every layer's attention weights [sequences, H, S, S], for inspection; padding is at the end."""
         longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
         layers: list[Any] = self.encoder.in_order()
+        options = self.attention_options(batch, longest)
         inputs = [  # a layer may have no norm before its attention
             layer_norm(layer.norm1, x) if layer.norm_first and layer.norm1 is not None else x
             for layer, x in zip(layers, states, strict=True)
         ]
         return tuple(
-            layer.attention_weights(x, batch.cu_seqlens, longest) for layer, x in zip(layers, inputs, strict=True)
+            layer.attention_weights(x, batch.cu_seqlens, longest, **options)
+            for layer, x in zip(layers, inputs, strict=True)
         )
+
+    def attention_options(self, batch: PackedBatch, longest: int) -> dict[str, Any]:
+        """The arguments of layers' ``attention_weights``, in addition to the states and sizes."""
+        return {}
 
 
 class TextModel(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class PackedLayer(nn.Module):
 
     fp8: Any = None  # Fp8Training sets it
     norm = "layer"  # LayerNorm
-    has_gate: ClassVar[bool] = False  # of the feed-forward block
+    has_gate: bool = False  # of the feed-forward block
 
     def __init__(
         self,
@@ -346,6 +346,11 @@ class PackedLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, activation={self.activation}, norm_first={self.norm_first}"
+
+
+def biased_backend(x: Tensor, bias: Tensor | None) -> str | None:
+    """The backend of ``ops.attention`` for a ``bias``: a CPU has no other than the reference."""
+    return "reference" if bias is not None and x.is_cpu and requested(None) is None else None
 
 
 def draw_seeds(device: torch.device, layers: int | None = None) -> Tensor:

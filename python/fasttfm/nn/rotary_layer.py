@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from fasttfm import ops
 from fasttfm.nn.layer_norm import OffsetRMSNorm, RMSNorm
-from fasttfm.nn.packed_layer import NO_NORM, PackedLayer, draw_seeds
+from fasttfm.nn.packed_layer import NO_NORM, PackedLayer, biased_backend, draw_seeds
 from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer, PlainLayers
-from fasttfm.nn.parts import layer_norm, linear_layer, packed_residual_norm, product
+from fasttfm.nn.parts import layer_norm, linear_activation, linear_layer, packed_residual_norm, product
 from fasttfm.nn.plain import Uncopied, is_plain_norm, is_plain_rms_norm
 from fasttfm.ops import checks, linear
 from fasttfm.ops.backends import Explanation, requested
@@ -50,7 +50,7 @@ class RotaryLayer(PackedLayer):
         width: C, the model's width.
         heads: The number of attention heads, a divisor of the width.
         intermediate: Columns of the gate, and of up.
-        theta: The base of the rotation's wavelengths.
+        theta: The base of the rotation's wavelengths; None for no rotation.
         window: ``(left, right)``: how far before and after itself a token attends; None for no limit.
         norm_first: Whether the norms come before the blocks or after them.
         first: Whether this is a pre-LN model's first layer, which has no ``norm1`` because the embeddings are
@@ -68,9 +68,8 @@ class RotaryLayer(PackedLayer):
         head_norm: Whether each head of queries and keys has an RMSNorm, of the same kind, before it is rotated.
         block_norms: Whether each block's output is normalized, too, before it is added to the stream.
         scale: The factor of the attention scores; ``1 / sqrt(head_dim)`` by default.
+        gated: Whether the feed-forward block has a gate; without one it is ``down(activation(up))``.
     """
-
-    has_gate = True
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class RotaryLayer(PackedLayer):
         heads: int,
         intermediate: int,
         *,
-        theta: float = 10_000.0,
+        theta: float | None = 10_000.0,
         window: Sequence[int | None] | None = None,
         norm_first: bool = True,
         first: bool = False,
@@ -97,6 +96,7 @@ class RotaryLayer(PackedLayer):
         head_norm: bool = False,
         block_norms: bool = False,
         scale: float | None = None,
+        gated: bool = True,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -105,8 +105,8 @@ class RotaryLayer(PackedLayer):
             raise checks.bad_value(_NAME, "norm", f"one of {', '.join(_NORMS)}", repr(norm))
         super().__init__(
             width,
-            heads,
-            2 * intermediate,
+            heads if head_dim is None else 1,
+            intermediate,
             norm_first=norm_first,
             activation=activation,
             dropout=dropout,
@@ -117,8 +117,8 @@ class RotaryLayer(PackedLayer):
             bias=attention_bias,
             **factory,
         )
-        self.theta, self.intermediate_dropout = theta, intermediate_dropout
-        self.up = nn.Linear(width, 2 * intermediate, bias=feed_forward_bias, **factory)
+        self.heads, self.theta, self.has_gate, self.intermediate_dropout = heads, theta, gated, intermediate_dropout
+        self.up = nn.Linear(width, intermediate * (2 if gated else 1), bias=feed_forward_bias, **factory)
         self.down = nn.Linear(intermediate, width, bias=feed_forward_bias, **factory)
         self.norm = norm
         norms: list[Any] = [rotary_norm(norm, width, eps, bias=norm_bias, **factory) for _ in range(2)]
@@ -127,7 +127,7 @@ class RotaryLayer(PackedLayer):
             self.norm1 = None  # type: ignore[assignment]
         self.kv_heads = heads if kv_heads is None else kv_heads
         self.head_dim = width // heads if head_dim is None else head_dim
-        if self.kv_heads < 1 or heads % self.kv_heads:
+        if heads < 1 or self.kv_heads < 1 or heads % self.kv_heads:
             raise checks.bad_value(_NAME, "kv_heads", f"a divisor of the {heads} heads", self.kv_heads)
         if self.head_dim < 2 or self.head_dim % 2:
             raise checks.bad_value(_NAME, "head_dim", "an even number", self.head_dim)
@@ -156,12 +156,14 @@ class RotaryLayer(PackedLayer):
         seeds: Tensor | None = None,
         tables: Tables | None = None,
         positions: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the layer. Arguments and results are those of ``PackedLayer``; in addition:
 
         Args:
             tables: The cosines and sines ``[positions, D / 2]`` of each ``table_key``, if they are already computed.
             positions: int64 ``[T]``; by default each token's index in its own sequence.
+            bias: Added to the attention scores, as ``ops.attention``'s.
         """
         if residual is None and self.norm_first:
             residual, x = x, x if self.norm1 is None else layer_norm(self.norm1, x)
@@ -178,23 +180,28 @@ class RotaryLayer(PackedLayer):
             window=self.window,
             max_seqlen=max_seqlen,
             scale=self.scale,
+            bias=bias,
             dropout_p=attention_p,
             seed=seed,
+            backend=biased_backend(x, bias),
             **packed,
         )
         assert isinstance(context, Tensor)
-        branch, bias = self.attention_output(context.flatten(-2))
+        branch, linear_bias = self.attention_output(context.flatten(-2))
         norm_a, norm_b = (self.norm2, next_norm) if self.norm_first else (self.norm1, self.norm2)
         stream = x if residual is None else residual
-        y, z = packed_residual_norm(norm_a, branch, stream, linear_bias=bias, p=p_a, seed=seed_a, **packed)
-        branch, bias = self.feed_forward(y)
+        y, z = packed_residual_norm(norm_a, branch, stream, linear_bias=linear_bias, p=p_a, seed=seed_a, **packed)
+        branch, linear_bias = self.feed_forward(y)
         stream = z if self.norm_first else y
-        y, z = packed_residual_norm(norm_b, branch, stream, linear_bias=bias, p=p_b, seed=seed_b, **packed)
+        y, z = packed_residual_norm(norm_b, branch, stream, linear_bias=linear_bias, p=p_b, seed=seed_b, **packed)
         return y, z if self.norm_first and next_norm is not None else None
 
     def feed_forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        hidden, bias = product(self.up, x)
-        hidden = ops.gated_activation(hidden, bias, activation=self.activation)
+        if self.has_gate:
+            hidden, bias = product(self.up, x)
+            hidden = ops.gated_activation(hidden, bias, activation=self.activation)
+        else:
+            hidden = linear_activation(self.up, self.activation, x)
         hidden = functional.dropout(hidden, self.intermediate_dropout, self.training)
         return self.feed_forward_output(hidden)
 
@@ -215,7 +222,10 @@ class RotaryLayer(PackedLayer):
         """The tables and positions of a call that may not give them."""
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
+        if tables is None and self.theta is None:
+            return {}, positions
         if tables is None:
+            assert self.theta is not None
             every = torch.arange(max_seqlen, device=x.device)
             tables = {self.table_key(): rotary_tables(self.theta, every, self.head_dim, like=x)}
         return tables, positions
@@ -228,6 +238,8 @@ class RotaryLayer(PackedLayer):
             assert self.k_norm is not None
             q, k, v = self.split_heads(heads)
             heads = torch.cat((self.q_norm(q), self.k_norm(k), v), 1)
+        if self.theta is None:
+            return heads
         rotated: Tensor = ops.rotary(
             heads, *tables[self.table_key()], positions=positions, rotary_heads=self.heads + self.kv_heads
         )
@@ -252,7 +264,8 @@ class RotaryLayer(PackedLayer):
         return False
 
     def is_described(self) -> bool:
-        return type(self).forward is RotaryLayer.forward
+        """Layers without a rotation are not: those that there are have a bias."""
+        return type(self).forward is RotaryLayer.forward and self.theta is not None
 
     def has_plain_norms(self, next_norm: nn.Module | None) -> bool:
         own = self._modules
@@ -282,14 +295,14 @@ class RotaryLayer(PackedLayer):
             head_norm_eps=None if self.q_norm is None else self.q_norm.eps,
         )
 
-    def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, bias: Tensor | None = None) -> Tensor:
         """The attention weights for ``forward``'s ``x``, fp32 ``[sequences, H, max_seqlen, max_seqlen]``, for plots.
-        Computed in plain torch."""
+        Computed in plain torch; ``bias`` is ``forward``'s."""
         angles = self._angles(x, cu_seqlens, max_seqlen, None, None)
         q, k, _ = self.split_heads(self.rotated(x, *angles))
         k = k.repeat_interleave(self.heads // self.kv_heads, 1)
         left, right = self.window
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "bias": bias}
         return ops.attention_weights(q, k, window=(left, right), scale=self.scale, **options)
 
 
@@ -351,7 +364,7 @@ def is_capturing(x: Tensor) -> bool:
 # The attributes that determine a layer's description, in addition to its parameters and the epsilons of its norms.
 _settings_of = operator.itemgetter(
     *("training", "dropout", "feed_forward_dropout", "attention_dropout", "intermediate_dropout"),
-    *("heads", "kv_heads", "head_dim", "window", "activation", "norm_first", "norm", "theta", "scale"),
+    *("heads", "kv_heads", "head_dim", "window", "activation", "norm_first", "norm", "theta", "scale", "has_gate"),
 )
 
 
@@ -502,4 +515,4 @@ class RotaryTransformer(PackedTransformer):
     def rotations(self) -> dict[float, int]:
         """The head size of the layers, by ``theta``."""
         layers: list[Any] = self.in_order()
-        return {layer.theta: layer.head_dim for layer in layers}
+        return {layer.theta: layer.head_dim for layer in layers if layer.theta is not None}

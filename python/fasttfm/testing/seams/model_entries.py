@@ -22,16 +22,16 @@ from fasttfm.testing.seams.module_entries import seeded
 VOCABULARY, BATCH, LENGTH = 61, 3, 9
 # Small values of the fields that configurations of ours and of transformers have.
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "dim", "n_embd"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_heads", "n_head"), 2),
-    **dict.fromkeys(("intermediate_size", "hidden_dim"), 48),
+    **dict.fromkeys(("hidden_size", "dim", "n_embd", "d_model"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layers", "n_layer", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "n_head", "num_heads"), 2),
+    **dict.fromkeys(("intermediate_size", "hidden_dim", "d_ff"), 48),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 24),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout"), 0.0),
     **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop", "summary_first_dropout", "classifier_dropout"), 0.0),
-    **dict.fromkeys(("mlp_dropout", "embedding_dropout", "qa_dropout", "seq_classif_dropout"), 0.0),
+    **dict.fromkeys(("mlp_dropout", "embedding_dropout", "qa_dropout", "seq_classif_dropout", "dropout_rate"), 0.0),
     "num_key_value_heads": 1,
-    "head_dim": 16,
+    **dict.fromkeys(("head_dim", "d_kv"), 16),
     "vocab_size": VOCABULARY,
     "embedding_size": 24,
     "local_attention": 4,
