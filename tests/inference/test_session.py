@@ -272,7 +272,10 @@ def test_a_prompt_that_is_excluded_from_pooling(wordpiece: Tokenizer, tmp_path: 
         ),
         (lambda s: s.encode([[1], [1, -2]]), "inputs: expected ids from 0 to 299, got -2 to 1"),
         (lambda s: s.encode(["a text"]), "tokenizer: expected one for texts, got None"),
-        (lambda s: s.encode([[1]], output="tokens"), "output: expected vectors, states, logits, sparse, got 'tokens'"),
+        (
+            lambda s: s.encode([[1]], output="tokens"),
+            "output: expected vectors, states, logits, sparse, multi, multi-query, got 'tokens'",
+        ),
         (lambda s: s.encode(5), "inputs: expected texts, pairs of texts or lists of ids, got int"),
         (lambda s: s.encode([[1, [2]]]), r"inputs: expected texts, pairs of texts or lists of ids, got \[1, \[2\]\]"),
         (lambda s: copy.deepcopy(s), "expected to stay in its process"),

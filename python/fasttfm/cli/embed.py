@@ -66,6 +66,11 @@ def add_parser(subparsers: Any) -> None:
         "--tokens", action="store_true", help="write a vector for each token instead (.npz, .safetensors or .jsonl)"
     )
     parser.add_argument(
+        "--multi",
+        action="store_true",
+        help="write a vector for each token of documents instead, of a model of ColBERT's kind (.npz or .safetensors)",
+    )
+    parser.add_argument(
         "--sparse",
         action="store_true",
         help="write weights of words instead: SPLADE's of a model with a masked-LM head, or bge-m3's (.npz or .jsonl)",
@@ -155,7 +160,9 @@ def run(arguments: argparse.Namespace) -> int:
             _write_sparse(arguments, embedder, texts, again)
             return 0
         # The copy of the texts is as far ahead as a batch, so that memory is bounded.
-        if arguments.tokens:
+        if arguments.multi:
+            found = ((vectors, None) for vectors in embedder.session.stream(texts, output="multi"))
+        elif arguments.tokens:
             found = ((vectors, ids) for ids, vectors in embedder.token_vectors(texts))
         else:
             found = ((vector, None) for vector in embedder.vectors(texts))
@@ -165,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
         count, width = write_vectors(
             arguments.output, _some(rows), dtype=arguments.dtype, ranges=ranges, settings=_settings(arguments)
         )
-        kind = "texts' token vectors" if arguments.tokens else "vectors"
+        kind = "texts' token vectors" if arguments.tokens or arguments.multi else "vectors"
         rate = f"{embedder.session.counts.tokens_per_second:,.0f} tokens/s"
         print(f"{count:,} {kind} of {width:,} numbers: {arguments.output} ({rate})")
     return 0
@@ -225,6 +232,9 @@ def _check_output(arguments: argparse.Namespace) -> None:
     if arguments.sparse and (output.suffix not in (".npz", ".jsonl") or arguments.tokens):
         got = "--tokens" if arguments.tokens else f"{output}"
         raise ValueError(f"--sparse: expected --output with a name that ends in .npz or .jsonl, got {got}")
+    if arguments.multi and (output.suffix not in (".npz", ".safetensors") or arguments.tokens or arguments.sparse):
+        got = "--tokens" if arguments.tokens else "--sparse" if arguments.sparse else f"{output}"
+        raise ValueError(f"--multi: expected --output with a name that ends in .npz or .safetensors, got {got}")
     from fasttfm.tasks.vector_files import check_type
 
     check_type(output.suffix, arguments.dtype)

@@ -13,6 +13,7 @@ or from the file of vectors (.jsonl and .csv contain them). Queries must be embe
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,17 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
         _check(arguments)
-        from fasttfm.tasks.search import search, with_texts
+        from fasttfm.tasks.search import with_texts
         from fasttfm.tasks.sparse_files import is_sparse
-        from fasttfm.tasks.vector_files import VectorFile
 
         if is_sparse(arguments.vectors):
             names, found, count = _search_sparse(arguments)
         else:
-            vectors = VectorFile(arguments.vectors)
-            names, queries = _queries(arguments, vectors.settings)
-            found = search(vectors, queries, arguments.top, device=device_of(arguments), progress=not arguments.quiet)
-            count = vectors.count or 0
+            names, found, count = _search_file(arguments)
         if arguments.texts is not None:
             texts = read_texts(arguments.texts, arguments.split, arguments.text_column)
             found = with_texts(found, texts, count, arguments.texts[0])
@@ -89,6 +86,38 @@ def _check(arguments: argparse.Namespace) -> None:
         if output.suffix != ".jsonl":
             raise ValueError(f"--output: expected a name that ends in .jsonl, got {output}")
         check_new_file(output, overwrite=arguments.overwrite)
+
+
+def _search_file(arguments: argparse.Namespace) -> tuple[list[str], list[list[Any]], int]:
+    """The queries, their matches, and the number of texts, of a file of vectors of texts or of tokens."""
+    from fasttfm.tasks.search import search
+    from fasttfm.tasks.token_search import search_tokens
+    from fasttfm.tasks.vector_files import VectorFile
+
+    vectors = VectorFile(arguments.vectors)
+    options: dict[str, Any] = {"device": device_of(arguments), "progress": not arguments.quiet}
+    if vectors.offsets is not None:
+        names, tokens = _queries_of_tokens(arguments)
+        return names, search_tokens(vectors, tokens, arguments.top, **options), len(vectors.offsets) - 1
+    names, queries = _queries(arguments, vectors.settings)
+    found = search(vectors, queries, arguments.top, **options)
+    return names, found, vectors.count or 0
+
+
+def _queries_of_tokens(arguments: argparse.Namespace) -> tuple[list[str], list[Any]]:
+    """The queries' texts, or their numbers, and the vectors of their tokens."""
+    from fasttfm.data.lines import data_error
+    from fasttfm.tasks.vector_files import VectorFile
+
+    if arguments.query_vectors is None:
+        names = _texts_of_queries(arguments)
+        return names, embedder_of(arguments).session.encode(names, output="multi-query")
+    file = VectorFile(arguments.query_vectors)
+    if file.offsets is None:
+        raise data_error(file.path, "vectors of tokens, with the array 'offsets'", "vectors of texts")
+    ends = file.offsets.tolist()
+    found = [file.rows(first, last) for first, last in itertools.pairwise(ends)]
+    return [f"query {number}" for number in range(1, len(found) + 1)], found
 
 
 def _queries(arguments: argparse.Namespace, settings: dict[str, str]) -> tuple[list[str], Any]:

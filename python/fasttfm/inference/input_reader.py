@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.inference.batches import checked_ids
 from fasttfm.inference.formats import Format, Tokens
+from fasttfm.inference.network import Output
 from fasttfm.inference.settings import EmbedSettings
 
 
@@ -65,6 +67,12 @@ class InputReader:
         return found  # type: ignore[return-value]
 
     @property
+    def fill(self) -> int | None:
+        """The id of tokens at the end of queries that no token attends to; None without them."""
+        tokens = self.settings.late_interaction
+        return None if tokens is None or tokens.attends else tokens.fill_id(self.tokenizer)
+
+    @property
     def special(self) -> list[int]:
         """The ids of special tokens that say nothing of a text: not [MASK]."""
         if self.tokenizer is None:
@@ -101,3 +109,15 @@ class InputReader:
     def _with_prompt(self, text: str) -> str:
         text = self.settings.prompt + text
         return text.lower() if self.settings.lowercase else text
+
+
+def readers_of_sides(reader: InputReader) -> dict[Output, InputReader]:
+    """The readers of documents and of queries, where texts have a vector for each token."""
+    tokens, found = reader.settings.late_interaction, {}
+    for output, is_query in ((Output.MULTI, False), (Output.MULTI_QUERY, True)):
+        settings, form = reader.settings, reader.form
+        if tokens is not None and form is not None and reader.tokenizer is not None:
+            settings = replace(settings, prompt=(tokens.query if is_query else tokens.document).prompt)
+            form = tokens.form(form, reader.tokenizer, query=is_query)
+        found[output] = InputReader(reader.tokenizer, form, settings, reader.max_positions, reader.vocabulary)
+    return found

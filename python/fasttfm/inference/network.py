@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fasttfm.inference.batches import Bucket, Packed, buffer_size, split_buffer, write_bucket
 from fasttfm.inference.cpu_linear import pack_linears
+from fasttfm.inference.late_interaction import Keys, ProjectedTokens, attending_to
 from fasttfm.inference.opening import base_of
 from fasttfm.inference.pooling import PADDED, POOLING, SPLADE, Layers, Tokens, pooling_names
 from fasttfm.inference.settings import EmbedSettings, modules_after_pooling
@@ -30,10 +31,13 @@ class Output(Enum):
     STATES = "states"  # fp32 [tokens, width of the layers]
     LOGITS = "logits"  # of the model's head: fp32 [labels] of each sequence, or [tokens, labels]
     SPARSE = "sparse"  # a weight of each word of the vocabulary, as SparseVectors
+    MULTI = "multi"  # of a document: fp32 [tokens, width], a vector for each token (ColBERT)
+    MULTI_QUERY = "multi-query"  # the same of a query
 
     __hash__ = object.__hash__  # Enum's is a function in Python, and every launch looks up a graph
 
 
+TOKENS = (Output.MULTI, Output.MULTI_QUERY)
 # The heads with a row of logits for each sequence, and those with one for each token.
 _SEQUENCE_HEADS = (Head.SEQUENCE_CLASSIFICATION,)
 _TOKEN_HEADS = (
@@ -70,6 +74,7 @@ class Network:
         dtype: The dtype of weights and hidden states. On a CPU, bf16 applies only to the GEMMs.
         skipped: The number of tokens at the beginning of a text that are not pooled.
         int8: Whether GEMMs are computed in int8 (CPU only).
+        fill: The id of tokens at the end of queries that no token attends to; None without them.
     """
 
     def __init__(
@@ -81,6 +86,7 @@ class Network:
         skipped: int = 0,
         *,
         int8: bool = False,
+        fill: int | None = None,
     ) -> None:
         self.settings, self.layers = settings, Layers.of(settings.layers)
         self.pooling = pooling_names(settings.pooling)
@@ -106,6 +112,9 @@ class Network:
             self._token_weights = self._token_weights.to(device=device, dtype=torch.float32)
         if self.is_splade:
             self._check_splade()
+        tokens = settings.late_interaction
+        self._tokens = None if tokens is None else ProjectedTokens(copy.deepcopy(tokens)).to(device)
+        self._fill = fill
         if settings.dimensions is not None:
             assert self.vector_width == settings.dimensions  # the module refuses other numbers
 
@@ -154,8 +163,15 @@ class Network:
             )
             raise ValueError(f"Session: output: sparse: {expected}, got one for {self.head.value}")
 
+        if output in TOKENS and self._tokens is None:
+            expected = "expected a folder of ColBERT's kind, or EmbedSettings(late_interaction=...)"
+            raise ValueError(f"Session: output: {output.value}: {expected}, got none")
+
     def is_captured(self, output: Output) -> bool:
-        """Whether CUDA graphs may compute the output; rows over the whole vocabulary have no room in their memory."""
+        """Whether CUDA graphs may compute the output; rows over the whole vocabulary have no room in their memory,
+        and a query's tokens that others attend to are counted on the device."""
+        if output is Output.MULTI_QUERY and self._fill is not None:
+            return False
         return output is not Output.SPARSE and not (output is Output.VECTORS and self.is_splade)
 
     @property
@@ -185,6 +201,8 @@ class Network:
     def _run(self, output: Output, inputs: Inputs) -> Tensor:
         if output is Output.LOGITS:
             return self._logits(inputs).float()
+        if output in TOKENS:
+            return self._token_vectors(inputs, output)
         states = self._states(inputs)
         if output is Output.STATES:
             return states.float()
@@ -198,6 +216,23 @@ class Network:
         pooled = [POOLING[name](tokens) for name in self.pooling]
         found: Tensor = self._after(pooled[0] if len(pooled) == 1 else torch.cat(pooled, -1))
         return found
+
+    def _token_vectors(self, inputs: Inputs, output: Output) -> Tensor:
+        """fp32 [T, width]"""
+        assert self._tokens is not None
+        base = self.base
+        if output is Output.MULTI_QUERY and self._fill is not None:
+            base = attending_to(base, Keys.before_fill(inputs.ids, inputs.cu_seqlens, self._fill))
+        found: Tensor = self._tokens(base.encode(**self._arguments(inputs)).x)
+        return found
+
+    @functools.cached_property
+    def token_width(self) -> int:
+        """The number of elements of a token's vector."""
+        assert self._tokens is not None
+        with torch.inference_mode():
+            width = self.base.encoder.in_order()[0].width
+            return int(self._tokens(torch.zeros(1, width, device=self.device, dtype=torch.float32)).shape[-1])
 
     def _states(self, inputs: Inputs) -> Tensor:
         """[T, width of the layers], in fp32 if several layers are combined"""

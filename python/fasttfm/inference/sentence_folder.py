@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fasttfm.inference.colbert_folder import is_of_tokens, layer_file, of_modules, of_plain_folder, optional_json
+from fasttfm.inference.late_interaction import LateInteraction
 from fasttfm.inference.pooling import SENTENCE_POOLING, SPLADE
-from fasttfm.models.checkpoint_files import CheckpointError, CheckpointReader, read_json, read_tensors
+from fasttfm.models.checkpoint_files import CheckpointError, CheckpointReader, read_json
 from fasttfm.models.directories import MODULES, module_path, read_modules
 from fasttfm.models.hub import model_directory
 
@@ -41,6 +43,7 @@ class SentenceFolder:
         max_length: The maximum number of tokens of a text; None for as many as the model has positions.
         lowercase: Whether texts are lowercased first.
         token_weights: A dense layer from a token's state to its lexical weight, of bge-m3.
+        late_interaction: How texts become vectors of their tokens, of ColBERT's kind.
     """
 
     model: Path
@@ -52,6 +55,7 @@ class SentenceFolder:
     max_length: int | None = None
     lowercase: bool = False
     token_weights: nn.Module | None = None
+    late_interaction: LateInteraction | None = None
 
     def prompt(self, name: str | None = None) -> str:
         """The text of a prompt; without a name, the default prompt or ``""``."""
@@ -76,23 +80,28 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
     folder = model_directory(directory)
     listed = folder / MODULES
     if not listed.is_file():
-        return SentenceFolder(folder, token_weights=_token_weights(folder))
+        weights, tokens = layer_file(folder, "sparse_linear"), of_plain_folder(folder)
+        return SentenceFolder(folder, token_weights=weights, late_interaction=tokens)
     modules = read_modules(listed)
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if kinds[:1] == ["MLMTransformer"]:  # what a Transformer with a head was called
         kinds[0] = "Transformer"
-    known = kinds[:1] == ["Transformer"] and kinds[1:2] in ([], ["Pooling"], ["SpladePooling"])
+    of_tokens = is_of_tokens(kinds)
+    known = of_tokens or (kinds[:1] == ["Transformer"] and kinds[1:2] in ([], ["Pooling"], ["SpladePooling"]))
     if not known:  # a CrossEncoder has no Pooling
         expected = "expected a Transformer and then Pooling or SpladePooling"
         raise CheckpointError(f"{listed}: {expected}, got {', '.join(kinds) or 'nothing'}")
     paths = [folder / module_path(module, listed) for module in modules]
+    settings = optional_json(folder / "config_sentence_transformers.json")
+    if of_tokens:
+        tokens = of_modules(kinds, paths, settings, lambda kind, path: _module_after(kind, path, listed))
+        return SentenceFolder(paths[0], max_length=_max_length(paths[0], None), late_interaction=tokens)
     pooling = read_json(paths[1] / "config.json") if len(paths) > 1 else {}
     after = tuple(_module_after(kind, path, listed) for kind, path in zip(kinds[2:], paths[2:], strict=True))
     names = _pooling(pooling, paths[-1] / "config.json")
     if kinds[1:2] == ["SpladePooling"]:
         names, after = (SPLADE,), (*_activation_after(pooling, paths[1] / "config.json"), *after)
-    settings = _optional(folder / "config_sentence_transformers.json")
-    transformer = _optional(paths[0] / "sentence_bert_config.json")
+    transformer = optional_json(paths[0] / "sentence_bert_config.json")
     return SentenceFolder(
         paths[0],
         names,
@@ -102,26 +111,9 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
         settings.get("default_prompt_name"),
         _max_length(paths[0], transformer.get("max_seq_length")),
         bool(transformer.get("do_lower_case", False)),
-        _token_weights(folder),
+        layer_file(folder, "sparse_linear"),
+        of_plain_folder(folder),
     )
-
-
-def _token_weights(folder: Path) -> nn.Module | None:
-    """bge-m3's layer of lexical weights, if the folder has one."""
-    paths = [folder / f"sparse_linear.{kind}" for kind in ("safetensors", "pt")]
-    return next((dense_layer(path) for path in paths if path.is_file()), None)
-
-
-def dense_layer(path: Path) -> nn.Linear:
-    """The dense layer of a file with a weight and perhaps a bias."""
-    tensors = read_tensors(path)
-    weight, bias = tensors.get("weight"), tensors.get("bias")
-    if weight is None or weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-        got = ", ".join(f"{name} {list(each.shape)}" for name, each in tensors.items()) or "nothing"
-        raise CheckpointError(f"{path}: expected the weight of a dense layer, and perhaps its bias, got {got}")
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype, device="meta")
-    linear.load_state_dict({name: tensors[name] for name in ("weight", "bias") if name in tensors}, assign=True)
-    return linear.requires_grad_(False)
 
 
 class Log1p(nn.Module):
@@ -145,8 +137,8 @@ def _max_length(folder: Path, stated: int | None) -> int | None:
     """The stated length, or else the tokenizer's where that is below the model's positions."""
     if stated is not None and stated < _MAX_LENGTH:
         return int(stated)
-    length = _optional(folder / "tokenizer_config.json").get("model_max_length")
-    positions = _optional(folder / "config.json").get("max_position_embeddings") or _MAX_LENGTH
+    length = optional_json(folder / "tokenizer_config.json").get("model_max_length")
+    positions = optional_json(folder / "config.json").get("max_position_embeddings") or _MAX_LENGTH
     return int(length) if length is not None and length < min(positions, _MAX_LENGTH) else None
 
 
@@ -183,7 +175,3 @@ def _module_after(kind: str, path: Path, listed: Path) -> nn.Module:
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"{path}: expected the weights of a dense layer, got {error}") from None
     return nn.Sequential(linear, getattr(nn, activation)()).requires_grad_(False)
-
-
-def _optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}

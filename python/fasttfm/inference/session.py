@@ -33,9 +33,10 @@ from fasttfm.inference.counts import SessionCounts
 from fasttfm.inference.dispatch import Dispatcher, register_fork_reset
 from fasttfm.inference.formats import Tokens, segments_of, text_format
 from fasttfm.inference.graphs import GraphCounts, Graphs
-from fasttfm.inference.input_reader import InputReader
+from fasttfm.inference.input_reader import InputReader, readers_of_sides
+from fasttfm.inference.late_interaction import KeptTokenRows
 from fasttfm.inference.launches import DirectLaunch, Launches
-from fasttfm.inference.network import Inputs, Network, Output
+from fasttfm.inference.network import TOKENS, Inputs, Network, Output
 from fasttfm.inference.opening import (
     checkpoint_of,
     device_of,
@@ -46,7 +47,7 @@ from fasttfm.inference.opening import (
 from fasttfm.inference.requests import Item, launch_items
 from fasttfm.inference.results import MaybeNan, SequenceRows, TokenRows, Wait
 from fasttfm.inference.sentence_folder import read_sentence_folder
-from fasttfm.inference.settings import EmbedSettings, check_types
+from fasttfm.inference.settings import EmbedSettings, check_limits, check_types
 from fasttfm.inference.sparse import DenseRows, SparseVectors, TokenWeights
 from fasttfm.inference.windows import check_iterable, is_one_window, is_single, windows
 from fasttfm.models.families import longest_input
@@ -119,12 +120,7 @@ class Session:
         check_types(self.device, self.dtype, precision)
         if calibration is not None and precision != "fp8":
             raise ValueError(f"Session: calibration: expected None with precision={precision!r}")
-        for name, value, least in (
-            *(("max_tokens", self.max_tokens, 1), ("max_batch", max_batch, 1)),
-            *(("max_waiting", max_waiting, 1), ("max_graphs", max_graphs, 0)),
-        ):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"Session: {name}: expected a number from {least} on, got {value!r}")
+        check_limits(max_tokens=self.max_tokens, max_batch=max_batch, max_waiting=max_waiting, max_graphs=max_graphs)
         if not isinstance(model, (PretrainedModel, str, Path)):
             got = type(model).__name__
             raise TypeError(f"Session: model: expected a model of fasttfm.models, a directory or a hub id, got {got}")
@@ -148,8 +144,16 @@ class Session:
         self._vocabulary: int = model.config.vocab_size
         form = None if tokenizer is None else text_format(model.config, tokenizer, self.max_length)
         self._reader = InputReader(tokenizer, form, self.settings, longest, self._vocabulary)
+        self._readers = readers_of_sides(self._reader)
+        fill = self._readers[Output.MULTI_QUERY].fill
         self.network = Network(
-            model, self.settings, self.device, self.dtype, self._reader.prompt_tokens(), int8=precision == "int8"
+            model,
+            self.settings,
+            self.device,
+            self.dtype,
+            self._reader.prompt_tokens(),
+            int8=precision == "int8",
+            fill=fill,
         )
         self.settings.check_width(self.network.vector_width)
         self.calibration = self._in_fp8(calibration) if precision == "fp8" else None
@@ -222,12 +226,13 @@ class Session:
         Args:
             inputs: Texts, pairs of texts (tuples), or lists of ids with their special tokens; or a single one of them.
             output: ``"vectors"`` (pooled and normalised as the settings say), ``"states"`` of the tokens, or
-                ``"logits"`` of the model's head, or ``"sparse"``: weights of words, SPLADE's or bge-m3's.
+                ``"logits"`` of the model's head, or ``"sparse"``: weights of words, SPLADE's or bge-m3's;
+                ``"multi"`` and ``"multi-query"``: a vector for each token of a document or a query (ColBERT).
 
         Returns:
             fp32: an array ``[inputs, width]`` of vectors (in the precision of the settings) or of logits of sequences;
-            a list of arrays ``[tokens, ...]`` of states or of logits of tokens; ``SparseVectors``. Of a single input,
-            its part of it.
+            a list of arrays ``[tokens, ...]`` of states, logits or vectors of tokens; ``SparseVectors``. Of a single
+            input, its part of it.
         """
         kind = self._output(output)
         graphs = self._graphs if self.network.is_captured(kind) else None
@@ -278,7 +283,7 @@ class Session:
         if isinstance(input, (list, np.ndarray)) and len(input) and isinstance(input[0], (str, tuple, list)):
             expected = "one text, pair of texts or list of ids (submit each of them, or encode all)"
             raise TypeError(f"Session.submit: input: expected {expected}, got {len(input)} inputs")
-        (tokens,) = self._reader.read([input])
+        (tokens,) = self._reader_of(kind).read([input])
         self._warn_truncated([tokens])
         return self._dispatcher.submit(Item([tokens], kind), len(tokens.ids), timeout)
 
@@ -362,17 +367,20 @@ class Session:
             inputs = [inputs]
         check_iterable(inputs)
         if is_one_window(inputs):
-            sequences = self._reader.read(inputs)
+            sequences = self._reader_of(output).read(inputs)
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
             return
-        for sequences in prefetch(windows(inputs), self._reader.read):
+        for sequences in prefetch(windows(inputs), self._reader_of(output).read):
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
+
+    def _reader_of(self, output: Output) -> InputReader:
+        return self._readers.get(output, self._reader)
 
     def _encode_window(self, inputs: Sequence[Any], output: Output) -> Any:
         """The results of inputs that are tokenized at once, as ``encode`` returns them."""
         ids = checked_ids(inputs, self._max_positions, self._vocabulary)
         if ids is None:
-            sequences = self._reader.read(inputs)
+            sequences = self._reader_of(output).read(inputs)
             self._warn_truncated(sequences)
             return self._launch(sequences, output)()
         # needs no object for each sequence: that would take longer than the rest
@@ -385,7 +393,7 @@ class Session:
         for tokens in sequences:
             if tokens.cut:
                 self._warned = True
-                note = f"a text of {len(tokens.ids) + tokens.cut} tokens is truncated to {self.max_length}"
+                note = f"a text of {len(tokens.ids) + tokens.cut} tokens is truncated to {len(tokens.ids)}"
                 warnings.warn(f"Session: {note}; session.counts.truncated counts further ones", stacklevel=3)
                 return
 
@@ -533,6 +541,11 @@ class Session:
             if self.network.has_token_weights:
                 return TokenWeights(ids, count, width, self._reader.special)
             return DenseRows(ids, count, width)
+        if output in TOKENS:
+            tokens = self.settings.late_interaction
+            assert tokens is not None
+            skipped = tokens.skipped_ids(self.tokenizer) if output is Output.MULTI else ()
+            return KeptTokenRows(ids, count, lambda: self._empty_shape(output), dropped=tokens.dropped, skipped=skipped)
         kind = SequenceRows if self.network.is_per_sequence(output) else TokenRows
         return kind(ids, count, lambda: self._empty_shape(output))
 
@@ -544,4 +557,6 @@ class Session:
             return (int(self.network.model.config.num_labels),)
         if output is Output.STATES:
             return (0, self.network.state_width)
+        if output in TOKENS:
+            return (0, self.network.token_width)
         return (0, *self.run(pack([[0]]), output)().shape[1:])

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fasttfm.inference.late_interaction import LateInteraction
 from fasttfm.inference.quantization import WITH_RANGES, check_precision, check_ranges, quantize_vectors, stored_width
 from fasttfm.inference.sentence_folder import Normalize, SentenceFolder, read_sentence_folder
 
@@ -41,6 +42,7 @@ class EmbedSettings:
             ``inference.quantization.vector_ranges`` of the vectors of some texts.
         token_weights: Of the output ``"sparse"``: a layer that gives each token's state its weight, bge-m3's
             ``sparse_linear``. By default the output has SPLADE's weights, of a model with a masked-LM head.
+        late_interaction: Of the outputs ``"multi"`` and ``"multi-query"``: how texts become vectors of their tokens.
     """
 
     pooling: str | Sequence[str] = "mean"
@@ -55,6 +57,7 @@ class EmbedSettings:
     precision: str = "float32"
     ranges: np.ndarray | None = field(default=None, compare=False)
     token_weights: nn.Module | None = None
+    late_interaction: LateInteraction | None = None
 
     def __post_init__(self) -> None:
         check_precision("EmbedSettings: precision", self.precision)
@@ -71,6 +74,7 @@ class EmbedSettings:
             max_length=found.max_length,
             lowercase=found.lowercase,
             token_weights=found.token_weights,
+            late_interaction=found.late_interaction,
             after=found.after,
         )
 
@@ -109,6 +113,14 @@ def modules_after_pooling(settings: EmbedSettings) -> nn.Sequential:
         normalize = normalize or any(isinstance(each, Normalize) for each in modules)
         modules.append(FirstElements(settings.dimensions))
     return nn.Sequential(*modules, *([Normalize()] if normalize else []))
+
+
+def check_limits(**limits: Any) -> None:
+    """Raises ValueError if one of a session's limits is no number, or too small."""
+    for name, value in limits.items():
+        least = 0 if name == "max_graphs" else 1
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"Session: {name}: expected a number from {least} on, got {value!r}")
 
 
 def check_types(device: torch.device, dtype: torch.dtype, precision: str | None) -> None:

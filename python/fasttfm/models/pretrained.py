@@ -24,6 +24,9 @@ from fasttfm.models.config import ModelConfig
 from fasttfm.models.directories import checkpoint_directory
 from fasttfm.nn import PackedTransformer
 
+COLBERT = "HF_ColBERT"  # the architecture of checkpoints whose projection is next to the encoder's weights
+COLBERT_PROJECTION = "linear.weight"
+
 Model = TypeVar("Model", bound="PretrainedModel")
 
 
@@ -300,7 +303,10 @@ class PretrainedModel(nn.Module):
         gamma."""
         prefix = f"{self.names.prefix}."
         whole = any(key.startswith(prefix) for key in reader.files)
+        is_colbert = COLBERT in (self.config.extra.get("architectures") or ())
         for key in reader.files:
+            if is_colbert and key == COLBERT_PROJECTION:  # inference reads it
+                continue
             name = key if whole else prefix + key
             if name.endswith((".gamma", ".beta")):
                 name = name.removesuffix(".gamma") + ".weight" if name.endswith("gamma") else name[:-4] + "bias"

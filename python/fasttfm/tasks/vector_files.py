@@ -31,7 +31,7 @@ _ROWS = 4096  # which are quantized at a time
 
 
 class Row(NamedTuple):
-    """A text with its vector [width], or with its tokens and their vectors [tokens, width]."""
+    """A text with its vector [width], or with the vectors [tokens, width] of its tokens and perhaps their ids."""
 
     text: str
     vector: np.ndarray
@@ -59,9 +59,9 @@ def write_vectors(
     """Writes rows one by one; the file appears when it is complete. Returns the number of rows and the width.
 
     - ``.npy``: one array [texts, width].
-    - ``.npz``, ``.safetensors``: the array ``vectors``; for token vectors [tokens of all texts, width] with ``ids`` and
-      ``offsets`` (text i is the rows from offsets[i] to offsets[i + 1]). A .safetensors file has ``settings`` as its
-      metadata.
+    - ``.npz``, ``.safetensors``: the array ``vectors``; for token vectors [tokens of all texts, width] with ``offsets``
+      (text i is the rows from offsets[i] to offsets[i + 1]) and ``ids``, if rows have them. A .safetensors file has
+      ``settings`` as its metadata.
     - ``.jsonl``: one object per line with ``text`` and ``vector``, or ``text``, ``ids`` and ``vectors``.
     - ``.csv``: a column for the text and one for each element.
 
@@ -95,7 +95,7 @@ class _Body:
         self._seen: np.ndarray | None = None  # the ranges of the vectors until now
         self.count = self.width = 0
         self.rows = 0  # of the array: texts, or tokens of all texts
-        self.ids: list[int] = []
+        self.ids: list[int] | None = None
         self.offsets: list[int] = [0]
 
     def add(self, row: Row) -> None:
@@ -104,7 +104,9 @@ class _Body:
         self.width = vector.shape[-1]
         self.rows += 1 if vector.ndim == 1 else len(vector)
         if row.ids is not None:
+            self.ids = self.ids or []
             self.ids += row.ids
+        if row.vector.ndim == 2:
             self.offsets.append(self.rows)
         if self._waits:
             self._see(vector.reshape(-1, self.width))
@@ -130,7 +132,9 @@ class _Body:
         """The additional arrays: of token vectors, and of vectors with ranges."""
         found: dict[str, np.ndarray] = {}
         if len(self.offsets) > 1:
-            found |= {"ids": np.array(self.ids, np.int64), "offsets": np.array(self.offsets, np.int64)}
+            found["offsets"] = np.array(self.offsets, np.int64)
+        if self.ids is not None:
+            found["ids"] = np.array(self.ids, np.int64)
         if self._waits:
             norms = [
                 np.linalg.norm(restore_vectors(each, self._precision, self.ranges), axis=1)
@@ -199,7 +203,7 @@ def _write_text(suffix: str, partial: Path, rows: Iterable[Row], dtype: str) -> 
                 table.writerow([row.text, *numbers])
                 continue
             value = {"text": row.text, "vector": numbers}
-            if row.ids is not None:
+            if row.vector.ndim == 2:
                 value = {"text": row.text, "ids": row.ids, "vectors": numbers}
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
     return count, width
@@ -221,7 +225,8 @@ class VectorFile:
     ``blocks`` reads it in blocks, with the texts of .jsonl and .csv files. ``settings`` are the settings of the
     vectors, if the file has them. ``count`` is the number of vectors and ``width`` how many numbers each has; for
     .jsonl and .csv files they are None, ``count`` until ``blocks`` has read them. Rows of bytes are int8 or uint8
-    vectors if the file has their ``ranges``, and otherwise signs: ``precision`` says which.
+    vectors if the file has their ``ranges``, and otherwise signs: ``precision`` says which. ``offsets`` are those of
+    vectors of tokens, of which text i has the rows from offsets[i] to offsets[i + 1].
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -236,6 +241,7 @@ class VectorFile:
         self.precision = "float32"
         self.ranges: np.ndarray | None = None
         self.norms: np.ndarray | None = None
+        self.offsets: np.ndarray | None = None
         self.count = self.width = None
         if self._array is None:
             return
@@ -243,8 +249,16 @@ class VectorFile:
             got = f"{self._array.dtype} {list(self._array.shape)}"
             raise data_error(self.path, "an array of floating-point numbers or bytes [texts, width]", got)
         self.count, self.width = self._array.shape
+        self.offsets = self._optional("offsets")
+        if self.offsets is not None:
+            self._check_offsets(self.offsets)
         if self._array.dtype.kind != "f":
             self._read_ranges(self._array)
+
+    def _check_offsets(self, offsets: np.ndarray) -> None:
+        ends = offsets.ndim == 1 and len(offsets) > 0 and (offsets[0], offsets[-1]) == (0, self.count)
+        if not ends or (np.diff(offsets) < 0).any():
+            raise data_error(self.path, f"'offsets' that increase from 0 to {self.count}", f"{offsets!r:.60}")
 
     def _read_ranges(self, array: np.ndarray) -> None:
         ranges = self._optional("ranges")
@@ -259,6 +273,16 @@ class VectorFile:
         if self.norms is None or self.norms.shape != (len(array),):
             got = "none" if self.norms is None else f"{list(self.norms.shape)}"
             raise data_error(self.path, f"the array 'norms' [{len(array)}] of int8 vectors", got)
+
+    @property
+    def restored_width(self) -> int:
+        """The number of elements of a vector; not for .jsonl and .csv files."""
+        return (self.width or 0) * (8 if self.precision in PACKED else 1)
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """fp32 rows from ``first`` up to ``last``, without it; not for .jsonl and .csv files."""
+        assert self._array is not None
+        return restore_vectors(np.array(self._array[first:last]), self.precision, self.ranges)
 
     def stored(self, rows: int) -> Iterator[np.ndarray]:
         """Yields blocks of up to ``rows`` vectors as the file has them; not for .jsonl and .csv files."""
