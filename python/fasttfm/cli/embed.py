@@ -70,6 +70,16 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="write a vector for each token of documents instead, of a model of ColBERT's kind (.npz or .safetensors)",
     )
+    chunks = parser.add_mutually_exclusive_group()
+    chunks.add_argument(
+        "--chunks", type=int, metavar="N", help="write a vector for each N tokens of long texts (.npz or .safetensors)"
+    )
+    chunks.add_argument(
+        "--late-chunks",
+        type=int,
+        metavar="N",
+        help="the same, of tokens that have read the whole text (late chunking)",
+    )
     parser.add_argument(
         "--sparse",
         action="store_true",
@@ -151,6 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
         _check_output(arguments)
+        from fasttfm.inference.chunks import chunk_vectors
         from fasttfm.tasks.vector_files import Row, write_vectors
 
         ranges = _ranges(arguments)
@@ -160,7 +171,11 @@ def run(arguments: argparse.Namespace) -> int:
             _write_sparse(arguments, embedder, texts, again)
             return 0
         # The copy of the texts is as far ahead as a batch, so that memory is bounded.
-        if arguments.multi:
+        size = arguments.late_chunks if arguments.chunks is None else arguments.chunks
+        if size is not None:
+            late = arguments.late_chunks is not None
+            found = ((vectors, None) for vectors in chunk_vectors(embedder.session, texts, size, late=late))
+        elif arguments.multi:
             found = ((vectors, None) for vectors in embedder.session.stream(texts, output="multi"))
         elif arguments.tokens:
             found = ((vectors, ids) for ids, vectors in embedder.token_vectors(texts))
@@ -170,9 +185,15 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.quiet:
             rows = _tracked(arguments, rows)
         count, width = write_vectors(
-            arguments.output, _some(rows), dtype=arguments.dtype, ranges=ranges, settings=_settings(arguments)
+            arguments.output,
+            _some(rows),
+            dtype=arguments.dtype,
+            ranges=ranges,
+            settings=_settings(arguments),
+            parts="offsets" if size is None else "chunks",
         )
         kind = "texts' token vectors" if arguments.tokens or arguments.multi else "vectors"
+        kind = kind if size is None else "texts' chunks, vectors"
         rate = f"{embedder.session.counts.tokens_per_second:,.0f} tokens/s"
         print(f"{count:,} {kind} of {width:,} numbers: {arguments.output} ({rate})")
     return 0
@@ -235,6 +256,11 @@ def _check_output(arguments: argparse.Namespace) -> None:
     if arguments.multi and (output.suffix not in (".npz", ".safetensors") or arguments.tokens or arguments.sparse):
         got = "--tokens" if arguments.tokens else "--sparse" if arguments.sparse else f"{output}"
         raise ValueError(f"--multi: expected --output with a name that ends in .npz or .safetensors, got {got}")
+    for name, given in (("--chunks", arguments.chunks), ("--late-chunks", arguments.late_chunks)):
+        others = [other for other in ("tokens", "multi", "sparse") if getattr(arguments, other)]
+        if given is not None and (output.suffix not in (".npz", ".safetensors") or others):
+            got = f"--{others[0]}" if others else f"{output}"
+            raise ValueError(f"{name}: expected --output with a name that ends in .npz or .safetensors, got {got}")
     from fasttfm.tasks.vector_files import check_type
 
     check_type(output.suffix, arguments.dtype)

@@ -90,7 +90,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _search_file(arguments: argparse.Namespace) -> tuple[list[str], list[list[Any]], int]:
     """The queries, their matches, and the number of texts, of a file of vectors of texts or of tokens."""
-    from fasttfm.tasks.search import search
+    from fasttfm.tasks.search import search, search_texts
     from fasttfm.tasks.token_search import search_tokens
     from fasttfm.tasks.vector_files import VectorFile
 
@@ -100,6 +100,8 @@ def _search_file(arguments: argparse.Namespace) -> tuple[list[str], list[list[An
         names, tokens = _queries_of_tokens(arguments)
         return names, search_tokens(vectors, tokens, arguments.top, **options), len(vectors.offsets) - 1
     names, queries = _queries(arguments, vectors.settings)
+    if vectors.chunks is not None:
+        return names, search_texts(vectors, queries, arguments.top, **options), len(vectors.chunks) - 1
     found = search(vectors, queries, arguments.top, **options)
     return names, found, vectors.count or 0
 

@@ -48,12 +48,12 @@ class InputReader:
         for index, each in enumerate(inputs):
             if isinstance(each, str):
                 counts.append((index, 1))
-                texts.append(self._with_prompt(each))
+                texts.append(self.with_prompt(each))
             elif isinstance(each, tuple) and len(each) == 2 and all(isinstance(text, str) for text in each):
                 if self.settings.prompt:
                     raise ValueError("Session: inputs: expected single texts with a prompt, got a pair")
                 counts.append((index, 2))
-                texts += map(self._with_prompt, each)
+                texts += map(self.with_prompt, each)
             else:
                 found[index] = self._from_ids(each)
         if len(counts) < len(inputs):
@@ -84,7 +84,7 @@ class InputReader:
         """The number of tokens at the beginning of a text that are not pooled."""
         if self.tokenizer is None or self.form is None or self.settings.pool_prompt:
             return 0
-        prompt = self.tokenizer.encode(self._with_prompt(""))
+        prompt = self.tokenizer.encode(self.with_prompt(""))
         return len(self.form.first) + len(prompt) if prompt else 0
 
     def _from_ids(self, given: Any) -> Tokens:
@@ -106,7 +106,8 @@ class InputReader:
             got = f"{int(every.min())} to {int(every.max())}"
             raise ValueError(f"Session: inputs: expected ids from 0 to {self.vocabulary - 1}, got {got}")
 
-    def _with_prompt(self, text: str) -> str:
+    def with_prompt(self, text: str) -> str:
+        """The text as it is tokenized."""
         text = self.settings.prompt + text
         return text.lower() if self.settings.lowercase else text
 

@@ -191,6 +191,12 @@ class Network:
         return output is Output.VECTORS or (output is Output.LOGITS and self.head in _SEQUENCE_HEADS)
 
     @torch.inference_mode()
+    def finish(self, pooled: Tensor) -> Tensor:
+        """The vectors of pooled states: dense layers, dimensions and norms, as the settings say."""
+        found: Tensor = self._after(pooled)
+        return found
+
+    @torch.inference_mode()
     def run(self, output: Output, inputs: Inputs) -> Tensor:
         """fp32 [sequences, ...] or [T, ...]. Autocast of the calling thread has no effect."""
         if not torch.is_autocast_enabled(self.device.type):  # entering the context takes longer than this

@@ -143,15 +143,15 @@ class Session:
         self._max_positions = longest
         self._vocabulary: int = model.config.vocab_size
         form = None if tokenizer is None else text_format(model.config, tokenizer, self.max_length)
-        self._reader = InputReader(tokenizer, form, self.settings, longest, self._vocabulary)
-        self._readers = readers_of_sides(self._reader)
+        self.reader = InputReader(tokenizer, form, self.settings, longest, self._vocabulary)
+        self._readers = readers_of_sides(self.reader)
         fill = self._readers[Output.MULTI_QUERY].fill
         self.network = Network(
             model,
             self.settings,
             self.device,
             self.dtype,
-            self._reader.prompt_tokens(),
+            self.reader.prompt_tokens(),
             int8=precision == "int8",
             fill=fill,
         )
@@ -210,7 +210,7 @@ class Session:
         found = given
         if not isinstance(found, Calibration):
             texts = [found] if is_single(found) else found
-            found = calibrate(self.network, self._reader.read(texts), self.max_tokens, self.max_batch)
+            found = calibrate(self.network, self.reader.read(texts), self.max_tokens, self.max_batch)
         run_in_fp8(self.network, found)
         return found
 
@@ -374,7 +374,7 @@ class Session:
             yield from zip(sequences, self._launch(sequences, output)(), strict=True)
 
     def _reader_of(self, output: Output) -> InputReader:
-        return self._readers.get(output, self._reader)
+        return self._readers.get(output, self.reader)
 
     def _encode_window(self, inputs: Sequence[Any], output: Output) -> Any:
         """The results of inputs that are tokenized at once, as ``encode`` returns them."""
@@ -530,6 +530,12 @@ class Session:
         self.network.check(output)
         return output
 
+    def finished(self, pooled: np.ndarray) -> np.ndarray:
+        """The vectors [n, width] of pooled states, fp32 [n, width of the layers], as ``encode`` returns them."""
+        with self._lock, self._ordered.ordered():
+            found = self.network.finish(torch.as_tensor(pooled, dtype=torch.float32, device=self.device))
+            return self._typed(found.cpu().numpy(), Output.VECTORS)  # type: ignore[no-any-return]
+
     def _typed(self, found: Any, output: Output) -> Any:
         """Results in the type that the settings state for vectors; others as they are."""
         return self.settings.in_precision(found) if output is Output.VECTORS else found
@@ -539,7 +545,7 @@ class Session:
         if output is Output.SPARSE:
             width = self.network.sparse_width
             if self.network.has_token_weights:
-                return TokenWeights(ids, count, width, self._reader.special)
+                return TokenWeights(ids, count, width, self.reader.special)
             return DenseRows(ids, count, width)
         if output in TOKENS:
             tokens = self.settings.late_interaction

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,6 +68,26 @@ def search(
     if not first:
         raise data_error(vectors.path, "vectors", "none")
     return best
+
+
+def search_texts(vectors: VectorFile, queries: np.ndarray, count: int = 10, **options: Any) -> list[list[Match]]:
+    """``search`` for texts by the nearest of their chunks: the rows of matches are the texts' numbers. Other arguments
+    are those of ``search``."""
+    chunks = vectors.chunks
+    if chunks is None:
+        raise data_error(vectors.path, "vectors of chunks, with the array 'chunks'", "none")
+    texts, rows = min(count, len(chunks) - 1), count
+    while True:
+        found = []
+        for matches in search(vectors, queries, rows, **options):
+            owners = np.searchsorted(chunks, [match.row for match in matches], "right") - 1
+            best: dict[int, Match] = {}
+            for owner, match in zip(owners.tolist(), matches, strict=True):
+                best.setdefault(owner, match._replace(row=owner))
+            found.append(list(best.values())[:count])
+        if rows >= int(chunks[-1]) or all(len(row) >= texts for row in found):
+            return found
+        rows *= 4  # some text has many of the nearest chunks
 
 
 class _Block(NamedTuple):

@@ -54,6 +54,7 @@ def write_vectors(
     *,
     dtype: str = "float32",
     ranges: np.ndarray | None = None,
+    parts: str = "offsets",
     settings: Mapping[str, str] | None = None,
 ) -> tuple[int, int]:
     """Writes rows one by one; the file appears when it is complete. Returns the number of rows and the width.
@@ -69,13 +70,15 @@ def write_vectors(
         dtype: One of ``inference.quantization.PRECISIONS``. Files of int8 and uint8 also have the arrays ``ranges`` and
             ``norms``, those of the restored vectors.
         ranges: [2, width], for int8 and uint8; by default those of all vectors.
+        parts: The name of the array with the first row of each text, where texts have several: ``"offsets"`` of vectors
+            of tokens, ``"chunks"`` of vectors of chunks.
     """
     check_type(path.suffix, dtype)
     with atomic_write(path) as partial:
         if path.suffix in (".jsonl", ".csv"):
             return _write_text(path.suffix, partial, rows, dtype)
         with tempfile.TemporaryFile(dir=partial.parent) as body:
-            rows_of = _Body(body, dtype, ranges)
+            rows_of = _Body(body, dtype, ranges, parts)
             for row in rows:
                 rows_of.add(row)
             writers: dict[str, Callable[..., None]] = {".npy": _npy, ".npz": _npz, ".safetensors": _safetensors}
@@ -88,8 +91,8 @@ class _Body:
     """The bytes of vectors in a temporary file, and their shape for the header. Those of int8 and uint8 are fp32 there:
     their ranges are known when all are written."""
 
-    def __init__(self, file: IO[bytes], precision: str, ranges: np.ndarray | None) -> None:
-        self._file, self._precision, self._ranges = file, precision, ranges
+    def __init__(self, file: IO[bytes], precision: str, ranges: np.ndarray | None, parts: str) -> None:
+        self._file, self._precision, self._ranges, self._parts = file, precision, ranges, parts
         self.dtype = np.dtype(_STORED.get(precision, precision))
         self._waits = precision in WITH_RANGES
         self._seen: np.ndarray | None = None  # the ranges of the vectors until now
@@ -132,7 +135,7 @@ class _Body:
         """The additional arrays: of token vectors, and of vectors with ranges."""
         found: dict[str, np.ndarray] = {}
         if len(self.offsets) > 1:
-            found["offsets"] = np.array(self.offsets, np.int64)
+            found[self._parts] = np.array(self.offsets, np.int64)
         if self.ids is not None:
             found["ids"] = np.array(self.ids, np.int64)
         if self._waits:
@@ -226,7 +229,8 @@ class VectorFile:
     vectors, if the file has them. ``count`` is the number of vectors and ``width`` how many numbers each has; for
     .jsonl and .csv files they are None, ``count`` until ``blocks`` has read them. Rows of bytes are int8 or uint8
     vectors if the file has their ``ranges``, and otherwise signs: ``precision`` says which. ``offsets`` are those of
-    vectors of tokens, of which text i has the rows from offsets[i] to offsets[i + 1].
+    vectors of tokens, of which text i has the rows from offsets[i] to offsets[i + 1], and ``chunks`` those of vectors
+    of chunks.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -242,6 +246,7 @@ class VectorFile:
         self.ranges: np.ndarray | None = None
         self.norms: np.ndarray | None = None
         self.offsets: np.ndarray | None = None
+        self.chunks: np.ndarray | None = None
         self.count = self.width = None
         if self._array is None:
             return
@@ -249,16 +254,18 @@ class VectorFile:
             got = f"{self._array.dtype} {list(self._array.shape)}"
             raise data_error(self.path, "an array of floating-point numbers or bytes [texts, width]", got)
         self.count, self.width = self._array.shape
-        self.offsets = self._optional("offsets")
-        if self.offsets is not None:
-            self._check_offsets(self.offsets)
+        self.offsets, self.chunks = self._boundaries("offsets"), self._boundaries("chunks")
         if self._array.dtype.kind != "f":
             self._read_ranges(self._array)
 
-    def _check_offsets(self, offsets: np.ndarray) -> None:
+    def _boundaries(self, name: str) -> np.ndarray | None:
+        offsets = self._optional(name)
+        if offsets is None:
+            return None
         ends = offsets.ndim == 1 and len(offsets) > 0 and (offsets[0], offsets[-1]) == (0, self.count)
         if not ends or (np.diff(offsets) < 0).any():
-            raise data_error(self.path, f"'offsets' that increase from 0 to {self.count}", f"{offsets!r:.60}")
+            raise data_error(self.path, f"'{name}' that increase from 0 to {self.count}", f"{offsets!r:.60}")
+        return offsets
 
     def _read_ranges(self, array: np.ndarray) -> None:
         ranges = self._optional("ranges")
