@@ -38,15 +38,6 @@ FASTTFM_FUNCTION(Status, transformer_block_forward, TRANSFORMER_SHAPE(FASTTFM_PA
 }
 
 #ifdef FASTTFM_WITH_HOPPER
-// `fp8` is a table of addresses.
-FASTTFM_FUNCTION(Status, transformer_block_fp8_forward_cuda, TRANSFORMER_SHAPE(FASTTFM_PARAMETER),
-                 TRANSFORMER_OPTIONS(FASTTFM_PARAMETER), TRANSFORMER_INPUTS(FASTTFM_PARAMETER),
-                 const OptionalTensor& residual, const Tensor& y, const OptionalTensor& z, int few_rows,
-                 int short_attention, const int64_t* fp8, const Tensor& operand) {
-  const TransformerForward forward{TRANSFORMER_CALL, residual.data, y.data, z.data, few_rows, short_attention};
-  return cuda::transformer_block_fp8_forward({forward, fp8, operand.data});
-}
-
 // `folded` is a table of addresses.
 FASTTFM_FUNCTION(Status, transformer_block_folded_forward_cuda, TRANSFORMER_SHAPE(FASTTFM_PARAMETER),
                  TRANSFORMER_OPTIONS(FASTTFM_PARAMETER), TRANSFORMER_INPUTS(FASTTFM_PARAMETER), const Tensor& y,

@@ -72,7 +72,13 @@ struct Cpu {
   // Their kernels are Hopper's.
   static void rotary_projection(Run<Cpu>* run) { refuse(run); }
   static void gemm_activation(Run<Cpu>* run) { refuse(run); }
-  static void refuse(Run<Cpu>* run) { run->status_ = {StatusCode::bad_value, "layers: a step that the CPU has not"}; }
+  static void fp8_cast(Run<Cpu>* run) { refuse(run); }
+  static void fp8_gemm(Run<Cpu>* run) { refuse(run); }
+  static void fp8_gemm_activation(Run<Cpu>* run) { refuse(run); }
+  static void short_attention(Run<Cpu>* run, const AttentionForward&) { refuse(run); }
+  static Status add_norm_fp8(const DropoutAddLayerNormFp8&) { return refusal(); }
+  static void refuse(Run<Cpu>* run) { run->status_ = refusal(); }
+  static Status refusal() { return {StatusCode::bad_value, "layers: a step that the CPU has not"}; }
 
   static int64_t attention_workspace(const LayersCall& call, int64_t head_dim) {
     return bytes_of(cpu::attention_forward_workspace(head_dim, call.processors));

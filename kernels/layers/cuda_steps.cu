@@ -5,6 +5,9 @@
 
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/launch.cuh"
+#include "few_rows/op.h"
+#include "few_rows/plan.h"
+#include "fp8/op.h"
 #include "gelu_product/op.h"
 #include "layers/run.h"
 #include "qkv_projection/op.h"
@@ -31,6 +34,7 @@ struct Hopper {
   static constexpr auto column_sum = cuda::column_sum;
   static constexpr auto head_norm_forward = cuda::head_norm_forward;
   static constexpr auto head_norm_backward = cuda::head_norm_backward;
+  static constexpr auto add_norm_fp8 = cuda::dropout_add_layer_norm_fp8;
   static constexpr int64_t kGemmWorkspaceBytes = kGemmWorkspace;
 
   static Status add_norm_forward(const DropoutAddLayerNormForward& call) {
@@ -82,6 +86,82 @@ struct Hopper {
     if (gated) return run->launch(gated_product, &product, 0);
     GeluProductForward forward{product};
     run->launch(gelu_product_forward, &forward, 0);
+  }
+
+  // Attention without dropout over sequences that are short.
+  static void short_attention(Run<Hopper>* run, const AttentionForward& call) {
+    FewRowsAttention attention{};
+    attention.qkv = call.q;
+    attention.out = call.out;
+    attention.cu_seqlens = call.cu_seqlens;
+    attention.tokens = call.queries;
+    attention.sequences = call.sequences;
+    attention.heads = call.heads;
+    attention.head_dim = call.head_dim;
+    attention.max_seqlen = call.max_seqlen;
+    attention.window_left = call.window_left;
+    attention.window_right = call.window_right;
+    attention.scale = call.scale;
+    attention.split_keys = few_rows::splits_keys(call.sequences, call.heads, call.max_seqlen, run->call_.processors);
+    attention.dtype = call.dtype;
+    attention.dependent = call.dependent;
+    run->launch(few_rows_attention, &attention, 0);
+  }
+
+  // y [T, columns] = x in e4m3.
+  static void fp8_cast(Run<Hopper>* run) {
+    auto& fields = run->fields_;
+    Fp8Cast cast{};
+    cast.x = fields.address();
+    cast.scale = fields.address<const float>();
+    cast.amax = fields.address<float>();
+    cast.as_rows = fields.address();
+    cast.columns = cast.x_stride = fields.integer();
+    cast.rows = run->call_.tokens;
+    cast.padded = (cast.rows + 15) / 16 * 16;
+    cast.dtype = run->call_.dtype;
+    run->launch(cuda::fp8_cast, &cast, 0);
+  }
+
+  // y [T, columns] = x [T, inner] weight^T + bias + c, where x and the weight are e4m3.
+  static void fp8_gemm(Run<Hopper>* run) {
+    auto& fields = run->fields_;
+    Gemm gemm{};
+    gemm.a = fields.address();
+    gemm.b = fields.address();
+    gemm.a_scale = fields.address<const float>();
+    gemm.b_scale = fields.address<const float>();
+    gemm.bias = fields.address();
+    gemm.c = fields.address();
+    gemm.d = fields.address();
+    gemm.columns = fields.integer();
+    gemm.inner = fields.integer();
+    gemm.rows = run->call_.tokens;
+    gemm.transposed_b = 1;
+    gemm.a_fp8 = gemm.b_fp8 = Fp8Format::e4m3;
+    gemm.fast_accumulation = 1;
+    gemm.dtype = gemm.out_dtype = run->call_.dtype;
+    run->launch(cuda::gemm, &gemm, kGemmWorkspaceBytes);
+  }
+
+  // y [T, columns] = activation(x [T, inner] weight^T + bias), all three in e4m3.
+  static void fp8_gemm_activation(Run<Hopper>* run) {
+    auto& fields = run->fields_;
+    Fp8GeluProduct product{};
+    product.x = fields.address();
+    product.weight = fields.address();
+    product.x_inverse = fields.address<const float>();
+    product.weight_inverse = fields.address<const float>();
+    product.bias = fields.address();
+    product.scale = fields.address<const float>();
+    product.amax = fields.address<float>();
+    product.a = fields.address();
+    product.columns = fields.integer();
+    product.activation = static_cast<Activation>(fields.integer());
+    product.inputs = fields.integer();
+    product.rows = run->call_.tokens;
+    product.bias_dtype = run->call_.parameter_dtype;
+    run->launch(fp8_gelu_product, &product, 0);
   }
 
   // Its kernel is a CPU's.

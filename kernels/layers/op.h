@@ -33,6 +33,9 @@ enum class LayerStep : int64_t {
   head_norm = 17,
   head_norm_backward = 18,
   int8_gemm = 19,
+  fp8_cast = 20,
+  fp8_gemm = 21,
+  fp8_gemm_activation = 22,
 };
 
 // A step is its kind, the number of its words, these two included, and its fields: addresses, integers, and floating

@@ -113,6 +113,9 @@ class Run {
       case LayerStep::head_norm: return head_norm();
       case LayerStep::head_norm_backward: return head_norm_backward();
       case LayerStep::int8_gemm: return Device::int8_gemm(this);
+      case LayerStep::fp8_cast: return Device::fp8_cast(this);
+      case LayerStep::fp8_gemm: return Device::fp8_gemm(this);
+      case LayerStep::fp8_gemm_activation: return Device::fp8_gemm_activation(this);
     }
   }
 
@@ -227,6 +230,7 @@ class Run {
     attention.tile_counter = counters == nullptr ? nullptr : counters + fields_.integer();
     if (counters == nullptr) fields_.integer();
     attention.dependent = started_;
+    if (fields_.integer() != 0) return Device::short_attention(this, attention);
     launch(Device::attention_forward, &attention, Device::attention_workspace(call_, attention.head_dim));
   }
 
@@ -279,6 +283,12 @@ class Run {
     norm.x_stride = norm.residual_stride = norm.columns;
     norm.parameter_dtype = call_.parameter_dtype;
     norm.dependent = started_;
+    DropoutAddLayerNormFp8 fp8{};
+    static_cast<DropoutAddLayerNormForward&>(fp8) = norm;
+    fp8.y_scale = fields_.template address<const float>();
+    fp8.y_amax = fields_.template address<float>();
+    fp8.as_rows = fields_.address();
+    if (fp8.as_rows != nullptr) return launch(Device::add_norm_fp8, &fp8, 0);
     launch(Device::add_norm_forward, &norm, 0);
   }
 

@@ -2,7 +2,6 @@
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/launch.cuh"
 #include "transformer_block/few_rows_forward.h"
-#include "transformer_block/fp8_forward.h"
 #include "transformer_block/hopper_device.h"
 
 namespace fasttfm {
@@ -49,17 +48,6 @@ Status transformer_block_forward(const TransformerForward& call) {
   if (guard.status().code != StatusCode::ok) return guard.status();
   if (call.few_rows != 0) return FewRowsForward(call).run<Hopper::Range>();
   return Forward<Hopper>(call).run();
-}
-
-Status transformer_block_fp8_forward(const TransformerFp8Forward& call) {
-  const Status status = check_call(call);
-  if (status.code != StatusCode::ok) return status;
-  if (call.dtype != DType::bf16) return unknown_dtype();
-  if (call.training || call.few_rows || call.seeds != nullptr)
-    return {StatusCode::bad_value, "transformer_block: FP8 operands are for inference without dropout and few_rows"};
-  const DeviceGuard guard(call.device);
-  if (guard.status().code != StatusCode::ok) return guard.status();
-  return Fp8Forward(call).run();
 }
 
 Status transformer_block_folded_forward(const TransformerFoldedForward& call) {

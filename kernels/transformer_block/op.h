@@ -88,24 +88,6 @@ struct TransformerForward : TransformerCall {
   int short_attention;   // CUDA, without training and dropout: not 0 for attention by few_rows/op.h
 };
 
-// The linear layers of a layer, and the addresses that a GEMM with FP8 operands and static scales needs for each of
-// them. Scales are as in fp8/reference.py; an inverse is 1 / scale.
-enum TransformerLinear { kQkvLinear, kOutLinear, kUpLinear, kDownLinear, kTransformerLinears };
-enum TransformerFp8 {
-  kFp8Weight,  // [outputs, inputs], e4m3
-  kFp8WeightInverse,
-  kFp8InputScale,
-  kFp8InputInverse,
-  kFp8InputAmax,
-  kTransformerFp8,
-};
-
-// The forward for inference whose GEMMs have FP8 operands; the weights in `parameters` are not read.
-struct TransformerFp8Forward : TransformerForward {
-  const int64_t* fp8;  // [layers, kTransformerLinears, kTransformerFp8] addresses
-  void* operand;       // [T, C], e4m3: the inputs of linear layers, one after the other
-};
-
 // The addresses that a layer needs whose LayerNorms are folded into the GEMMs: weights [outputs, inputs] in dtype,
 // vectors in fp32. ops/folded_layers.py computes them. With only the first LayerNorm, those of up are read. The
 // first layer's x is normalized already: its weight and bias of qkv are the layer's own, its residual weight is 1.
@@ -159,8 +141,6 @@ namespace cuda {
 Status transformer_block_sizes(const TransformerSizes&);
 Status transformer_block_forward(const TransformerForward&);
 Status transformer_block_backward(const TransformerBackward&);
-// Requires bf16, no training and no few_rows; C is a multiple of 16, up to 1024, and I a multiple of 16.
-Status transformer_block_fp8_forward(const TransformerFp8Forward&);
 // Requires a post-LN model, no training and no dropout; C is a multiple of 64, and T tokens are few, as for few_rows.
 Status transformer_block_folded_forward(const TransformerFoldedForward&);
 // 1 if NVTX's header was available in the build, so that ranges name the layers in a profile.

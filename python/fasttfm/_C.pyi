@@ -288,13 +288,6 @@ def transformer_block_forward(layers: int, tokens: int, width: int, intermediate
     eps_b: float, parameter_dtype: int, parameters: int, x: Tensor, cu_seqlens: Tensor, seeds: Tensor | None,
     kept: Tensor, scratch: Tensor, residual: Tensor | None, y: Tensor, z: Tensor | None, few_rows: int,
     short_attention: int, /) -> None: ...
-def transformer_block_fp8_forward_cuda(layers: int, tokens: int, width: int, intermediate: int, heads: int,
-    sequences: int, max_seqlen: int, processors: int, pre_norm: int, training: int, recompute: int,
-    keep_activation: int, dtype: int, residual_dtype: int, window_left: int, window_right: int, activation: int,
-    attention_threshold: int, attention_scale: float, threshold_a: int, scale_a: float, threshold_b: int,
-    scale_b: float, eps_a: float, eps_b: float, parameter_dtype: int, parameters: int, x: Tensor, cu_seqlens: Tensor,
-    seeds: Tensor | None, kept: Tensor, scratch: Tensor, residual: Tensor | None, y: Tensor, z: Tensor | None,
-    few_rows: int, short_attention: int, fp8: int, operand: Tensor, /) -> None: ...
 def transformer_block_names_layers_cuda() -> int: ...
 def transformer_block_regions(layers: int, tokens: int, width: int, intermediate: int, heads: int, sequences: int,
     max_seqlen: int, processors: int, pre_norm: int, training: int, recompute: int, keep_activation: int, dtype: int,

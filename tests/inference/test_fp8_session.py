@@ -31,13 +31,19 @@ def model_of(kind: str, width: int = 64) -> Any:
         config = models.GPT2Config(n_embd=width, n_layer=3, n_head=2, vocab_size=300, n_positions=256)
         return models.GPT2Model(config).eval()
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, **SMALL}
+    wide = {"initializer_range": 0.06}  # with which pre-LN layers change the stream
+    if kind == "modernbert":
+        return models.ModernBertModel(models.ModernBertConfig(pad_token_id=0, **sizes, **wide)).eval()
+    if kind == "qwen3":
+        heads = {"num_key_value_heads": 1, "head_dim": width // 2}
+        return models.Qwen3Model(models.Qwen3Config(**sizes, **heads, **wide)).eval()
     if kind == "albert":
         return models.AlbertModel(models.AlbertConfig(embedding_size=32, **sizes)).eval()
     return models.BertModel(models.BertConfig(**sizes)).eval()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["bert", "albert", "gpt2"])
+@pytest.mark.parametrize("kind", ["bert", "albert", "gpt2", "modernbert", "qwen3"])
 def test_vectors_are_close(kind: str, device: str, sentences: Ids) -> None:
     model, sentences = model_of(kind).to(device), sentences[:24]
     expected = Session(model, settings=SETTINGS).encode(sentences)
@@ -54,7 +60,7 @@ def test_vectors_are_close(kind: str, device: str, sentences: Ids) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["bert", "albert", "gpt2"])
+@pytest.mark.parametrize("kind", ["bert", "albert", "gpt2", "modernbert"])
 def test_one_native_call_has_the_bits_of_the_ops(kind: str, sentences: Ids, monkeypatch: pytest.MonkeyPatch) -> None:
     """If both multiply with the core's choice of cuBLASLt's algorithms."""
 
@@ -66,12 +72,12 @@ def test_one_native_call_has_the_bits_of_the_ops(kind: str, sentences: Ids, monk
     model = model_of(kind, width=128).to("cuda")
     with Session(model, precision="fp8", calibration=sentences[:8], max_graphs=0) as session:
         stack, calls = session.network.base.encoder.fp8, []
-        run_whole = stack._run_whole
-        monkeypatch.setattr(stack, "_run_whole", lambda *given: calls.append(run_whole(*given)) or calls[-1])
+        run_whole = stack.run_whole
+        monkeypatch.setattr(stack, "run_whole", lambda *given: calls.append(run_whole(*given)) or calls[-1])
         found = session.encode(inputs, output="states")
         assert calls
         assert all(each is not None for each in calls)
-        monkeypatch.setattr(stack, "_run_whole", lambda *_: None)
+        monkeypatch.setattr(stack, "run_whole", lambda *_: None)
         monkeypatch.setattr(fp8, "gemm", multiply)
         expected = session.encode(inputs, output="states")
     assert all(np.array_equal(own, known) for own, known in zip(found, expected, strict=True))
@@ -153,8 +159,8 @@ def test_bad_calibrations() -> None:
 
 def test_layers_of_other_classes_are_refused(sentences: Ids) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 96}
-    model = models.ModernBertModel(models.ModernBertConfig(vocab_size=300, pad_token_id=0, **sizes)).eval()
-    with pytest.raises(ValueError, match="model: expected one whose layers are PackedLayers"):
+    model = models.MPNetModel(models.MPNetConfig(vocab_size=300, **sizes)).eval()
+    with pytest.raises(ValueError, match="model: expected one whose layers are PackedLayers or RotaryLayers"):
         Session(model, precision="fp8", calibration=sentences[:2])
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fasttfm.nn import PackedLayer, PackedTransformer, RotaryLayer
+from fasttfm.nn import PackedLayer, PackedTransformer
 from fasttfm.nn.parts import layer_norm
 from fasttfm.nn.plain import Tree, Uncopied, is_plain
 from fasttfm.ops.backends import requested
 from fasttfm.ops.int8_linear import int8_linear, pack_int8
 from fasttfm.ops.layers import core_executor
-from fasttfm.ops.layers.plan import INT8_OPERANDS
+from fasttfm.ops.layers.plan import OPERANDS
 from fasttfm.ops.layers.spec import FIELDS, Specs
 from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import is_plain as is_plain_call
@@ -118,13 +118,13 @@ class Int8Layers(Uncopied):
         rows = [_fields_of(own) for own in modules]
         given = list(itertools.chain.from_iterable(rows))
         weights = [each.weight for own in modules for each in own if isinstance(each, Int8Linear)]
-        operands: list[Any] = [getattr(weight, name) for weight in weights for name in INT8_OPERANDS]
+        operands: list[Any] = [getattr(weight, name) for weight in weights for name in OPERANDS["int8"]]
         self._operands = array("q", [0 if each is None else each.data_ptr() for each in operands])
         self._weights = weights  # which the addresses are of
         found = []
         for (layer, norm), row in zip(layers, rows, strict=True):
             present = frozenset(name for name, value in zip(FIELDS, row, strict=True) if value is not None)
-            table = keys.index(layer.table_key()) if isinstance(layer, RotaryLayer) else None
+            table = keys.index(layer.table_key()) if keys else None
             found.append(layer.spec(norm, table, present))
         self._specs = Specs(found)
         shapes = tuple(None if each is None else each.shape for each in rows[0])

@@ -74,7 +74,7 @@ class Fp8Training:
             got = f"{type(model).__name__} with {len(layers)} of them, skip_first={skip_first}, skip_last={skip_last}"
             raise checks.bad_value(_NAME, "model", "one with PackedLayers to compute in FP8", got)
         for layer in self._layers:
-            check_layer(_NAME, layer)
+            check_layer(_NAME, layer, plain=layer.is_fusable())
         device = self._layers[0].qkv.weight.device
         if (reason := fp8.missing(device)) is not None:
             raise RuntimeError(f"{_NAME}: {reason}")
@@ -136,9 +136,10 @@ def linears_of(layer: PackedLayer) -> list[nn.Linear]:
     return [layer.qkv, layer.out, layer.up, layer.down]
 
 
-def check_layer(name: str, layer: PackedLayer) -> None:
-    """Raises ValueError, in the name of a class, if a layer's GEMMs cannot have FP8 operands."""
-    if not layer.is_fusable():
+def check_layer(name: str, layer: PackedLayer, *, plain: bool) -> None:
+    """Raises ValueError, in the name of a class, if a layer's GEMMs cannot have FP8 operands. ``plain``: whether none
+    of its modules has to be called."""
+    if not plain:
         raise checks.bad_value(name, "model", "layers of plain modules", "one with hooks, LoRA or another replacement")
     for each in linears_of(layer):
         weight = each.weight

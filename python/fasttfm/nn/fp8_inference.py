@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,17 +17,17 @@ from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.parts import layer_norm
 from fasttfm.nn.plain import Uncopied, is_watched
 from fasttfm.ops import checks, fp8
-from fasttfm.ops.fp8 import Quantized
 from fasttfm.ops.fp8_inference import (
     LINEARS,
     StaticLayer,
     addresses_of,
-    fp8_layer,
-    measured_layer,
+    run_by_ops,
+    run_measured,
     run_native,
     static_layers,
 )
-from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
+from fasttfm.ops.layers.spec import Specs
+from fasttfm.ops.layers.torch_executor import Inputs
 
 _NAME = "Fp8Inference"
 
@@ -37,46 +38,47 @@ class _Stack(Uncopied):
     def __init__(self, encoder: PackedTransformer) -> None:
         self._encoder: Any = weakref.proxy(encoder)  # which holds this
         self.layers = _checked_layers(encoder)
-        following = [layer.norm1 for layer in self.layers[1:]] + [encoder.final_norm]
-        self._next_norms = following if encoder.final_norm is not None else [None] * len(self.layers)
 
     def run(
-        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, hidden_states: list[Tensor] | None, with_last: bool
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        hidden_states: list[Tensor] | None,
+        with_last: bool,
+        *,
+        tables: Mapping[Any, tuple[Tensor, Tensor]] = MappingProxyType({}),
+        positions: Tensor | None = None,
     ) -> Tensor:
         """As ``PackedTransformer.forward``."""
-        residual: Tensor | None = None
+        described = self._encoder.described([*tables])
+        if described is None:
+            raise RuntimeError(f"{_NAME}: model: expected layers of plain modules, got one that has to be called")
+        specs, parameters = described
         first = self.layers[0]
-        if self._encoder.final_norm is not None:
-            residual, x = x, layer_norm(first.norm1, x)
+        residual, norm1 = (x, first.norm1) if first.norm_first else (None, None)
+        if norm1 is not None:
+            x = layer_norm(norm1, x)
         first.check(x, cu_seqlens, residual, None)
-        cu_seqlens = cu_seqlens.contiguous()
-        whole = self._run_whole(x, residual, cu_seqlens, max_seqlen) if hidden_states is None else None
+        pairs = tuple(tables.values())
+        inputs = Inputs(x, residual, cu_seqlens.contiguous(), max_seqlen, None, pairs, positions)
+        whole = self.run_whole(specs, inputs, parameters) if hidden_states is None else None
         if whole is not None:
             return whole
-        x8: Quantized | None = None
-        for index, (layer, norm) in enumerate(zip(self.layers, self._next_norms, strict=True)):
-            if hidden_states is not None:
-                hidden_states.append(x if residual is None else residual)
-            options = layer.block_options(max_seqlen, norm)
-            x, x8, residual = self._run_layer(index, x, x8, residual, cu_seqlens, options, layer.block_parameters(norm))
-        if hidden_states is not None and with_last:
-            hidden_states.append(x if residual is None else residual)
-        return x
+        tensors = self._run_by_ops(specs, inputs, parameters)
+        if hidden_states is not None:
+            stream, last = ("z2", "z") if first.norm_first else ("y2", "y")
+            inner = [tensors[f"{index}.{stream}"] for index in range(len(specs) - 1)]
+            hidden_states += [x if residual is None else residual, *inner, *([tensors[last]] if with_last else [])]
+        y: Tensor = tensors["y"]
+        return y
 
-    def _run_whole(self, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
-        """All layers in one call; None if they have to run one by one."""
+    def run_whole(self, specs: Specs, inputs: Inputs, parameters: list[Tensor | None]) -> Tensor | None:
+        """The result in one call; None if the layers have to run op by op."""
         return None
 
-    def _run_layer(
-        self,
-        index: int,
-        x: Tensor,
-        x8: Quantized | None,
-        residual: Tensor | None,
-        cu_seqlens: Tensor,
-        options: BlockOptions,
-        own: BlockParameters,
-    ) -> tuple[Tensor, Quantized | None, Tensor | None]:
+    def _run_by_ops(self, specs: Specs, inputs: Inputs, parameters: list[Tensor | None]) -> dict[str, Any]:
+        """All tensors of the plan, by their names."""
         raise NotImplementedError
 
 
@@ -86,30 +88,22 @@ class _Fp8Stack(_Stack):
         weights = [[each.weight for each in linears_of(layer)] for layer in encoder.layers]  # type: ignore[arg-type]
         layers = static_layers(weights, amax)
         self._static: list[StaticLayer] = [layers[index] for index in encoder.order]
-        self._following = [*(each.qkv for each in self._static[1:]), None]
         self._addresses = addresses_of(self._static)
 
-    def _run_whole(self, x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
-        groups = self._encoder.groups(max_seqlen)
-        if groups is None or len(groups) > 1:
-            return None
-        options, parameters = groups[0]
-        found = run_native(x, residual, cu_seqlens, options, parameters, self._addresses)
-        return None if found is None else found[0]
+    def run_whole(self, specs: Specs, inputs: Inputs, parameters: list[Tensor | None]) -> Tensor | None:
+        return run_native(specs, inputs, parameters, self._addresses)
 
-    def _run_layer(self, index: int, x: Tensor, x8: Any, residual: Any, cu_seqlens: Any, options: Any, own: Any) -> Any:
-        return fp8_layer(x, x8, residual, cu_seqlens, options, own, self._static[index], self._following[index])
+    def _run_by_ops(self, specs: Specs, inputs: Inputs, parameters: list[Tensor | None]) -> dict[str, Any]:
+        return run_by_ops(specs, inputs, parameters, self._static)
 
 
 class _MeasuredStack(_Stack):
     def __init__(self, encoder: PackedTransformer, amax: Tensor) -> None:
         super().__init__(encoder)
-        self._amax = amax
+        self._amax = [amax[index] for index in encoder.order]
 
-    def _run_layer(self, index: int, x: Tensor, x8: Any, residual: Any, cu_seqlens: Any, options: Any, own: Any) -> Any:
-        amax = self._amax[self._encoder.order[index]]
-        y, z = measured_layer(x, residual, cu_seqlens, options, own, amax)
-        return y, None, z
+    def _run_by_ops(self, specs: Specs, inputs: Inputs, parameters: list[Tensor | None]) -> dict[str, Any]:
+        return run_measured(specs, inputs, parameters, self._amax)
 
 
 @contextmanager
@@ -137,12 +131,15 @@ def use_fp8(encoder: PackedTransformer, amax: Tensor) -> None:
 
 
 def _checked_layers(encoder: PackedTransformer) -> list[PackedLayer]:
-    if any(type(each) is not PackedLayer for each in encoder.layers) or not len(encoder.layers):
+    described = all(isinstance(each, PackedLayer) and each.is_described() for each in encoder.layers)
+    if not described or not len(encoder.layers):
         kinds = ", ".join(sorted({type(each).__name__ for each in encoder.layers})) or "none"
-        raise checks.bad_value(_NAME, "model", "one whose layers are PackedLayers", f"layers of {kinds}")
+        raise checks.bad_value(
+            _NAME, "model", "one whose layers are PackedLayers or RotaryLayers", f"layers of {kinds}"
+        )
     layers = encoder.in_order()
     for each in dict.fromkeys(layers):
-        check_layer(_NAME, each)
+        check_layer(_NAME, each, plain=each.has_plain_modules())
         if is_watched(each):
             raise checks.bad_value(_NAME, "model", "layers that are not watched", "one with hooks or another forward")
     return layers

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,10 @@ class PackedLayer(nn.Module):
     fp8: Any = None  # Fp8Training sets it
     norm = "layer"  # LayerNorm
     has_gate: bool = False  # of the feed-forward block
+    # The attributes that determine what ``spec`` returns, in addition to the epsilons of the norms.
+    spec_settings: ClassVar[Any] = operator.itemgetter(
+        *("training", "dropout", "feed_forward_dropout", "attention_dropout", "heads", "window", "activation"),
+    )
 
     def __init__(
         self,
@@ -196,6 +201,14 @@ class PackedLayer(nn.Module):
             dropout_a=p_a,
             dropout_b=p_b,
         )
+
+    def has_spec(self) -> bool:
+        """Whether ``spec`` describes everything that the layer computes with its current settings."""
+        return True
+
+    def table_key(self) -> Any:
+        """What the tables of a layer that rotates queries and keys depend on: layers with equal keys share them."""
+        return None
 
     def _attention_spec(self, dropout: float, table: int | None) -> Attention:
         left, right = self.window

@@ -18,6 +18,7 @@ from fasttfm.nn.plain import Tree, Uncopied, is_watched, plain_parameters
 from fasttfm.ops import linear
 from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import Explanation, explain, requested
+from fasttfm.ops.layers.spec import FIELDS, LayerSpec, Specs
 from fasttfm.ops.library import is_plain
 from fasttfm.ops.transformer_block import BlockOptions
 from fasttfm.ops.transformer_native import PARAMETERS, layers_in
@@ -73,7 +74,7 @@ class PackedTransformer(nn.Module):
         ``with_last``, after the last one, before the final LayerNorm of a pre-LN model. ``inputs`` are additional
         arguments of layers of other classes."""
         if self.fp8 is not None and not self.training and not torch.is_grad_enabled():
-            found: Tensor = self.fp8.run(x, cu_seqlens, max_seqlen, hidden_states, with_last)
+            found: Tensor = self.fp8.run(x, cu_seqlens, max_seqlen, hidden_states, with_last, **inputs)
             return found
         groups = self.groups(max_seqlen) if hidden_states is None and not inputs else None
         if groups is not None:
@@ -113,6 +114,20 @@ class PackedTransformer(nn.Module):
             return None
         plan = self.plain_layers()
         return None if plan is None else plan.groups(max_seqlen)
+
+    def described(self, keys: Sequence[Any] = ()) -> tuple[Specs, list[Tensor | None]] | None:
+        """The layers as data, and their parameters, the FIELDS of each in one list; None if they have to run one by
+        one. ``keys`` are what the tables depend on that rotate queries and keys."""
+        plain = self.plain_layers()
+        parameters = None if plain is None else plain.fields()
+        if plain is None or parameters is None:
+            return None
+        absent = [each is None for each in parameters]
+        settings = ([each.spec_settings(each.__dict__) for each, _ in plain.layers], absent, keys, plain.epsilons())
+        known: Any = self.__dict__.get("_specs")
+        if known is None or known.settings != settings:
+            known = self.__dict__["_specs"] = _Specs(settings, _specs_of(plain, keys, absent))
+        return None if known.specs is None else (known.specs, parameters)
 
     def rotations(self) -> dict[Any, int]:
         """The head size of the layers, by what the tables that rotate their queries and keys depend on."""
@@ -222,6 +237,28 @@ _settings_of = operator.itemgetter(
     *("heads", "window", "activation", "recompute", "keep_activation"),
 )
 _epsilon_of = operator.itemgetter("eps")
+_BLOCK_VALUES = 12  # weights and biases of a layer's linear layers and norms, without norms of heads
+
+
+class _Specs(Uncopied):
+    """A stack's layers as data, and the settings from which they were made."""
+
+    def __init__(self, settings: Any, specs: Specs | None) -> None:
+        self.settings, self.specs = settings, specs
+
+
+def _specs_of(plain: PlainLayers, keys: Sequence[Any], absent: list[bool]) -> Specs | None:
+    """The layers as data; None if a description does not cover one of them."""
+    specs: dict[LayerSpec, LayerSpec] = {}  # equal ones once
+    found = []
+    for index, (layer, norm) in enumerate(plain.layers):
+        if not layer.has_spec():
+            return None
+        of_layer = absent[index * len(FIELDS) : (index + 1) * len(FIELDS)]
+        present = frozenset(name for name, missing in zip(FIELDS, of_layer, strict=True) if not missing)
+        described = layer.spec(norm, keys.index(layer.table_key()) if keys else None, present)
+        found.append(specs.setdefault(described, described))
+    return Specs(found)
 
 
 class PlainLayers(Uncopied):
@@ -246,6 +283,19 @@ class PlainLayers(Uncopied):
     def parameters(self) -> list[Tensor | None] | None:
         """The layers' parameters now; None if some are missing or not plain tensors."""
         return plain_parameters(self._owners)
+
+    def fields(self) -> list[Tensor | None] | None:
+        """The same in the order of ``FIELDS``; norms of heads have no bias."""
+        values = self.parameters()
+        if values is None:
+            return None
+        count = len(values) // len(self.layers)
+        fields: list[Tensor | None] = []
+        for first in range(0, len(values), count):
+            end = first + _BLOCK_VALUES
+            heads = values[end : first + count : 2] or [None] * (len(FIELDS) - _BLOCK_VALUES)
+            fields += [*values[first:end], *heads]
+        return fields
 
     def epsilons(self) -> list[float]:
         """The current epsilons of all norms."""

@@ -14,14 +14,14 @@ from torch.nn import functional
 from fasttfm import ops
 from fasttfm.nn.layer_norm import OffsetRMSNorm, RMSNorm
 from fasttfm.nn.packed_layer import NO_NORM, PackedLayer, biased_backend, draw_seeds
-from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer, PlainLayers
+from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer
 from fasttfm.nn.parts import layer_norm, linear_activation, linear_layer, packed_residual_norm, product
-from fasttfm.nn.plain import Uncopied, is_plain_norm, is_plain_rms_norm
+from fasttfm.nn.plain import is_plain_norm, is_plain_rms_norm
 from fasttfm.ops import checks, linear
 from fasttfm.ops.backends import Explanation, requested
 from fasttfm.ops.layers import stack
 from fasttfm.ops.layers.explain import explain
-from fasttfm.ops.layers.spec import FIELDS, Attention, LayerSpec, Specs
+from fasttfm.ops.layers.spec import Attention, LayerSpec
 from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import is_plain
 
@@ -70,6 +70,11 @@ class RotaryLayer(PackedLayer):
         scale: The factor of the attention scores; ``1 / sqrt(head_dim)`` by default.
         gated: Whether the feed-forward block has a gate; without one it is ``down(activation(up))``.
     """
+
+    spec_settings = operator.itemgetter(
+        *("training", "dropout", "feed_forward_dropout", "attention_dropout", "intermediate_dropout", "has_gate"),
+        *("heads", "kv_heads", "head_dim", "window", "activation", "norm_first", "norm", "theta", "scale"),
+    )
 
     def __init__(
         self,
@@ -263,6 +268,11 @@ class RotaryLayer(PackedLayer):
         """False: the layer by itself is several ops. ``RotaryTransformer`` runs all layers as one."""
         return False
 
+    def has_spec(self) -> bool:
+        """Not if it drops elements inside of its feed-forward block, or its norms of heads have different epsilons."""
+        drops = self.training and self.intermediate_dropout
+        return not drops and (self.q_norm is None or self.q_norm.eps == self.k_norm.eps)
+
     def is_described(self) -> bool:
         """Layers without a rotation are not: those that there are have a bias."""
         return type(self).forward is RotaryLayer.forward and self.theta is not None
@@ -349,49 +359,9 @@ class TableCache:
         return known[-1]
 
 
-class _Specs(Uncopied):
-    """A stack's layers as data, and the settings from which they were made."""
-
-    def __init__(self, settings: Any, specs: Specs | None) -> None:
-        self.settings, self.specs = settings, specs
-
-
 def is_capturing(x: Tensor) -> bool:
     """Whether a CUDA graph captures the calls of the current stream."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-# The attributes that determine a layer's description, in addition to its parameters and the epsilons of its norms.
-_settings_of = operator.itemgetter(
-    *("training", "dropout", "feed_forward_dropout", "attention_dropout", "intermediate_dropout"),
-    *("heads", "kv_heads", "head_dim", "window", "activation", "norm_first", "norm", "theta", "scale", "has_gate"),
-)
-
-
-def _specs_of(plain: PlainLayers, keys: list[Any], absent: list[bool]) -> Specs | None:
-    """The layers as data; None for one that drops elements inside of its feed-forward block, or whose norms of heads
-    have different epsilons."""
-    specs: dict[LayerSpec, LayerSpec] = {}  # equal ones once
-    found = []
-    for index, (layer, norm) in enumerate(plain.layers):
-        if layer.training and layer.intermediate_dropout:
-            return None
-        if layer.q_norm is not None and layer.q_norm.eps != layer.k_norm.eps:
-            return None
-        of_layer = absent[index * len(FIELDS) : (index + 1) * len(FIELDS)]
-        present = frozenset(name for name, missing in zip(FIELDS, of_layer, strict=True) if not missing)
-        described = layer.spec(norm, keys.index(layer.table_key()), present)
-        found.append(specs.setdefault(described, described))
-    return Specs(found)
-
-
-def _with_head_norms(values: list[Tensor | None]) -> list[Tensor | None]:
-    """The FIELDS of layers, of the weights and biases of all of ``block_modules``; the norms of heads have no bias."""
-    parameters: list[Tensor | None] = []
-    for first in range(0, len(values), _BLOCK_VALUES):
-        parameters += values[first : first + _BLOCK_VALUES - 4]
-        parameters += values[first + _BLOCK_VALUES - 4 : first + _BLOCK_VALUES : 2]
-    return parameters
 
 
 class RotaryTransformer(PackedTransformer):
@@ -460,8 +430,15 @@ class RotaryTransformer(PackedTransformer):
     def _call(
         self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, tables: Tables, positions: Tensor | None
     ) -> tuple[tuple[LayerSpec, ...], Inputs, list[Tensor | None]] | None:
-        """The arguments of ``run_stack``; None if the layers have to run one by one."""
-        described = self._described(tables)
+        """The arguments of ``run_stack``; None if the layers have to run one by one: one is not plain or drops elements
+        inside of its feed-forward block, gradient checkpointing is on, or the call is compiled."""
+        special = self.fp8 is not None or self.int8 is not None or (self.checkpointing and self.training)
+        if special or torch.compiler.is_dynamo_compiling() or requested(None) is not None:
+            return None
+        layers: Any = self.in_order()
+        if any(layer.fp8 is not None and layer.uses_fp8() for layer in layers):
+            return None
+        described = self.described([*tables])
         if described is None:
             return None
         specs, parameters = described
@@ -474,27 +451,6 @@ class RotaryTransformer(PackedTransformer):
         drops = any(each.dropout_a or each.dropout_b or each.attention.dropout for each in specs)
         seeds = draw_seeds(x.device, len(specs)) if drops else None
         return specs, Inputs(x, residual, cu_seqlens, max_seqlen, seeds, tuple(tables.values()), positions), parameters
-
-    def _described(self, tables: Tables) -> tuple[tuple[LayerSpec, ...], list[Tensor | None]] | None:
-        """The layers as data, and their parameters; None if they have to run one by one: one is not plain or drops
-        elements inside of its feed-forward block, gradient checkpointing is on, or the call is compiled."""
-        special = self.fp8 is not None or self.int8 is not None or (self.checkpointing and self.training)
-        if special or torch.compiler.is_dynamo_compiling() or requested(None) is not None:
-            return None
-        plain = self.plain_layers()
-        values = None if plain is None else plain.parameters()
-        if plain is None or values is None:
-            return None
-        parameters = _with_head_norms(values)
-        layers: list[Any] = [layer for layer, _ in plain.layers]
-        if any(layer.fp8 is not None and layer.uses_fp8() for layer in layers):
-            return None
-        absent = [each is None for each in parameters]
-        settings = ([_settings_of(layer.__dict__) for layer in layers], absent, list(tables), plain.epsilons())
-        known: Any = self.__dict__.get("_specs")
-        if known is None or known.settings != settings:
-            known = self.__dict__["_specs"] = _Specs(settings, _specs_of(plain, list(tables), absent))
-        return None if known.specs is None else (known.specs, parameters)
 
     def tables(self, x: Tensor, max_seqlen: int) -> Tables:
         """The tables of the positions up to ``max_seqlen``. A call that is traced or transformed computes them, because

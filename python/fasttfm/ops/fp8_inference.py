@@ -1,32 +1,29 @@
-"""A transformer layer's forward with FP8 operands and static scales, for inference (fp8.py).
+"""Layers with FP8 operands and static scales, for inference (fp8.py), by plans of the precision "fp8".
 
-The layer is transformer_block's, without dropout. Attention, LayerNorms and residual additions use the activations'
-dtype. On Hopper with bf16, y8 and the activation are written by the kernels that compute them, so that only
-attention's output is cast by a pass of its own; all layers are then one native call (``run_native``).
+Attention, norms and residual additions use the activations' dtype. On Hopper with bf16 all layers are one native call.
+LayerNorms and activations without a gate also write their result in FP8; attention's output, and what RMSNorms and
+gates compute, are cast by a step of its own.
 """
 
 from __future__ import annotations
 
-import functools
 from array import array
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fasttfm.ops import fp8, linear, transformer_native
-from fasttfm.ops.attention import forward_op as attention_forward_op
-from fasttfm.ops.bias_gelu import forward_op as bias_gelu_forward_op
-from fasttfm.ops.dropout_add_layer_norm import forward_op as add_norm_forward_op
-from fasttfm.ops.fp8 import Fp8Weight, Quantized, Scales
-from fasttfm.ops.fp8_norm import NormArguments, add_norm_cast
-from fasttfm.ops.library import bypass_dispatcher, is_plain
-from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, attention_options
-from fasttfm.ops.transformer_native import Batch
+from fasttfm.ops import fp8, transformer_native
+from fasttfm.ops.fp8 import Fp8Weight, Scales
+from fasttfm.ops.layers import core_executor
+from fasttfm.ops.layers.plan import LINEARS, plan
+from fasttfm.ops.layers.rules import situation_of
+from fasttfm.ops.layers.spec import FIELDS, Specs
+from fasttfm.ops.layers.torch_executor import Inputs, run_all
+from fasttfm.ops.library import is_plain
 
-LINEARS = ("qkv", "out", "up", "down")
 _ROOM = 2.0  # how far inputs may exceed the calibrated magnitudes before they saturate
 
 
@@ -64,7 +61,7 @@ def static_layers(weights: list[list[Tensor]], amax: Tensor) -> list[StaticLayer
 
 
 def addresses_of(layers: Sequence[StaticLayer]) -> array[int]:
-    """Of the operands and scales of layers, for the native core: kernels/transformer_block/op.h, TransformerFp8."""
+    """Of the operands and scales of layers, for the native core: ``OPERANDS`` of layers/plan.py."""
     linears = chain.from_iterable(layers)
     tensors = (
         (each.rows, each.weight.inverse, each.input.scale, each.input.inverse, each.input.amax) for each in linears
@@ -72,95 +69,37 @@ def addresses_of(layers: Sequence[StaticLayer]) -> array[int]:
     return array("q", (tensor.data_ptr() for own in tensors for tensor in own))
 
 
-def run_native(
-    x: Tensor,
-    residual: Tensor | None,
-    cu_seqlens: Tensor,
-    options: BlockOptions,
-    given: list[Tensor | None],
-    addresses: array[int],
-) -> tuple[Tensor, Tensor | None] | None:
-    """Runs all layers, whose parameters are ``given``, in one native call, as ``fp8_layer`` one after the other.
-    Returns y, and z in a pre-LN model; None if the core does not support the call."""
-    if not is_plain((x, residual, cu_seqlens)):
+def run_native(specs: Specs, inputs: Inputs, parameters: list[Tensor | None], addresses: array[int]) -> Tensor | None:
+    """The result of all layers in one native call; None if the core does not support it."""
+    x, dtype = inputs.x, torch.bfloat16
+    if not x.is_cuda or x.dtype != dtype or not is_plain((x, inputs.residual, inputs.cu_seqlens)):
         return None
-    layers = transformer_native.layers_of(given)
-    if isinstance(layers, str) or transformer_native.refuse_fp8(x, residual, layers, options) is not None:
+    layers = transformer_native.layers_of(parameters, len(FIELDS))
+    if isinstance(layers, str) or layers.dtype != dtype:
         return None
-    batch = Batch(x, None if residual is None else residual.dtype, cu_seqlens, None)
-    return transformer_native.forward_fp8(batch, residual, layers, options, addresses)
+    if core_executor.refuse(specs, inputs, layers, gradient=False) is not None:
+        return None
+    plan = core_executor.plan_of(specs, inputs, training=False, precision="fp8")
+    return core_executor.forward(plan, inputs, layers, layers.given, addresses)[0]
 
 
-def fp8_layer(
-    x: Tensor,
-    x8: Quantized | None,
-    residual: Tensor | None,
-    cu_seqlens: Tensor,
-    options: BlockOptions,
-    own: BlockParameters,
-    layer: StaticLayer,
-    following: Fp8Weight | None,
-) -> tuple[Tensor, Quantized | None, Tensor | None]:
-    """Runs a layer over packed tokens.
-
-    Args:
-        x: ``[T, C]``; in a pre-LN model, where ``residual`` is given, normalised.
-        x8: ``x`` in FP8, if the previous layer has written it.
-        following: The linear layer that reads y next, or None.
-
-    Returns:
-        y, y in FP8 for ``following``, and z in a pre-LN model.
-    """
-    tokens, columns = x.shape
-    dtype, backend = x.dtype, options.backend
-    tensors = (x, residual, cu_seqlens, *own)
-    attention, add_norm = bypass_dispatcher(tensors, attention_forward_op, add_norm_forward_op)
-    if x8 is None:
-        x8 = fp8.cast(x, layer.qkv.input, with_columns=False)
-    qkv = layer.qkv.forward(x8, dtype, own.qkv_bias).view(tokens, 3, options.heads, columns // options.heads)
-    out, _ = attention(qkv, None, None, *attention_options(qkv, cu_seqlens, None, options))
-    branch = layer.out.forward(fp8.cast(out.view(tokens, columns), layer.out.input, with_columns=False), dtype)
-    want_z = residual is not None
-    add_norm_rows = functools.partial(add_norm_cast, want_z=want_z, with_columns=False, forward=add_norm)
-    stream = x if residual is None else residual
-    norm, want_y = _norm_a(own, options), residual is None  # in a pre-LN model, only the next GEMM reads y1
-    y1, z1, _, y8 = add_norm_rows(branch, stream, norm, layer.up.input, backend, want_y=want_y)
-    _, a8 = layer.up.forward_gelu(y8, dtype, own.up_bias, options.activation, layer.down.input, keep_h=False)
-    branch = layer.down.forward(a8, dtype)
-    stream, norm = y1 if residual is None else z1, _norm_b(own, options)
-    if following is None:
-        y, z, _ = add_norm(branch, stream, *norm, want_z, backend)
-        return y, None, z if want_z else None
-    y, z, _, next8 = add_norm_rows(branch, stream, norm, following.input, backend)
-    return y, next8, z if want_z else None
+def run_by_ops(
+    specs: Specs, inputs: Inputs, parameters: list[Tensor | None], layers: Sequence[StaticLayer]
+) -> dict[str, Any]:
+    """All tensors of the same plan, by their names, op by op."""
+    situation = situation_of(inputs, training=False, precision="fp8")
+    return run_all(plan(specs, situation).forward, inputs, parameters, operands=layers)
 
 
-def measured_layer(
-    x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, options: BlockOptions, own: BlockParameters, amax: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Runs a layer in the activations' dtype, and raises ``amax`` [4] to the largest magnitudes of the linear layers'
-    inputs. Returns y, and z in a pre-LN model."""
-    tokens, columns = x.shape
-    want_z, backend = residual is not None, options.backend
-    fp8.record_amax(amax[0], x)
-    qkv = linear.matmul(x, own.qkv_weight.t(), own.qkv_bias).view(tokens, 3, options.heads, columns // options.heads)
-    out, _ = attention_forward_op(qkv, None, None, *attention_options(qkv, cu_seqlens, None, options))
-    fp8.record_amax(amax[1], out)
-    branch = linear.matmul(out.view(tokens, columns), own.out_weight.t())
-    stream = x if residual is None else residual
-    y1, z1, _ = add_norm_forward_op(branch, stream, *_norm_a(own, options), want_z, backend)
-    fp8.record_amax(amax[2], y1)
-    a = bias_gelu_forward_op(linear.matmul(y1, own.up_weight.t()), own.up_bias, options.activation, backend)
-    fp8.record_amax(amax[3], a)
-    stream = y1 if residual is None else z1
-    branch = linear.matmul(a, own.down_weight.t())
-    y, z, _ = add_norm_forward_op(branch, stream, *_norm_b(own, options), want_z, backend)
-    return y, z if want_z else None
+def run_measured(
+    specs: Specs, inputs: Inputs, parameters: list[Tensor | None], amax: Sequence[Tensor]
+) -> dict[str, Any]:
+    """All tensors of the layers in the activations' dtype. ``amax`` [4] of each layer are raised to the largest
+    magnitudes of the inputs of its linear layers."""
 
+    def record(weight: str, x: Tensor) -> None:
+        layer, _, name = weight.partition(".")
+        fp8.record_amax(amax[int(layer)][LINEARS.index(name.removesuffix("_weight"))], x)
 
-def _norm_a(own: BlockParameters, options: BlockOptions) -> NormArguments:
-    return NormArguments(own.norm_a_weight, own.norm_a_bias, own.out_bias, None, None, 0.0, options.eps_a)
-
-
-def _norm_b(own: BlockParameters, options: BlockOptions) -> NormArguments:
-    return NormArguments(own.norm_b_weight, own.norm_b_bias, own.down_bias, None, None, 0.0, options.eps_b)
+    situation = situation_of(inputs, training=False)
+    return run_all(plan(specs, situation).forward, inputs, parameters, record=record)

@@ -286,38 +286,6 @@ def forward(
     return y, z, kept
 
 
-_MAX_FP8_COLUMNS = 1024  # of the LayerNorm that casts
-
-
-def refuse_fp8(x: Tensor, residual: Tensor | None, layers: Layers, options: BlockOptions) -> str | None:
-    """Why the core does not support a call of ``forward_fp8``; None if it does."""
-    width = x.shape[1]
-    if x.dtype != torch.bfloat16 or layers.dtype != torch.bfloat16:
-        return f"takes bfloat16, got {dtype_name(x.dtype)} and parameters in {dtype_name(layers.dtype)}"
-    if width > _MAX_FP8_COLUMNS or width % _ALIGNMENT or layers.intermediate % _ALIGNMENT:
-        return f"takes up to {_MAX_FP8_COLUMNS} columns, in multiples of {_ALIGNMENT}, got {width}"
-    return refuse(x, residual, layers, options)
-
-
-def forward_fp8(
-    batch: Batch, residual: Tensor | None, layers: Layers, options: BlockOptions, addresses: array[int]
-) -> tuple[Tensor, Tensor | None]:
-    """Returns y, and z of a pre-LN model, of GEMMs with FP8 operands and static scales. ``addresses`` are those of the
-    linear layers' operands and scales: kernels/transformer_block/op.h, TransformerFp8Forward."""
-    x = batch.x
-    check_values("attention", x.shape[0], options.max_seqlen, batch.cu_seqlens, None)
-    shape = shape_of(batch, layers, options, training=False)
-    kept, scratch, operand = (_bytes(count, x) for count in (0, _memory(True, shape).forward, x.numel()))
-    y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
-    _native.core().transformer_block_fp8_forward_cuda(
-        *(*shape, *layer_options(batch, layers, options)),
-        *(layers.table.buffer_info()[0], x, batch.cu_seqlens, batch.seeds, kept, scratch),
-        *(residual, y, z, False, _has_short_sequences(batch, options)),
-        *(addresses.buffer_info()[0], operand),
-    )
-    return y, z
-
-
 def forward_folded(batch: Batch, layers: Layers, options: BlockOptions, addresses: array[int], norms: int) -> Tensor:
     """Returns y of layers over few tokens whose LayerNorms are folded into their GEMMs: of each layer the first
     (``norms`` is 1) or both (2). ``addresses`` are those of the folded weights: kernels/transformer_block/op.h,

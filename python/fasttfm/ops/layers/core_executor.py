@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 def plan_of(specs: tuple[LayerSpec, ...], inputs: Inputs, *, training: bool, precision: str = "") -> Plan:
     """The plan for a call."""
     situation = situation_of(inputs, training=training, precision=precision)
-    return plan(specs, with_rules(situation, inputs.x.shape[0]))
+    return plan(specs, with_rules(situation, inputs.x.shape[0], inputs.max_seqlen))
 
 
 def forward(
@@ -49,7 +49,7 @@ def forward(
 
     Args:
         own: The parameters, weights in x's dtype.
-        operands: In int8, the addresses of the tensors that GEMMs read: ``LINEARS`` and ``INT8_OPERANDS`` of plan.py.
+        operands: In int8 and FP8, the addresses of what GEMMs read: ``LINEARS`` and ``OPERANDS`` of plan.py.
     """
     x, residual = inputs.x, inputs.residual
     check_values("attention", x.shape[0], inputs.max_seqlen, inputs.cu_seqlens, None)

@@ -44,7 +44,9 @@ def explain(specs: tuple[LayerSpec, ...], inputs: Inputs, parameters: list[Tenso
     situation = situation_of(inputs, training=training)
     rules = {}
     for rule in RULES:
-        reasons = [refused(rule, spec, situation, inputs.x.shape[0]) for spec in dict.fromkeys(specs)]
+        reasons = [
+            refused(rule, spec, situation, inputs.x.shape[0], inputs.max_seqlen) for spec in dict.fromkeys(specs)
+        ]
         rules[rule.name] = None if None in reasons else reasons[0]
     found: Any = plan_of(specs, inputs, training=training)
     kinds = [tuple(type(step).__name__ for step in steps) for steps in (found.forward, found.backward)]

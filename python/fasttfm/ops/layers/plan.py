@@ -29,6 +29,7 @@ BUFFERS = ("scratch", "kept", "x", "residual", "y", "z", "seeds", "positions", "
 TABLE_FIELDS = 3
 _GIVEN = frozenset(BUFFERS[2:])
 _ROWS = 64  # kernels/layers/op.h: kLayerRows
+_MOST_CAST_COLUMNS = 1024  # of a LayerNorm whose kernel also writes FP8
 _ALIGNMENT = 4  # bytes per token, which are 256 bytes of _ROWS tokens
 
 
@@ -83,6 +84,7 @@ class _Forward:
         self.steps: list[Any] = []
         self.sizes: dict[str, int] = {}
         self.columns: dict[str, int] = {}  # of tensors in x's dtype
+        self._eight: dict[str, str] = {}  # of tensors that a GEMM reads in FP8: the tensor in FP8
         self._counters = self._tile_counters()
         x, stream = "x", "residual" if specs[0].pre_norm else "x"
         for index, spec in enumerate(specs):
@@ -131,7 +133,7 @@ class _Forward:
             steps.Attention(
                 *(qkv, seed, SEEDS * index, own.heads, own.kv_heads, own.head_dim),
                 *(own.window_left, own.window_right, scale, threshold, philox.scale(threshold)),
-                *(out, lse, self._counters, index),
+                *(out, lse, self._counters, index, self._applies("short_attention", spec)),
             )
         )
         return self._linear(index, spec, "out", out, attended, spec.width)
@@ -177,12 +179,29 @@ class _Forward:
     ) -> None:
         """y = x weight^T + bias, in the situation's precision. In int8 the bias is one of the operands, and there may
         be an activation."""
-        if self.situation.precision == "int8":
-            operands = (f"int8 {index}.{name}.{which}" for which in INT8_OPERANDS)
+        if self.situation.precision == "fp8":
+            x8, (weight, weight_inverse, _, x_inverse, _) = self._in_fp8(index, name, x, inner), _fp8(index, name)
+            self.steps.append(steps.Fp8Gemm(x8, weight, x_inverse, weight_inverse, bias, None, y, columns, inner))
+        elif self.situation.precision == "int8":
+            operands = (f"int8 {index}.{name}.{which}" for which in OPERANDS["int8"])
             products = fastest_products()
             self.steps.append(steps.Int8Gemm._make((x, *operands, None, y, columns, inner, activation, products)))
         else:
             self.steps.append(steps.Gemm(x, f"{index}.{name}_weight", bias, None, y, columns, inner, True))
+
+    def _in_fp8(self, index: int, linear: str, x: str, columns: int) -> str:
+        """x in FP8, with the scale of a linear layer's input: written by the step that computes x, if that can, or by
+        a step of its own."""
+        if x in self._eight:
+            return self._eight[x]
+        x8 = self._eight[x] = self._sized(f"{index}.{linear}.x8", columns)
+        _, _, scale, _, amax = _fp8(index, linear)
+        last = self.steps[-1] if self.steps else None
+        if isinstance(last, steps.AddNorm) and last.y == x and columns <= _MOST_CAST_COLUMNS:
+            self.steps[-1] = last._replace(y_scale=scale, y_amax=amax, y8=x8)
+        else:
+            self.steps.append(steps.Fp8Cast(x, scale, amax, x8, columns))
+        return x8
 
     def _linear(self, index: int, spec: LayerSpec, name: str, x: str, inner: int, columns: int) -> str:
         """The product with a weight; its bias is added with the residual."""
@@ -196,6 +215,12 @@ class _Forward:
         a, code = self.tensor(f"{index}.a", own.columns), ACTIVATIONS[own.activation]
         if self._applies("gated_gemm" if own.gated else "gemm_activation", spec):
             self.steps.append(steps.GemmActivation(y1, weight, bias, own.columns, code, spec.width, own.gated, a))
+        elif self.situation.precision == "fp8" and not own.gated:
+            x8, (up, up_inverse, _, x_inverse, _) = self._in_fp8(index, "up", y1, spec.width), _fp8(index, "up")
+            a8 = self._eight[a] = self._sized(f"{index}.down.x8", own.columns)
+            _, _, scale, _, amax = _fp8(index, "down")
+            operands = (x8, up, x_inverse, up_inverse, bias, scale, amax, a8)
+            self.steps.append(steps.Fp8GemmActivation(*operands, own.columns, code, spec.width))
         elif self.situation.precision == "int8" and not own.gated:
             self._gemm(index, "up", y1, a, own.columns, spec.width, None, code)
         else:
@@ -259,8 +284,8 @@ class _Forward:
         product = self.steps.pop()
         assert branch in steps.written_by(product)
         del self.sizes[branch]
-        added = {"residual": stream, "y": z} if isinstance(product, steps.Int8Gemm) else {"c": stream, "d": z}
-        self.steps.append(product._replace(**added))
+        of_kind = {steps.Gemm: ("c", "d"), steps.Int8Gemm: ("residual", "y"), steps.Fp8Gemm: ("c", "y")}
+        self.steps.append(product._replace(**dict(zip(of_kind[type(product)], (stream, z), strict=True))))
 
 
 def _table_buffer(table: int) -> int:
@@ -434,10 +459,19 @@ def _named(buffer: str, places: dict[str, int]) -> dict[str, int]:
 _PARAMETERS, _GRADIENTS, _OPERANDS = 1 << 56, 2 << 56, 3 << 56
 _NULL = -1
 
-# The linear layers of a layer, and the tensors of each that an int8 GEMM reads: those of ops.int8_linear's Int8Weight.
+# The linear layers of a layer, and what a GEMM of a precision reads of each: the tensors of ops.int8_linear's
+# Int8Weight; the weight in FP8, 1 / its scale, and scale, 1 / scale and largest magnitude of the input.
 # "int8 0.qkv.sums" is an entry of the table of operands, which has a row for each linear layer.
 LINEARS = ("qkv", "out", "up", "down")
-INT8_OPERANDS = ("panels", "sums", "scales", "bias")
+OPERANDS = {
+    "int8": ("panels", "sums", "scales", "bias"),
+    "fp8": ("weight", "weight_inverse", "scale", "inverse", "amax"),
+}
+
+
+def _fp8(index: int, linear: str) -> tuple[str, ...]:
+    """The names of a linear layer's operands."""
+    return tuple(f"fp8 {index}.{linear}.{which}" for which in OPERANDS["fp8"])
 
 
 def _encoded(sequence: Sequence[Any], places: dict[str, int]) -> Words:
@@ -462,10 +496,11 @@ def _word(field: Any, places: dict[str, int]) -> int:
         return BUFFERS.index(field) << 40
     if field.startswith(("cos", "sin")):
         return _table_buffer(int(field[3:])) + (0 if field.startswith("cos") else 1) << 40
-    if field.startswith("int8 "):
-        layer, linear, which = field.removeprefix("int8 ").split(".")
-        row = int(layer) * len(LINEARS) + LINEARS.index(linear)
-        return _OPERANDS | row * len(INT8_OPERANDS) + INT8_OPERANDS.index(which) << 40
+    precision, _, operand = field.partition(" ")
+    if precision in OPERANDS:
+        layer, linear, which = operand.split(".")
+        row, names = int(layer) * len(LINEARS) + LINEARS.index(linear), OPERANDS[precision]
+        return _OPERANDS | row * len(names) + names.index(which) << 40
     table, name = (_GRADIENTS, field[2:]) if field.startswith("d ") else (_PARAMETERS, field)
     index, _, parameter = name.partition(".")
     return table | int(index) * len(FIELDS) + FIELDS.index(parameter) << 40

@@ -44,6 +44,46 @@ class Int8Gemm(NamedTuple):
     products: int
 
 
+class Fp8Cast(NamedTuple):
+    """y = x in FP8."""
+
+    x: Name
+    scale: Name
+    amax: Name
+    y: Name
+    columns: int
+
+
+class Fp8Gemm(NamedTuple):
+    """y = x weight^T + bias + c; x and the weight are in FP8."""
+
+    x: Name
+    weight: Name
+    x_inverse: Name
+    weight_inverse: Name
+    bias: Name | None
+    c: Name | None
+    y: Name
+    columns: int
+    inner: int
+
+
+class Fp8GemmActivation(NamedTuple):
+    """y = activation(x weight^T + bias), all three matrices in FP8."""
+
+    x: Name
+    weight: Name
+    x_inverse: Name
+    weight_inverse: Name
+    bias: Name | None
+    scale: Name
+    amax: Name
+    y: Name
+    columns: int
+    activation: int
+    inner: int
+
+
 class WeightGradient(NamedTuple):
     """d [rows, columns] = a^T b in the parameters' dtype."""
 
@@ -102,6 +142,7 @@ class Attention(NamedTuple):
     lse: Name
     counters: Name | None
     counter: int
+    short: bool  # by the kernel for short sequences
 
 
 class AttentionBackward(NamedTuple):
@@ -123,7 +164,7 @@ class AttentionBackward(NamedTuple):
 
 
 class AddNorm(NamedTuple):
-    """z = residual + dropout(x + linear_bias), y = LayerNorm(z)."""
+    """z = residual + dropout(x + linear_bias), y = LayerNorm(z), and y8, if it is not None, is y in FP8."""
 
     columns: int
     seed: Name | None
@@ -139,6 +180,9 @@ class AddNorm(NamedTuple):
     z: Name | None
     statistics: Name
     eps: float
+    y_scale: Name | None = None
+    y_amax: Name | None = None
+    y8: Name | None = None
 
 
 class AddNormBackward(NamedTuple):
@@ -295,6 +339,9 @@ CODES: dict[type, int] = {
     HeadNorm: 17,
     HeadNormBackward: 18,
     Int8Gemm: 19,
+    Fp8Cast: 20,
+    Fp8Gemm: 21,
+    Fp8GemmActivation: 22,
 }
 
 # The fields that a step writes; it reads the others.
@@ -306,7 +353,7 @@ _WRITES: dict[type, tuple[str, ...]] = {
     Rotary: ("x",),
     Attention: ("out", "lse"),
     AttentionBackward: ("dqkv",),
-    AddNorm: ("y", "z", "statistics"),
+    AddNorm: ("y", "z", "statistics", "y8"),
     AddNormBackward: ("dresidual", "dx", "dweight", "dbias", "dlinear_bias"),
     RmsNorm: ("y", "rstd"),
     RmsNormBackward: ("dx", "dweight"),
@@ -319,6 +366,9 @@ _WRITES: dict[type, tuple[str, ...]] = {
     HeadNorm: ("y", "rstd"),
     HeadNormBackward: ("dy", "dq_weight", "dk_weight"),
     Int8Gemm: ("y",),
+    Fp8Cast: ("y",),
+    Fp8Gemm: ("y",),
+    Fp8GemmActivation: ("y",),
 }
 
 

@@ -3,7 +3,7 @@ and tracer. Autograd differentiates the ops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from fasttfm import ops
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.activation import CODES
+from fasttfm.ops import fp8
+from fasttfm.ops.fp8_norm import NormArguments, add_norm_cast
 from fasttfm.ops.layers import steps
 from fasttfm.ops.layers.spec import FIELDS
 from fasttfm.ops.linear import dense
@@ -33,6 +35,24 @@ class Inputs(NamedTuple):
 
 def run(sequence: tuple[Any, ...], inputs: Inputs, parameters: list[Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """y, and the stream of a pre-LN model, of a plan's forward. ``parameters`` are those of all layers."""
+    tensors = run_all(sequence, inputs, parameters)
+    return tensors["y"], tensors.get("z")
+
+
+def run_all(
+    sequence: tuple[Any, ...],
+    inputs: Inputs,
+    parameters: list[Tensor | None],
+    *,
+    operands: Sequence[Any] = (),
+    record: Callable[[str, Tensor], None] | None = None,
+) -> dict[str, Any]:
+    """All tensors of a plan's forward, by their names.
+
+    Args:
+        operands: Of an FP8 plan, the linear layers of each layer: ops.fp8_inference's StaticLayer.
+        record: Called with the name of each linear layer's weight, and its input.
+    """
     tensors: dict[str, Any] = {"x": inputs.x, "residual": inputs.residual, "positions": inputs.positions}
     for number, (cos, sin) in enumerate(inputs.tables):
         tensors[f"cos{number}"], tensors[f"sin{number}"] = cos, sin
@@ -40,16 +60,18 @@ def run(sequence: tuple[Any, ...], inputs: Inputs, parameters: list[Tensor | Non
     for layer in range(layers):
         for field, parameter in zip(FIELDS, parameters[layer * len(FIELDS) :], strict=False):
             tensors[f"{layer}.{field}"] = parameter
-    state = _State(tensors, inputs)
+    state = _State(tensors, inputs, operands, record)
     for step in sequence:
         if not isinstance(step, steps.Zero):
             _RUN[type(step)](state, step)
-    return tensors["y"], tensors.get("z")
+    return tensors
 
 
 class _State(NamedTuple):
     tensors: dict[str, Any]
     inputs: Inputs
+    operands: Sequence[Any]
+    record: Callable[[str, Tensor], None] | None
 
     def get(self, name: str | None) -> Any:
         return None if name is None else self.tensors[name]
@@ -57,10 +79,17 @@ class _State(NamedTuple):
     def seed(self, name: str | None, index: int) -> Tensor | None:
         return None if name is None or self.inputs.seeds is None else self.inputs.seeds.flatten()[index : index + 1]
 
+    def linear(self, name: str) -> Any:
+        """The linear layer of an operand."""
+        layer, linear, _ = name.removeprefix("fp8 ").split(".")
+        return getattr(self.operands[int(layer)], linear)
+
 
 def _gemm(state: _State, step: steps.Gemm) -> None:
-    weight = state.get(step.b)
-    product = dense(state.get(step.a), weight, state.get(step.bias))
+    a, weight = state.get(step.a), state.get(step.b)
+    if state.record is not None:
+        state.record(step.b, a)
+    product = dense(a, weight, state.get(step.bias))
     state.tensors[step.d] = product if step.c is None else product + state.get(step.c)
 
 
@@ -115,7 +144,37 @@ def _side(keys: int) -> int | None:
     return None if keys < 0 else keys
 
 
+def _fp8_cast(state: _State, step: steps.Fp8Cast) -> None:
+    state.tensors[step.y] = fp8.cast(state.get(step.x), state.linear(step.scale).input, with_columns=False)
+
+
+def _fp8_gemm(state: _State, step: steps.Fp8Gemm) -> None:
+    linear, dtype = state.linear(step.weight), state.inputs.x.dtype
+    product = linear.forward(state.get(step.x), dtype, state.get(step.bias))
+    state.tensors[step.y] = product if step.c is None else product + state.get(step.c)
+
+
+def _fp8_gemm_activation(state: _State, step: steps.Fp8GemmActivation) -> None:
+    up, down, activation = state.linear(step.weight), state.linear(step.scale), _ACTIVATIONS[step.activation]
+    x8, bias, dtype = state.get(step.x), state.get(step.bias), state.inputs.x.dtype
+    _, state.tensors[step.y] = up.forward_gelu(x8, dtype, bias, activation, down.input, keep_h=False)
+
+
+def _add_norm_cast(state: _State, step: steps.AddNorm, scale: str, y8: str) -> None:
+    parameters = (state.get(step.weight), state.get(step.bias), state.get(step.linear_bias))
+    norm = NormArguments(*parameters, None, None, 0.0, step.eps)
+    slot, want_z = state.linear(scale).input, step.z is not None
+    terms = (state.get(step.x), state.get(step.residual))
+    found = add_norm_cast(*terms, norm, slot, None, want_z=want_z, with_columns=False)
+    state.tensors[step.y], state.tensors[y8] = found.y, found.y8
+    if step.z is not None:
+        state.tensors[step.z] = found.z
+
+
 def _add_norm(state: _State, step: steps.AddNorm) -> None:
+    if step.y_scale is not None and step.y8 is not None:
+        _add_norm_cast(state, step, step.y_scale, step.y8)
+        return
     y, z = ops.dropout_add_layer_norm(
         state.get(step.x),
         state.get(step.residual),
@@ -166,4 +225,7 @@ _RUN: dict[type, Callable[[_State, Any], None]] = {
     steps.GatedActivation: _gated_activation,
     steps.Activation: _activation,
     steps.GemmActivation: _gemm_activation,
+    steps.Fp8Cast: _fp8_cast,
+    steps.Fp8Gemm: _fp8_gemm,
+    steps.Fp8GemmActivation: _fp8_gemm_activation,
 }
