@@ -67,6 +67,8 @@ FAMILIES = (
     "Llama",
     "T5",
     "MT5",
+    "Gte",
+    "JinaEmbeddingsV3",
     "Gemma3Text",
     "ErnieKnowledge",
     "ViT",
@@ -216,10 +218,10 @@ def check_multiple_choice(ours: Any, theirs: Any) -> None:
     check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
 
 
-def check_question_answering(ours: Any, theirs: Any) -> None:
+def check_question_answering(ours: Any, theirs: Any, *, translate: Any = None) -> None:
     """Without padding, because transformers' loss includes it."""
 
     def call(module: Any, _: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors(module(IDS, **arguments("QuestionAnswering")))
 
-    check_modules(ours, theirs, call, {}, translate=ours.own_tensors)
+    check_modules(ours, theirs, call, {}, translate=translate or ours.own_tensors)

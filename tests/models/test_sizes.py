@@ -30,6 +30,8 @@ PUBLISHED = {
     "Gemma3TextModel": {"tiny": 33.9, "270m": 270, "embedding": 300, "1b": 1000},
     "T5EncoderModel": {"tiny": 4.5, "small": 35, "base": 110, "large": 335},
     "MT5EncoderModel": {"tiny": 32.4, "small": 147, "base": 277, "large": 564},
+    "GteModel": {"tiny": 4.5, "base": 305},
+    "JinaEmbeddingsV3Model": {"tiny": 32.4, "large": 559},
     "NomicBertModel": {"tiny": 4.7, "base": 137},
     "DebertaV2Model": {
         "tiny": 16.9,

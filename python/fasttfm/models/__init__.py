@@ -107,7 +107,22 @@ from fasttfm.models.gpt3 import (
     GPT3LMHeadModel,
     GPT3Model,
 )
+from fasttfm.models.gte import (
+    GteConfig,
+    GteForMaskedLM,
+    GteForSequenceClassification,
+    GteForTokenClassification,
+    GteModel,
+)
 from fasttfm.models.hub import model_directory
+from fasttfm.models.jina_embeddings_v3 import (
+    JinaEmbeddingsV3Config,
+    JinaEmbeddingsV3ForMaskedLM,
+    JinaEmbeddingsV3ForQuestionAnswering,
+    JinaEmbeddingsV3ForSequenceClassification,
+    JinaEmbeddingsV3ForTokenClassification,
+    JinaEmbeddingsV3Model,
+)
 from fasttfm.models.llama import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 from fasttfm.models.modernbert import (
     ModernBertConfig,
@@ -266,6 +281,17 @@ __all__ = [
     "Gemma3TextConfig",
     "Gemma3TextForSequenceClassification",
     "Gemma3TextModel",
+    "GteConfig",
+    "GteForMaskedLM",
+    "GteForSequenceClassification",
+    "GteForTokenClassification",
+    "GteModel",
+    "JinaEmbeddingsV3Config",
+    "JinaEmbeddingsV3ForMaskedLM",
+    "JinaEmbeddingsV3ForQuestionAnswering",
+    "JinaEmbeddingsV3ForSequenceClassification",
+    "JinaEmbeddingsV3ForTokenClassification",
+    "JinaEmbeddingsV3Model",
     "LlamaConfig",
     "LlamaForCausalLM",
     "LlamaForSequenceClassification",

@@ -16,13 +16,15 @@ class Rule:
     """A module or parameter of ours and its names in a checkpoint. ``*`` is a placeholder for a number.
 
     If there are several names, our rows are divided between them, as those of ``qkv`` between query, key and value:
-    equally, or in proportion to ``shares``. ``transpose`` is for checkpoints with matrices [inputs, outputs].
+    equally, or in proportion to ``shares``. ``transpose`` is for checkpoints with matrices [inputs, outputs],
+    ``swapped`` for those with the two halves of our rows in the other order.
     """
 
     ours: str
     theirs: Sequence[str]
     transpose: bool = False
     shares: Sequence[int] = ()
+    swapped: bool = False
 
     def rows(self, total: int) -> list[int]:
         """The number of rows of each name, of ours."""
@@ -48,8 +50,8 @@ class Rule:
         return rf"(?:{'|'.join(each)})(?:\..*)?"
 
 
-def rule(ours: str, *theirs: str, transpose: bool = False, shares: Sequence[int] = ()) -> Rule:
-    return Rule(ours, theirs, transpose, shares)
+def rule(ours: str, *theirs: str, transpose: bool = False, shares: Sequence[int] = (), swapped: bool = False) -> Rule:
+    return Rule(ours, theirs, transpose, shares, swapped)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Names:
     base: Sequence[Rule]
     heads: Sequence[Rule] = ()
     ignored: Sequence[str] = ()  # regular expressions of names of buffers that are not read
+    former_prefix: str = ""  # the prefix in older checkpoints
     optional: Sequence[str] = ("pooler",)  # parts of the base model that not every model with a head has
 
     @cached_property
@@ -103,6 +106,7 @@ def to_checkpoint(names: Names, tensors: Mapping[str, Tensor]) -> dict[str, Tens
     for ours, tensor in tensors.items():
         theirs, each = names.find(ours)
         whole = tensor.t() if each.transpose and tensor.dim() == 2 else tensor
+        whole = whole.roll(len(whole) // 2, 0) if each.swapped else whole
         pieces = whole.split(each.rows(len(whole))) if len(theirs) > 1 else (whole,)
         found.update(zip(theirs, pieces, strict=True))
     return found
@@ -113,6 +117,7 @@ def from_checkpoint(names: Names, ours: str, read: Callable[[str], Tensor]) -> T
     theirs, each = names.find(ours)
     pieces = [read(name) for name in theirs]
     whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    whole = whole.roll(len(whole) // 2, 0) if each.swapped else whole
     return whole.t().contiguous() if each.transpose and whole.dim() == 2 else whole
 
 

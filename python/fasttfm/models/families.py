@@ -16,6 +16,8 @@ from fasttfm.models import (
     gemma3,
     gpt,
     gpt3,
+    gte,
+    jina_embeddings_v3,
     llama,
     modernbert,
     modernbert_decoder,
@@ -40,7 +42,7 @@ from fasttfm.models.objectives import (
 )
 
 _ROBERTAS = (roberta, xlm_roberta, camembert, mpnet)
-_ROTARY = (modernbert, eurobert, nomic_bert)
+_ROTARY = (modernbert, eurobert, nomic_bert, gte, jina_embeddings_v3)
 _ENCODERS = (bert, *_ROBERTAS, albert, electra, distilbert, *_ROTARY, deberta_v2, t5, mt5, ernie_knowledge)
 _FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, llama, qwen3, gemma3, modernbert_decoder, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}

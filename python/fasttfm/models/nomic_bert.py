@@ -17,12 +17,11 @@ from fasttfm.models.bert import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertForTokenClassification,
-    BertModel,
 )
 from fasttfm.models.checkpoint_names import Names, rule, untied
 from fasttfm.models.family import Family, Head
-from fasttfm.models.rotary import RotaryPositions, rope_theta
-from fasttfm.nn import Embeddings, PackedTransformer, RotaryLayer, RotaryTransformer
+from fasttfm.models.rotary import rope_theta
+from fasttfm.models.rotary_bert import RotaryBertModel
 
 
 @dataclass
@@ -68,44 +67,13 @@ NAMES = Names(
 UNTIED_NAMES = untied(NAMES, r"cls\.predictions\.bias")
 
 
-class NomicBertModel(RotaryPositions, BertModel):
+class NomicBertModel(RotaryBertModel):
     """The encoder, called as ``BertModel`` is."""
 
     config_class, names = NomicBertConfig, NAMES
 
     def __init__(self, config: Any, add_pooling_layer: bool = False) -> None:
         super().__init__(config, add_pooling_layer)
-
-    def embeddings_of(self, config: Any) -> Embeddings:
-        return Embeddings(
-            config.vocab_size,
-            config.hidden_size,
-            0,
-            config.type_vocab_size,
-            eps=config.layer_norm_eps,
-            dropout=config.hidden_dropout_prob,
-            padding_idx=config.pad_token_id,
-        )
-
-    def stack_of(self, config: Any) -> PackedTransformer:
-        layers = [
-            RotaryLayer(
-                config.hidden_size,
-                config.num_attention_heads,
-                config.intermediate_size,
-                theta=config.theta(),
-                norm_first=False,
-                activation=config.hidden_act,
-                dropout=config.hidden_dropout_prob,
-                attention_dropout=config.attention_probs_dropout_prob,
-                feed_forward_dropout=config.hidden_dropout_prob,
-                eps=config.layer_norm_eps,
-                norm_bias=True,
-                head_dim=config.head_dim,
-            )
-            for _ in range(config.num_hidden_layers)
-        ]
-        return RotaryTransformer(layers, None, config.max_position_embeddings)
 
 
 class NomicBertForMaskedLM(BertForMaskedLM):

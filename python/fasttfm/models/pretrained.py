@@ -303,11 +303,15 @@ class PretrainedModel(nn.Module):
         gamma."""
         prefix = f"{self.names.prefix}."
         whole = any(key.startswith(prefix) for key in reader.files)
+        former = f"{self.names.former_prefix}."
+        older = self.names.former_prefix != "" and any(key.startswith(former) for key in reader.files)
         is_colbert = COLBERT in (self.config.extra.get("architectures") or ())
         for key in reader.files:
             if is_colbert and key == COLBERT_PROJECTION:  # inference reads it
                 continue
-            name = key if whole else prefix + key
+            name = key if whole or older else prefix + key
+            if older and key.startswith(former):
+                name = prefix + key.removeprefix(former)
             if name.endswith((".gamma", ".beta")):
                 name = name.removesuffix(".gamma") + ".weight" if name.endswith("gamma") else name[:-4] + "bias"
             yield name, key
