@@ -48,6 +48,17 @@ FASTTFM_FUNCTION(Status, mask_layout_cuda, const Tensor& mask, const Tensor& cu_
       .stream = context.stream,
   });
 }
+
+FASTTFM_FUNCTION(Status, packed_positions_cuda, const Tensor& cu_seqlens, const Tensor& positions) {
+  return cuda::packed_positions({
+      .cu_seqlens = cu_seqlens.as<int32_t>(),
+      .positions = positions.as<int64_t>(),
+      .sequences = cu_seqlens.shape[0] - 1,
+      .total = positions.shape[0],
+      .device = context.device,
+      .stream = context.stream,
+  });
+}
 #endif
 
 }  // namespace fasttfm

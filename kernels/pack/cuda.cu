@@ -67,10 +67,26 @@ Status copy(const PackCopy& p) {
   return launch_units<uint8_t, TO_PACKED>(p, tokens);
 }
 
+__global__ void __launch_bounds__(kThreads) positions_kernel(PackedPositions p) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (row >= p.total) return;
+  p.positions[row] = static_cast<int32_t>(RowPositions{p.cu_seqlens, p.sequences, 0}(row).token);
+}
+
 }  // namespace
 
 Status pack(const PackCopy& p) { return copy<true>(p); }
 Status unpack(const PackCopy& p) { return copy<false>(p); }
+
+Status packed_positions(const PackedPositions& p) {
+  if (p.sequences < 1 || p.total > INT32_MAX)
+    return bad_size("packed_positions: expected sequences, and 32-bit indices");
+  if (p.total == 0) return {};
+  const DeviceGuard guard(p.device);
+  if (guard.status().code != StatusCode::ok) return guard.status();
+  const auto blocks = static_cast<unsigned>((p.total + kThreads - 1) / kThreads);
+  return launch(positions_kernel, blocks, kThreads, 0, p.stream, p);
+}
 
 }  // namespace cuda
 }  // namespace fasttfm

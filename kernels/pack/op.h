@@ -33,6 +33,16 @@ struct MaskLayout {
   void* stream;
 };
 
+// Each packed token's index in its own sequence; with invalid boundaries any number.
+struct PackedPositions {
+  const int32_t* cu_seqlens;  // [sequences + 1]
+  int64_t* positions;         // [T]
+  int64_t sequences;          // from 1 on
+  int64_t total;              // T
+  int device;
+  void* stream;
+};
+
 namespace cpu {
 Status pack(const PackCopy&);
 Status unpack(const PackCopy&);
@@ -42,6 +52,7 @@ namespace cuda {
 Status pack(const PackCopy&);
 Status unpack(const PackCopy&);
 Status mask_layout(const MaskLayout&);
+Status packed_positions(const PackedPositions&);
 }  // namespace cuda
 
 }  // namespace fasttfm

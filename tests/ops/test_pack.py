@@ -272,6 +272,17 @@ def test_position_ids() -> None:
     assert ops.position_ids_from_cu_seqlens(ops.cu_seqlens_from_lengths([])).tolist() == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[], [0], [1], [0, 0, 7], [513, 0, 1, 300, 0]])
+def test_position_ids_on_a_gpu(lengths: list[int]) -> None:
+    expected = [index for length in lengths for index in range(length)]
+    cu_seqlens = ops.cu_seqlens_from_lengths(lengths, device="cuda")
+    for total in (None, sum(lengths)):
+        assert ops.position_ids_from_cu_seqlens(cu_seqlens, total=total).tolist() == expected
+    after = ops.position_ids_from_cu_seqlens(cu_seqlens, total=sum(lengths) + 2)[: sum(lengths)]
+    assert after.tolist() == expected
+
+
 @pytest.mark.parametrize(
     ("call", "error"),
     [

@@ -212,7 +212,7 @@ class PackedTransformer(nn.Module):
 
     def in_order(self) -> list[PackedLayer]:
         """The layers in their order, without wrappers."""
-        return [_layer_in(module) for module in self._modules_in_order()]
+        return [layer_in(module) for module in self._modules_in_order()]
 
     def _norms_in_front(self, modules: list[nn.Module], layers: list[PackedLayer]) -> list[nn.LayerNorm | None]:
         """In a pre-LN model: the first LayerNorm of each layer, which the previous layer applies, and the final one.
@@ -325,7 +325,7 @@ def _with_length(options: BlockOptions, max_seqlen: int) -> BlockOptions:
     return options if options.max_seqlen == max_seqlen else options._replace(max_seqlen=max_seqlen)
 
 
-def _layer_in(module: nn.Module) -> PackedLayer:
+def layer_in(module: nn.Module) -> PackedLayer:
     """The layer itself, or the layer inside a wrapper (torch.compile, checkpoint_wrapper)."""
     if isinstance(module, PackedLayer):
         return module

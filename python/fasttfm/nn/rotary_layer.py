@@ -14,7 +14,7 @@ from torch.nn import functional
 from fasttfm import ops
 from fasttfm.nn.layer_norm import OffsetRMSNorm, RMSNorm
 from fasttfm.nn.packed_layer import NO_NORM, PackedLayer, biased_backend, draw_seeds
-from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer
+from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer, layer_in
 from fasttfm.nn.parts import layer_norm, linear_activation, linear_layer, packed_residual_norm, product
 from fasttfm.nn.plain import is_plain_norm, is_plain_rms_norm
 from fasttfm.ops import checks, linear
@@ -435,8 +435,8 @@ class RotaryTransformer(PackedTransformer):
         special = self.fp8 is not None or self.int8 is not None or (self.checkpointing and self.training)
         if special or torch.compiler.is_dynamo_compiling() or requested(None) is not None:
             return None
-        layers: Any = self.in_order()
-        if any(layer.fp8 is not None and layer.uses_fp8() for layer in layers):
+        layers: Any = self.layers
+        if self.training and any(layer.fp8 is not None and layer.uses_fp8() for layer in layers):
             return None
         described = self.described([*tables])
         if described is None:
@@ -470,5 +470,5 @@ class RotaryTransformer(PackedTransformer):
 
     def rotations(self) -> dict[float, int]:
         """The head size of the layers, by ``theta``."""
-        layers: list[Any] = self.in_order()
+        layers: Any = map(layer_in, self.layers)
         return {layer.theta: layer.head_dim for layer in layers if layer.theta is not None}

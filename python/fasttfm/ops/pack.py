@@ -171,13 +171,22 @@ def position_ids_from_cu_seqlens(cu_seqlens: Tensor, *, total: int | None = None
         total = int(cu_seqlens[-1])
     if is_plain((cu_seqlens,)):
         checks.check_cu_seqlens_values(op, cu_seqlens, total, exact=False)
+        if cu_seqlens.shape[0] > 1 and _has_kernels(cu_seqlens):
+            positions = torch.empty(total, dtype=torch.int64, device=cu_seqlens.device)
+            _native.core().packed_positions_cuda(cu_seqlens.contiguous(), positions)
+            return positions
     return philox.packed_positions(torch.arange(total, device=cu_seqlens.device), cu_seqlens)[1]
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether the native core has CUDA kernels for a tensor's GPU."""
+    return x.is_cuda and _native.missing_cuda() is None and _native.missing_on(x.get_device()) is None
 
 
 def layout_of_mask(mask: Tensor) -> tuple[Tensor, int, bool] | None:
     """Of a plain mask ``[B, S]`` on a GPU, not 0 for tokens: ``cu_seqlens``, the number of tokens, and whether in every
     row they precede the padding. It synchronizes with the GPU once. None without the native core's CUDA kernels."""
-    if _native.missing_cuda() is not None or _native.missing_on(mask.device.index) is not None:
+    if not _has_kernels(mask):
         return None
     mask = (mask if mask.dtype in _MASK_TYPES else mask.bool()).contiguous()
     cu_seqlens = torch.empty(mask.shape[0] + 1, dtype=torch.int32, device=mask.device)
