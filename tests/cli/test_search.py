@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import re
+import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from fasttfm.data import load_tokenizer
 from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
 from fasttfm.tasks import search as search_module
+from fasttfm.tasks import vector_index
 from fasttfm.tasks.search import search
 from fasttfm.tasks.vector_files import Row, VectorFile, write_vectors
 
@@ -146,6 +149,65 @@ def test_the_commands_take_bytes(
     signs = tmp_path / "ubinary.safetensors"
     for path, message in ((again, "width 128, got 64;"), (signs, "width 128, 16 bytes of signs, got 8;")):
         assert message in refused(capsys, "search", *call, "--vectors", path, *pooled)
+
+
+class NearestByProducts:
+    """What this package reads of ``usearch.index.Index``."""
+
+    files: ClassVar[dict[str, NearestByProducts]] = {}
+
+    def __init__(self, *, ndim: int, metric: str, dtype: str) -> None:
+        assert (metric, dtype) == ("cos", "f16")
+        self.ndim, self.rows = ndim, np.zeros((0, ndim), np.float32)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def add(self, keys: np.ndarray, vectors: np.ndarray) -> None:
+        assert keys.tolist() == list(range(len(self), len(self) + len(vectors)))
+        self.rows = np.concatenate([self.rows, vectors / np.linalg.norm(vectors, axis=1, keepdims=True)])
+
+    def search(self, query: np.ndarray, count: int) -> Any:
+        return SimpleNamespace(keys=np.argsort(-(self.rows @ query))[:count].astype(np.uint64))
+
+    def save(self, path: str) -> None:
+        Path(path).write_bytes(self.rows.tobytes())
+
+    @classmethod
+    def restore(cls, path: str, *, view: bool) -> NearestByProducts:
+        found = cls(ndim=8, metric="cos", dtype="f16")
+        found.rows = np.frombuffer(Path(path).read_bytes(), np.float32).reshape(-1, 8)
+        return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_an_index_finds_the_nearest(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vectors = np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)
+    path, index, other = tmp_path / "a.npz", tmp_path / "a.usearch", tmp_path / "b.npz"
+    for target, rows in ((path, vectors), (other, vectors[:50])):
+        write_vectors(target, (Row("", vector) for vector in rows), dtype=dtype)
+    np.save(tmp_path / "queries.npy", vectors[:3])
+    call = ("search", "--query-vectors", tmp_path / "queries.npy", "--index", index, "--quiet", "--top", 5)
+    assert run(*call, "--vectors", path) == 0
+    exact = capsys.readouterr()
+    assert "note: --index: the search is exact: it compares 60 vectors in less time" in exact.err
+    monkeypatch.setattr(vector_index, "LEAST", 10)
+    monkeypatch.setitem(sys.modules, "usearch", None)
+    assert run(*call, "--vectors", path) == 0
+    assert "the search is exact: an index needs usearch: pip install 'fasttfm[search]'" in capsys.readouterr().err
+    assert not index.exists()
+    monkeypatch.setitem(sys.modules, "usearch", SimpleNamespace(index=None))
+    monkeypatch.setitem(sys.modules, "usearch.index", SimpleNamespace(Index=NearestByProducts))
+    for _ in range(2):  # made, and opened
+        assert run(*call, "--vectors", path) == 0
+        assert capsys.readouterr().out == exact.out
+        assert index.exists()
+    assert "expected an index of " in refused(capsys, *call, "--vectors", other)
+    write_vectors(path, (Row("", part) for part in np.split(vectors, 12)), parts="chunks")
+    message = "--index: expected a file of one vector for each text, got vectors of chunks"
+    assert message in refused(capsys, *call, "--vectors", path)
 
 
 def test_a_text_finds_itself(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--queries", metavar="FILE", help="file of queries, one per line; - reads stdin")
     parser.add_argument("--query-vectors", metavar="FILE", help="vectors of queries, instead of texts and --model")
+    parser.add_argument(
+        "--index",
+        type=Path,
+        metavar="FILE",
+        help="search by an index of neighbours over 100,000 vectors or more, which is made if there is none (the extra "
+        "search); its matches are about the nearest ones (default: all vectors are compared)",
+    )
     parser.add_argument("--top", type=int, default=10, metavar="K", help="matches for each query")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write matches as .jsonl instead of printing them")
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
@@ -93,15 +101,26 @@ def _search_file(arguments: argparse.Namespace) -> tuple[list[str], list[list[An
     from fasttfm.tasks.search import search, search_texts
     from fasttfm.tasks.token_search import search_tokens
     from fasttfm.tasks.vector_files import VectorFile
+    from fasttfm.tasks.vector_index import search_index, why_exact
 
     vectors = VectorFile(arguments.vectors)
     options: dict[str, Any] = {"device": device_of(arguments), "progress": not arguments.quiet}
+    if arguments.index is not None and (vectors.offsets is not None or vectors.chunks is not None):
+        kind = "tokens" if vectors.chunks is None else "chunks"
+        raise ValueError(f"--index: expected a file of one vector for each text, got vectors of {kind}")
     if vectors.offsets is not None:
         names, tokens = _queries_of_tokens(arguments)
         return names, search_tokens(vectors, tokens, arguments.top, **options), len(vectors.offsets) - 1
     names, queries = _queries(arguments, vectors.settings)
     if vectors.chunks is not None:
         return names, search_texts(vectors, queries, arguments.top, **options), len(vectors.chunks) - 1
+    if arguments.index is not None:
+        reason = why_exact(vectors)
+        if reason is None:
+            progress = options["progress"]
+            found = search_index(vectors, queries, arguments.top, arguments.index, progress=progress)
+            return names, found, vectors.count or 0
+        print(f"note: --index: the search is exact: {reason}", file=sys.stderr)
     found = search(vectors, queries, arguments.top, **options)
     return names, found, vectors.count or 0
 

@@ -291,6 +291,11 @@ class VectorFile:
         assert self._array is not None
         return restore_vectors(np.array(self._array[first:last]), self.precision, self.ranges)
 
+    def some(self, rows: np.ndarray) -> np.ndarray:
+        """fp32 rows with these numbers; not for .jsonl and .csv files."""
+        assert self._array is not None
+        return restore_vectors(self._array[rows], self.precision, self.ranges)
+
     def stored(self, rows: int) -> Iterator[np.ndarray]:
         """Yields blocks of up to ``rows`` vectors as the file has them; not for .jsonl and .csv files."""
         assert self._array is not None
