@@ -106,7 +106,8 @@ def of_modules(
         skipped = list(string.punctuation)
     return LateInteraction(
         tuple(module(kind, path) for kind, path in zip(kinds, paths, strict=True) if kind == "Dense"),
-        *sides,
+        query=sides[0],
+        document=sides[1],
         expansion=expansion.get("length"),
         fill=expansion.get("token"),
         attends=bool(expansion.get("attend")),

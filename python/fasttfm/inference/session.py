@@ -534,7 +534,7 @@ class Session:
         """The vectors [n, width] of pooled states, fp32 [n, width of the layers], as ``encode`` returns them."""
         with self._lock, self._ordered.ordered():
             found = self.network.finish(torch.as_tensor(pooled, dtype=torch.float32, device=self.device))
-            return self._typed(found.cpu().numpy(), Output.VECTORS)  # type: ignore[no-any-return]
+            return self._typed(found.cpu().numpy(), Output.VECTORS)
 
     def _typed(self, found: Any, output: Output) -> Any:
         """Results in the type that the settings state for vectors; others as they are."""

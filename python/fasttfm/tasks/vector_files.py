@@ -205,7 +205,7 @@ def _write_text(suffix: str, partial: Path, rows: Iterable[Row], dtype: str) -> 
                     table.writerow(["text", *(f"v{index}" for index in range(width))])
                 table.writerow([row.text, *numbers])
                 continue
-            value = {"text": row.text, "vector": numbers}
+            value: dict[str, Any] = {"text": row.text, "vector": numbers}
             if row.vector.ndim == 2:
                 value = {"text": row.text, "ids": row.ids, "vectors": numbers}
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
