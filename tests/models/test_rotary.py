@@ -275,7 +275,12 @@ def test_embeddinggemma_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "field", "value", "sentence"),
     [
-        ("EuroBertModel", "rope_parameters", {"rope_type": "yarn"}, "rope_type: expected default, got 'yarn'"),
+        (
+            "EuroBertModel",
+            "rope_parameters",
+            {"rope_type": "longrope"},
+            "rope_type: expected .*, got .longrope.",
+        ),
         ("Qwen3Model", "use_sliding_window", True, "use_sliding_window: expected False"),
         ("Gemma3TextModel", "final_logit_softcapping", 30.0, "final_logit_softcapping: expected .*, got 30.0"),
         ("EuroBertForSequenceClassification", "classifier_pooling", "max", "expected bos, mean, late, got 'max'"),

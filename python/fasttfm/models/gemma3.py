@@ -27,12 +27,12 @@ from fasttfm.models.rotary import (
     RotaryModel,
     layer_kinds,
     rotary_names,
-    stated_theta,
-    theta_of_kind,
+    rotation_of_kind,
 )
 from fasttfm.models.rotary_decoders import DECODER_RULES, RotaryForCausalLM, RotaryForSequenceClassification
 from fasttfm.nn import Embeddings, PackedTransformer, RotaryLayer, RotaryTransformer
 from fasttfm.nn.rotary_layer import rotary_norm
+from fasttfm.nn.rotation import Theta
 
 
 @dataclass
@@ -116,12 +116,10 @@ class Gemma3TextConfig(RotaryFields, ModelConfig):
         every = self.sliding_window_pattern
         return layer_kinds(self.extra, self.num_hidden_layers, lambda layer: (layer + 1) % every != 0)
 
-    def theta(self, kind: str) -> float:
-        """The base of the wavelengths in a kind of layer."""
-        if kind == LOCAL:
-            return theta_of_kind(self.extra, kind, self.rope_local_base_freq)
-        scaled = stated_theta("rope_scaling", self.extra.get("rope_scaling") or {}, self.rope_theta)
-        return theta_of_kind(self.extra, kind, scaled)
+    def rotation(self, kind: str) -> Theta:
+        """The rotation in a kind of layer; only that of global ones may be scaled in released configurations."""
+        local = kind == LOCAL
+        return rotation_of_kind(self, kind, self.rope_local_base_freq if local else self.rope_theta, scaled=not local)
 
     def window(self, kind: str) -> tuple[int | None, int | None] | None:
         """How far before and after itself a token attends in a kind of layer."""
@@ -152,7 +150,7 @@ class Gemma3TextModel(RotaryModel):
                 config.hidden_size,
                 config.num_attention_heads,
                 config.intermediate_size,
-                theta=config.theta(kind),
+                theta=config.rotation(kind),
                 window=config.window(kind),
                 activation=config.hidden_activation,
                 attention_dropout=config.attention_dropout,

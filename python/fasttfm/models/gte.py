@@ -24,9 +24,10 @@ from fasttfm.models.bert import (
 )
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.family import Family, Head
-from fasttfm.models.rotary import rope_theta
+from fasttfm.models.rotary import rotation
 from fasttfm.models.rotary_bert import RotaryBertModel
 from fasttfm.nn import MaskedLMHead, PackedTransformer
+from fasttfm.nn.rotation import Theta
 
 
 @dataclass
@@ -43,9 +44,8 @@ class GteConfig(BertConfig):
     type_vocab_size: int = 1
     pad_token_id: int | None = 1
 
-    def theta(self) -> float:
-        """The base of the wavelengths."""
-        return rope_theta(self.extra, 160_000.0)
+    def rotation(self) -> Theta:
+        return rotation(self, 160_000.0)
 
 
 _LAYER = "encoder.layer.*"

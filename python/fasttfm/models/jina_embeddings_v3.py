@@ -16,8 +16,9 @@ from fasttfm.models import roberta
 from fasttfm.models.bert import BertHead
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.family import Family, Head
-from fasttfm.models.rotary import rope_theta
+from fasttfm.models.rotary import rotation
 from fasttfm.models.rotary_bert import RotaryBertModel
+from fasttfm.nn.rotation import Theta
 
 
 @dataclass
@@ -40,9 +41,8 @@ class JinaEmbeddingsV3Config(roberta.RobertaConfig):
     intermediate_size: int = 4096
     max_position_embeddings: int = 8194
 
-    def theta(self) -> float:
-        """The base of the wavelengths."""
-        return rope_theta(self.extra, 20_000.0)
+    def rotation(self) -> Theta:
+        return rotation(self, 20_000.0)
 
 
 _LAYER = "encoder.layers.*"

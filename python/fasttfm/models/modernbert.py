@@ -32,10 +32,11 @@ from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import MaskedLM
-from fasttfm.models.rotary import FULL, LOCAL, RotaryPositions, layer_kinds, sequence_means, theta_of_kind
+from fasttfm.models.rotary import FULL, LOCAL, RotaryPositions, layer_kinds, rotation_of_kind, sequence_means
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import Embeddings, MaskedLMHead, PackedTransformer, RotaryLayer, RotaryTransformer
 from fasttfm.nn.parts import known_activation, masked_lm_transform
+from fasttfm.nn.rotation import Theta
 
 
 @dataclass
@@ -91,10 +92,10 @@ class ModernBertConfig(ModelConfig):
         every = self.global_attn_every_n_layers
         return layer_kinds(self.extra, self.num_hidden_layers, lambda layer: layer % every != 0)
 
-    def theta(self, kind: str) -> float:
-        """The base of the wavelengths in a kind of layer."""
+    def rotation(self, kind: str) -> Theta:
+        """The rotation in a kind of layer."""
         local = self.global_rope_theta if self.local_rope_theta is None else self.local_rope_theta
-        return theta_of_kind(self.extra, kind, self.global_rope_theta if kind == FULL else local)
+        return rotation_of_kind(self, kind, self.global_rope_theta if kind == FULL else local)
 
 
 _LAYER = "layers.*"
@@ -148,7 +149,7 @@ class ModernBertModel(RotaryPositions, BertModel):
                 config.hidden_size,
                 config.num_attention_heads,
                 config.intermediate_size,
-                theta=config.theta(kind),
+                theta=config.rotation(kind),
                 window=local if kind == LOCAL else everywhere,
                 first=number == 0,
                 activation=config.hidden_activation,

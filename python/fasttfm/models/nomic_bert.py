@@ -20,8 +20,9 @@ from fasttfm.models.bert import (
 )
 from fasttfm.models.checkpoint_names import Names, rule, untied
 from fasttfm.models.family import Family, Head
-from fasttfm.models.rotary import rope_theta
+from fasttfm.models.rotary import rotation
 from fasttfm.models.rotary_bert import RotaryBertModel
+from fasttfm.nn.rotation import Theta
 
 
 @dataclass
@@ -36,9 +37,8 @@ class NomicBertConfig(BertConfig):
     max_position_embeddings: int = 2048
     head_dim: int | None = None  # hidden_size / num_attention_heads if None
 
-    def theta(self) -> float:
-        """The base of the wavelengths."""
-        return rope_theta(self.extra, 1000.0)
+    def rotation(self) -> Theta:
+        return rotation(self, 1000.0)
 
 
 _LAYER = "encoder.layers.*"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
@@ -28,6 +29,7 @@ from fasttfm.models.relative_bias import RelativeBias
 from fasttfm.models.text_model import Encoded, TextModel
 from fasttfm.nn import PackedBatch, PackedLayer, PackedTransformer, RMSNorm, RotaryLayer, RotaryTransformer
 from fasttfm.nn.rotary_layer import rotary_tables
+from fasttfm.nn.rotation import is_scaled_by_length
 
 _ACTIVATIONS = {
     "gelu": functional.gelu,
@@ -124,6 +126,8 @@ def _check(model: PretrainedModel, path: Path) -> None:
     if not _is_plain_stack(base):
         expected = "BERT's, GPT's or rotary layers"
         raise ValueError(f"export_onnx: model: expected {expected}, got {name}, whose layers are others")
+    if any(is_scaled_by_length(getattr(each, "theta", None), sys.maxsize) for each in base.encoder.in_order()):
+        raise ValueError(f"export_onnx: model: expected a rotation for all lengths, got {name} with rope_type dynamic")
     for key, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
             got = f"{key} in {str(parameter.dtype).removeprefix('torch.')} on {parameter.device}"

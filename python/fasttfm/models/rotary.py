@@ -22,6 +22,7 @@ from fasttfm.models.config import ModelConfig
 from fasttfm.models.text_model import Encoded, TextModel
 from fasttfm.nn import Embeddings, PackedBatch, PackedTransformer, RotaryLayer, RotaryTransformer
 from fasttfm.nn.rotary_layer import rotary_norm
+from fasttfm.nn.rotation import Theta, stated_rotation
 
 
 class RotaryFields:
@@ -74,17 +75,29 @@ class RotaryConfig(RotaryFields, ModelConfig):
     mlp_bias: bool = False
     pad_token_id: int | None = None
 
-    def theta(self) -> float:
-        """The base of the wavelengths."""
-        return rope_theta(self.extra, self.rope_theta)
+    def rotation(self) -> Theta:
+        return rotation(self, self.rope_theta)
 
 
-def rope_theta(written: dict[str, Any], default: float) -> float:
-    """The base of the wavelengths in a configuration that transformers has written: in ``rope_parameters``, or, in
-    older ones, as a field of its own, ``default``."""
-    for name in ("rope_scaling", "rope_parameters"):
-        default = stated_theta(name, written.get(name) or {}, default)
-    return default
+def rotation(config: Any, default: float) -> Theta:
+    """The rotation of a configuration that transformers has written: in ``rope_parameters``, or, in older ones, in
+    ``rope_scaling``. ``default`` is the base of the wavelengths that neither states."""
+    return _rotation(config, config.extra.get("rope_parameters"), config.extra.get("rope_scaling"), default)
+
+
+def rotation_of_kind(config: Any, kind: str, default: float, *, scaled: bool = True) -> Theta:
+    """The rotation in a kind of layer. ``scaled`` says whether the field of older configurations is about this kind."""
+    of_kind = (config.extra.get("rope_parameters") or {}).get(kind)
+    return _rotation(config, of_kind, config.extra.get("rope_scaling") if scaled else None, default, f": {kind}")
+
+
+def _rotation(config: Any, stated: Any, older: Any, default: float, kind: str = "") -> Theta:
+    rope = {**(older or {}), **(stated or {})}
+    original = config.extra.get("original_max_position_embeddings")
+    if original is not None and not kind:
+        rope["original_max_position_embeddings"] = original
+    name = f"rope_parameters{kind}" if stated or not older else "rope_scaling"
+    return stated_rotation(name, rope, default, config.max_position_embeddings)
 
 
 FULL, LOCAL = "full_attention", "sliding_attention"
@@ -99,19 +112,6 @@ def layer_kinds(written: dict[str, Any], layers: int, is_local: Callable[[int], 
     if len(kinds) != layers or not {FULL, LOCAL}.issuperset(kinds):
         raise ValueError(f"layer_types: expected {FULL} or {LOCAL} for each of {layers} layers, got {kinds}")
     return list(kinds)
-
-
-def theta_of_kind(written: dict[str, Any], kind: str, default: float) -> float:
-    """The base of the wavelengths in a kind of layer, which transformers writes as ``rope_parameters``."""
-    return stated_theta(f"rope_parameters: {kind}", (written.get("rope_parameters") or {}).get(kind) or {}, default)
-
-
-def stated_theta(name: str, rope: dict[str, Any], default: float) -> float:
-    """The base of the wavelengths that the field ``name`` of a configuration states, or ``default``."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"{name}: rope_type: expected default, got {kind!r}, which is not supported")
-    return float(rope.get("rope_theta", default))
 
 
 _BLOCK_NORMS = (
@@ -207,7 +207,7 @@ class RotaryModel(RotaryPositions, BertModel):
                 config.hidden_size,
                 config.num_attention_heads,
                 config.intermediate_size,
-                theta=config.theta(),
+                theta=config.rotation(),
                 window=(None, 0) if self.causal else None,
                 activation=config.hidden_act,
                 attention_dropout=config.attention_dropout,

@@ -40,7 +40,7 @@ class RotaryBertModel(RotaryPositions, BertModel):
                 config.hidden_size,
                 config.num_attention_heads,
                 config.intermediate_size,
-                theta=config.theta(),
+                theta=config.rotation(),
                 norm_first=False,
                 activation=config.hidden_act,
                 dropout=config.hidden_dropout_prob,

@@ -17,6 +17,7 @@ from fasttfm.nn.packed_layer import NO_NORM, PackedLayer, biased_backend, draw_s
 from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer, layer_in
 from fasttfm.nn.parts import layer_norm, linear_activation, linear_layer, packed_residual_norm, product
 from fasttfm.nn.plain import is_plain_norm, is_plain_rms_norm
+from fasttfm.nn.rotation import Theta, at_length, is_scaled_by_length, rates
 from fasttfm.ops import checks, linear
 from fasttfm.ops.backends import Explanation, requested
 from fasttfm.ops.layers import stack
@@ -50,7 +51,7 @@ class RotaryLayer(PackedLayer):
         width: C, the model's width.
         heads: The number of attention heads, a divisor of the width.
         intermediate: Columns of the gate, and of up.
-        theta: The base of the rotation's wavelengths; None for no rotation.
+        theta: The base of the rotation's wavelengths, or a scaled rotation; None for no rotation.
         window: ``(left, right)``: how far before and after itself a token attends; None for no limit.
         norm_first: Whether the norms come before the blocks or after them.
         first: Whether this is a pre-LN model's first layer, which has no ``norm1`` because the embeddings are
@@ -82,7 +83,7 @@ class RotaryLayer(PackedLayer):
         heads: int,
         intermediate: int,
         *,
-        theta: float | None = 10_000.0,
+        theta: Theta | None = 10_000.0,
         window: Sequence[int | None] | None = None,
         norm_first: bool = True,
         first: bool = False,
@@ -232,7 +233,8 @@ class RotaryLayer(PackedLayer):
         if tables is None:
             assert self.theta is not None
             every = torch.arange(max_seqlen, device=x.device)
-            tables = {self.table_key(): rotary_tables(self.theta, every, self.head_dim, like=x)}
+            theta = at_length(self.theta, self.head_dim, max_seqlen)
+            tables = {self.table_key(): rotary_tables(theta, every, self.head_dim, like=x)}
         return tables, positions
 
     def rotated(self, x: Tensor, tables: Tables, positions: Tensor) -> Tensor:
@@ -316,13 +318,14 @@ class RotaryLayer(PackedLayer):
         return ops.attention_weights(q, k, window=(left, right), scale=self.scale, **options)
 
 
-def rotary_tables(theta: float, positions: Tensor, columns: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_tables(theta: Theta, positions: Tensor, columns: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles ``position * theta ** (-2 i / columns)``, [positions, columns / 2]: in fp32, for
     fp64 tensors in fp64."""
     kind: dict[str, Any] = {"device": like.device, "dtype": _table_type(like)}
-    rates = 1.0 / theta ** (torch.arange(0, columns, 2, **kind) / columns)
-    angles = positions.to(**kind)[:, None] * rates
-    return angles.cos(), angles.sin()
+    by_pair, factor = rates(theta, columns, **kind)
+    angles = positions.to(**kind)[:, None] * by_pair
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def _table_type(x: Tensor) -> torch.dtype:
@@ -344,7 +347,7 @@ class TableCache:
     def __reduce__(self) -> tuple[Any, ...]:
         return TableCache, ()
 
-    def get(self, theta: float, columns: int, rows: int, first_rows: int, *, like: Tensor) -> Table:
+    def get(self, theta: Theta, columns: int, rows: int, first_rows: int, *, like: Tensor) -> Table:
         """Cosines and sines of at least ``rows`` positions; there are ``first_rows`` at first."""
         known = self._tables.setdefault((theta, columns, like.device, _table_type(like)), [])
         if not known or len(known[-1][0]) < rows:
@@ -399,7 +402,7 @@ class RotaryTransformer(PackedTransformer):
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
             tables = self.tables(x, max_seqlen)
         else:
-            tables = self.make_tables(x, positions)
+            tables = self.make_tables(x, positions, max_seqlen)
             positions = torch.arange(len(positions), device=positions.device)
         angles: dict[str, Any] = {"tables": tables, "positions": positions}
         if hidden_states is None and not inputs:
@@ -456,19 +459,25 @@ class RotaryTransformer(PackedTransformer):
         """The tables of the positions up to ``max_seqlen``. A call that is traced or transformed computes them, because
         a tracer's tensors must not be kept, and a cache cannot be traced."""
         if not is_plain((x,)):
-            return self.make_tables(x, torch.arange(max(self.positions, max_seqlen), device=x.device))
+            every = torch.arange(max(self.positions, max_seqlen), device=x.device)
+            return self.make_tables(x, every, max_seqlen)
+        rotations = self.rotations().items()
+        if any(is_scaled_by_length(theta, max_seqlen) for theta, _ in rotations):  # each length has tables of its own
+            return self.make_tables(x, torch.arange(max_seqlen, device=x.device), max_seqlen)
         return {
-            theta: self._tables.get(theta, columns, max_seqlen, self.positions, like=x)
-            for theta, columns in self.rotations().items()
+            theta: self._tables.get(at_length(theta, columns, max_seqlen), columns, max_seqlen, self.positions, like=x)
+            for theta, columns in rotations
         }
 
     @torch.no_grad()
-    def make_tables(self, x: Tensor, positions: Tensor) -> Tables:
+    def make_tables(self, x: Tensor, positions: Tensor, max_seqlen: int) -> Tables:
         """The tables of these positions, for ``x``'s device and dtype."""
-        rotations = self.rotations().items()
-        return {theta: rotary_tables(theta, positions, columns, like=x) for theta, columns in rotations}
+        rotations = {
+            each: (at_length(each, columns, max_seqlen), columns) for each, columns in self.rotations().items()
+        }
+        return {each: rotary_tables(at, positions, columns, like=x) for each, (at, columns) in rotations.items()}
 
-    def rotations(self) -> dict[float, int]:
+    def rotations(self) -> dict[Theta, int]:
         """The head size of the layers, by ``theta``."""
         layers: Any = map(layer_in, self.layers)
         return {layer.theta: layer.head_dim for layer in layers if layer.theta is not None}

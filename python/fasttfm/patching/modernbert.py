@@ -90,10 +90,10 @@ class _Stack(RotaryTransformer):
     rotary: Any
 
     def tables(self, x: Tensor, max_seqlen: int) -> Tables:
-        return self.make_tables(x, torch.arange(max_seqlen, device=x.device))
+        return self.make_tables(x, torch.arange(max_seqlen, device=x.device), max_seqlen)
 
     @torch.no_grad()
-    def make_tables(self, x: Tensor, positions: Tensor) -> Tables:
+    def make_tables(self, x: Tensor, positions: Tensor, max_seqlen: int) -> Tables:
         """As ``ModernBertRotaryEmbedding.forward``, whose two halves of columns are equal, but in fp32."""
         tables, numbers = {}, positions.float()[:, None]
         for kind in dict.fromkeys(layer.attention_type for layer in self.layers):
