@@ -94,6 +94,75 @@ _DEBERTA: dict[str, Any] = {
     "share_att_key": True,
     "type_vocab_size": 0,
 }
+_SMALL_HEADS = {"head_dim": 16, "num_key_value_heads": 1}
+_QWEN3: dict[str, Any] = _SMALL_HEADS | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+_LLAMA: dict[str, Any] = _SMALL_HEADS | {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    "use_cache": True,
+}
+_GEMMA3: dict[str, Any] = _SMALL_HEADS | {
+    "_sliding_window_pattern": 6,
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": 512,
+    "use_bidirectional_attention": False,
+    "use_cache": True,
+}
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "multilingual-e5-large": _XLM_ROBERTA,
@@ -137,6 +206,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "ettin-encoder-150m": _MODERNBERT
     | {"bos_token_id": 95, "cls_token_id": 95, "eos_token_id": 96, "pad_token_id": 97, "sep_token_id": 96}
     | {"causal_mask": False, "is_causal": False, "max_position_embeddings": 7999, "tie_word_embeddings": True},
+    "Qwen3-Embedding-0.6B": _QWEN3,
+    "Llama-3.2-1B": _LLAMA,
+    "gemma-3-270m": _GEMMA3,
+    "embeddinggemma-300m": _GEMMA3
+    | {"architectures": ["Gemma3TextModel"], "max_position_embeddings": 2048, "use_bidirectional_attention": True},
 }
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 4, "vocab_size": 99}
 IDS = torch.randint(5, 90, (16, 100), generator=torch.Generator().manual_seed(0))
