@@ -17,8 +17,7 @@ from model_parity import (
     pair,
 )
 
-from fasttfm import models
-from fasttfm.nn.disentangled_layer import Distances, distance_rows
+from fasttfm import models, ops
 
 pytest.importorskip("transformers")
 
@@ -101,7 +100,7 @@ def test_rows_of_all_distances(span: int, farthest: int | None, longest: int) ->
     states = torch.empty(1, longest, 1)
     expected = (build_relative_position(states, states, **sizes)[0] + span).clamp(0, 2 * span - 1)
     index = torch.arange(longest)
-    rows = distance_rows(longest, Distances(span, farthest), torch.device("cpu"))
+    rows = ops.log_distance_rows(longest, span, farthest).long()
     assert torch.equal(rows[index[:, None] - index + longest - 1], expected)
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fasttfm import ops
 from fasttfm.models.bert import (
     BertForMaskedLM,
     BertForMultipleChoice,
@@ -36,7 +37,6 @@ from fasttfm.nn.disentangled_layer import (
     ConvolvedLayer,
     DisentangledLayer,
     Relative,
-    distance_rows,
 )
 from fasttfm.nn.losses import token_loss
 from fasttfm.nn.parts import layer_norm
@@ -108,7 +108,8 @@ class DebertaV2Model(BertModel):
     def relative(self, batch: PackedBatch) -> Relative:
         """The distances of a batch."""
         longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
-        rows = distance_rows(longest, self.config.distances(), batch.cu_seqlens.device)
+        layout = self.config.distances()
+        rows = ops.log_distance_rows(longest, layout.span, layout.farthest, device=batch.cu_seqlens.device)
         if self.distances is None:
             return Relative(batch, None, rows)
         table = self.distances.weight

@@ -17,7 +17,6 @@ from fasttfm.nn.packed_batch import PackedBatch
 from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
 from fasttfm.nn.parts import layer_norm, linear_layer
 from fasttfm.ops import linear
-from fasttfm.ops.backends import requested
 
 # The activations of convolutions and poolers, in plain torch.
 FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -56,20 +55,7 @@ class Relative(NamedTuple):
 
     batch: PackedBatch
     table: Tensor | None  # [2 span, C]
-    rows: Tensor  # int64 [2 S - 1]: the row of the table for each distance from 1 - S to S - 1
-
-
-def distance_rows(longest: int, distances: Distances, device: torch.device) -> Tensor:
-    """int64 [2 longest - 1]: the row of the table for each distance from 1 - longest to longest - 1."""
-    distance = torch.arange(1 - longest, longest, device=device)
-    span, farthest = distances.span, distances.farthest
-    if farthest is not None:
-        near = span // 2
-        logarithm = torch.log(distance.abs().clamp(min=near) / near)
-        widest = torch.log(torch.tensor((farthest - 1) / near, dtype=torch.float32, device="cpu"))
-        ranges = torch.ceil(logarithm / widest * (near - 1)) + near
-        distance = torch.where(distance.abs() <= near, distance, (ranges * distance.sign()).long())
-    return (distance + span).clamp(0, 2 * span - 1)
+    rows: Tensor  # int32 [2 S - 1]: the row of the table for each distance from 1 - S to S - 1
 
 
 class DisentangledLayer(PackedLayer):
@@ -99,19 +85,34 @@ class DisentangledLayer(PackedLayer):
         self.check(x, cu_seqlens, residual, next_norm)
         rates = self.rates()
         seeds = None if not any(rates) else draw_seeds(x.device) if seeds is None else seeds
-        heads = self.project(x)
-        context = ops.attention(
-            heads,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            bias=self.bias(heads, relative),
-            scale=self.scale,
-            dropout_p=rates[0],
-            seed=None if seeds is None else seeds[:1],
-            backend="reference" if x.is_cpu and requested(None) is None else None,
-        )
-        assert isinstance(context, Tensor)
+        context = self.attend(self.project(x), relative, cu_seqlens, max_seqlen, rates[0], seeds)
         return self._after_attention(context, x, cu_seqlens, (self.norm1, self.norm2), rates, seeds)
+
+    def attend(
+        self,
+        heads: Tensor,
+        relative: Relative | None,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        dropout: float,
+        seeds: Tensor | None,
+    ) -> Tensor:
+        """The output of attention [T, H, D], of queries, keys and values [T, 3, H, D]."""
+        packed: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        options: dict[str, Any] = {"scale": self.scale, "dropout_p": dropout}
+        options["seed"] = None if seeds is None else seeds[:1]
+        if relative is None or relative.table is None or not self.distances.terms:
+            context = ops.attention(heads, **packed, **options)
+            assert isinstance(context, Tensor)
+            return context
+        options["position_keys"], options["position_queries"] = self.position_heads(relative.table)
+        batch = relative.batch
+        if batch.columns() is None:
+            q, k, v = heads.unbind(1)
+            return ops.disentangled_attention(q, k, v, relative.rows, **packed, **options)
+        there = batch.unpack(torch.ones(len(heads), dtype=torch.bool, device=heads.device))
+        q, k, v = batch.unpack(heads).unbind(2)
+        return batch.pack(ops.disentangled_attention(q, k, v, relative.rows, mask=there, **options))
 
     @property
     def scale(self) -> float:

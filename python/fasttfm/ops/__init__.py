@@ -7,6 +7,7 @@ from fasttfm.ops.column_sum import column_sum
 from fasttfm.ops.contrastive_loss import contrastive_loss
 from fasttfm.ops.decode_attention import decode_attention
 from fasttfm.ops.decode_linear import decode_linear
+from fasttfm.ops.disentangled_attention import disentangled_attention, log_distance_rows
 from fasttfm.ops.distillation_loss import distillation_loss
 from fasttfm.ops.dropout_add_layer_norm import dropout_add_layer_norm
 from fasttfm.ops.embedding import embedding
@@ -45,6 +46,7 @@ __all__ = [
     "cu_seqlens_from_mask",
     "decode_attention",
     "decode_linear",
+    "disentangled_attention",
     "distillation_loss",
     "dropout_add_layer_norm",
     "embedding",
@@ -54,6 +56,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_gelu",
+    "log_distance_rows",
     "masked_lm_loss",
     "maxsim",
     "mlp",

@@ -1,0 +1,158 @@
+"""Disentangled attention in Triton: launchers. Kernels are in triton_forward.py and triton_backward.py.
+
+There is no matrix of all scores, in no direction. The gradients of the tables come as sums over diagonals of tiles,
+``[chunks, H, diagonals, 2 BLOCK, D]`` in fp32, which are added up by distance and then by row of the table.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fasttfm.kernels.common import philox
+from fasttfm.kernels.common.launch import block_memory, cdiv, next_power_of_2, on_device
+from fasttfm.kernels.common.rows import empty_output
+from fasttfm.kernels.disentangled_attention.problem import Problem
+from fasttfm.kernels.disentangled_attention.triton_backward import _bwd_kv_kernel, _bwd_positions_kernel, _bwd_q_kernel
+from fasttfm.kernels.disentangled_attention.triton_forward import _fwd_kernel
+
+_LOG2_E = math.log2(math.e)
+BLOCK = 64  # dropout draws for 64 keys at a time
+_TWO_STAGES = 132 * 1024  # bytes of shared memory of a program that loads tiles while it computes others
+_CHUNKS = 8  # of sequences, each with its own sums of the tables' gradients
+
+
+def _common(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, Any]:
+    """Arguments that every kernel takes. Tensors are [T, H, D]; a missing tensor, which is not read, is q."""
+    cu_seqlens, mask, seed = problem.cu_seqlens, problem.mask, problem.seed
+    tables = (problem.position_keys, problem.position_queries)
+    table = next((each for each in tables if each is not None), q)
+    tensors = {"q": q, "k": k, "v": v, "position_keys": tables[0], "position_queries": tables[1]}
+    tensors = {name: q if each is None else each for name, each in tensors.items()}
+    tensors = {name: _adjacent(each.flatten(0, -3)) for name, each in tensors.items()}
+    prefixes = {"position_keys": "keys", "position_queries": "queries"}
+    strides = {
+        f"{prefixes.get(name, name)}_{axis}": each.stride(index)
+        for name, each in tensors.items()
+        for index, axis in enumerate(("row", "head"))
+    }
+    threshold = philox.threshold(problem.p)
+    return {
+        **tensors,
+        **strides,
+        "distance_rows": problem.distance_rows,
+        "bounds": q if cu_seqlens is None else cu_seqlens,
+        "mask": q if mask is None else mask.view(torch.uint8).flatten(),
+        "seed": q if seed is None else seed,
+        "total": tensors["q"].shape[0],
+        "heads": q.shape[-2],
+        "tiles": cdiv(problem.max_seqlen, BLOCK),
+        "size": q.shape[-3],
+        "longest": problem.max_seqlen,
+        "table_rows": table.shape[0],
+        "middle": len(problem.distance_rows) // 2,
+        "scale": problem.scale * _LOG2_E,
+        "threshold": threshold,
+        "dropout_scale": philox.scale(threshold),
+        "PACKED": cu_seqlens is not None,
+        "MASKED": mask is not None,
+        "TABLES": tuple(each is not None for each in tables),
+        "DROPOUT": seed is not None,
+        "PRECISION": precision(q.element_size()),
+        "D": q.shape[-1],
+        "BLOCK_D": max(16, next_power_of_2(q.shape[-1])),
+        "BLOCK": BLOCK,
+    }
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    """The tensor with adjacent columns, which kernels read."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _options(q: Tensor) -> dict[str, int]:
+    return tile_options(q.element_size(), q.shape[-1], block_memory(q))
+
+
+def _sequences(q: Tensor, problem: Problem) -> int:
+    return len(q) if problem.cu_seqlens is None else len(problem.cu_seqlens) - 1
+
+
+def needed_memory(element_bytes: int, head_dim: int) -> int:
+    """Bytes of shared memory that a program has to have, at most, with one stage."""
+    wide = element_bytes * max(32, next_power_of_2(head_dim))
+    return 99 * 1024 if wide <= 128 else 192 * 1024 if wide <= 256 else 2**31
+
+
+def tile_options(element_bytes: int, head_dim: int, memory: int) -> dict[str, int]:
+    """The launch options of every kernel, for programs with ``memory`` bytes of shared memory."""
+    return {"num_warps": 8, "num_stages": 2 if element_bytes * head_dim <= 128 and memory >= _TWO_STAGES else 1}
+
+
+def precision(element_bytes: int) -> str:
+    """How the kernels multiply. Products of fp32 numbers are three of TF32."""
+    return "tf32x3" if element_bytes == 4 else "tf32"
+
+
+def disentangled_attention_forward_triton(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    problem, heads = Problem(*others), q.shape[-2]
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.full((heads, q.shape[:-2].numel()), -math.inf, dtype=torch.float32, device=q.device)
+    if q.numel() and problem.max_seqlen:
+        arguments = _common(q, k, v, problem)
+        with on_device(q):
+            _fwd_kernel[(arguments["tiles"] * heads * _sequences(q, problem),)](
+                **arguments, out=out, lse=lse, **_options(q)
+            )
+    return out, lse
+
+
+def disentangled_attention_backward_triton(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *given, want_dkeys, want_dqueries = others
+    problem = Problem(*given)
+    gradients = [torch.zeros(q.shape, dtype=q.dtype, device=q.device) for _ in range(3)]
+    tables = (problem.position_keys if want_dkeys else None, problem.position_queries if want_dqueries else None)
+    if q.numel() == 0 or problem.max_seqlen == 0:
+        found = [empty_output(q) if each is None else torch.zeros_like(each) for each in tables]
+        return (*gradients, found[0], found[1])
+    arguments = _common(q, k, v, problem)
+    arguments |= {"dout": dout.contiguous(), "lse": lse, "deltas": torch.empty_like(lse)}
+    sequences, heads, tiles = _sequences(q, problem), arguments["heads"], arguments["tiles"]
+    options = _options(q)
+    with on_device(q):
+        _bwd_q_kernel[(tiles * heads * sequences,)](**arguments, out=out, dq=gradients[0], **options)
+        _bwd_kv_kernel[(tiles * heads * sequences,)](**arguments, dk=gradients[1], dv=gradients[2], **options)
+        found = [empty_output(q), empty_output(q)]
+        if any(each is not None for each in tables):
+            chunks = min(_CHUNKS, sequences)
+            shape = (2, chunks, heads, 2 * tiles - 1, 2 * BLOCK, q.shape[-1])
+            sums = torch.empty(shape, dtype=torch.float32, device=q.device)
+            counts = {"sequences": sequences, "chunks": chunks}
+            _bwd_positions_kernel[(heads * (2 * tiles - 1) * chunks,)](**arguments, sums=sums, **counts, **options)
+            for index, table in enumerate(tables):
+                if table is not None:
+                    found[index] = _by_row(sums[index], problem.distance_rows, table)
+    return (*gradients, found[0], found[1])
+
+
+def _by_row(sums: Tensor, distance_rows: Tensor, table: Tensor) -> Tensor:
+    """The gradient of a table [R, H, D], from the sums of diagonals [chunks, H, diagonals, 2 BLOCK, D].
+
+    The upper half of a diagonal has the same distances as the lower half of the next. The order of all sums is fixed.
+    """
+    halves = sums.sum(0).unflatten(2, (2, BLOCK))
+    heads, diagonals, _, _, columns = halves.shape
+    distances = sums.new_zeros(heads, diagonals + 1, BLOCK, columns)
+    distances[:, :-1] += halves[:, :, 0]
+    distances[:, 1:] += halves[:, :, 1]
+    middle, first = len(distance_rows) // 2, 1 - (diagonals + 1) // 2 * BLOCK  # the distance of the first element
+    places = torch.arange(first, first + distances[0, :, :, 0].numel(), device=table.device) + middle
+    rows = distance_rows.long()[places.clamp(0, 2 * middle)].clamp(0, len(table) - 1)
+    found = sums.new_zeros(len(table), heads, columns)
+    found = found.index_put((rows,), distances.flatten(1, 2).transpose(0, 1), accumulate=True)
+    return found.to(table.dtype)

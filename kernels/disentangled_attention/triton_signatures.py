@@ -1,0 +1,50 @@
+"""Disentangled attention's Triton kernels as they are compiled for a call, for ahead-of-time checks."""
+
+from __future__ import annotations
+
+from fasttfm.kernels.common.launch import next_power_of_2
+from fasttfm.kernels.disentangled_attention.triton import BLOCK, needed_memory, precision, tile_options
+from fasttfm.kernels.disentangled_attention.triton_backward import _bwd_kv_kernel, _bwd_positions_kernel, _bwd_q_kernel
+from fasttfm.kernels.disentangled_attention.triton_forward import _fwd_kernel
+
+_OWN = {
+    _fwd_kernel: ("out",),
+    _bwd_q_kernel: ("dout", "out", "dq"),
+    _bwd_kv_kernel: ("dout", "dk", "dv"),
+    _bwd_positions_kernel: ("dout",),
+}
+
+
+def compile_signatures(
+    head_dim: int, element: str, target: int, *, packed: bool = True, masked: bool = False, dropout: bool = False
+) -> list[dict[str, object]]:
+    """All kernels for heads of ``head_dim`` elements of Triton type ``element``, with both tables, for a target (90 for
+    sm_90). Only the forward of heads of 64 columns keeps everything in registers."""
+    size = 4 if element == "fp32" else 2
+    memory = needed_memory(size, head_dim)
+    pointers = dict.fromkeys(("q", "k", "v", "position_keys", "position_queries"), f"*{element}")
+    pointers |= {"distance_rows": "*i32", "bounds": "*i32", "mask": "*u8", "seed": "*i64"}
+    pointers |= dict.fromkeys(("lse", "deltas", "sums"), "*fp32")
+    heads = ("q", "k", "v", "keys", "queries")
+    sizes = dict.fromkeys([f"{tensor}_{axis}" for tensor in heads for axis in ("row", "head")], "i32")
+    sizes |= dict.fromkeys(("total", "heads", "tiles", "size", "longest", "table_rows", "middle"), "i32")
+    sizes |= {"scale": "fp32", "threshold": "i32", "dropout_scale": "fp32", "sequences": "i32", "chunks": "i32"}
+    constants = {
+        "PACKED": packed,
+        "MASKED": masked,
+        "TABLES": (True, True),
+        "DROPOUT": dropout,
+        "PRECISION": precision(size),
+        "D": head_dim,
+        "BLOCK_D": max(16, next_power_of_2(head_dim)),
+        "BLOCK": BLOCK,
+    }
+    options = tile_options(size, head_dim, 227 * 1024 if target == 90 else memory)
+    found: list[dict[str, object]] = []
+    for kernel, own in _OWN.items():
+        known = {**pointers, **dict.fromkeys(own, f"*{element}"), **sizes}
+        signature = {name: known[name] for name in kernel.arg_names if name in known}
+        call = {"kernel": kernel, "signature": signature, "constants": constants, "target": target}
+        kept = kernel is _fwd_kernel and target == 90 and not dropout and size * head_dim == 128
+        found.append({**call, **options, "least_memory": memory, "allow_spills": not kept})
+    return found
