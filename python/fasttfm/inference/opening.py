@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fasttfm.models.adapters import adapter_directory, merge_adapter
 from fasttfm.models.checkpoint_files import CONFIG, CheckpointError, read_json
 from fasttfm.models.directories import checkpoint_directory
 from fasttfm.models.families import FAMILIES, family_of_type
@@ -64,15 +65,17 @@ def open_model(directory: str | Path, head: Head, *, trained: bool = False, **ch
     return with_trained_head(model, directory, head.value) if trained else model
 
 
-def open_with_stated_head(directory: str | Path) -> PretrainedModel:
+def open_with_stated_head(directory: str | Path, adapter: str | Path | None = None) -> PretrainedModel:
     """Opens a checkpoint with the head that its configuration names, or without a head if the family has no such
-    one."""
+    one. An ``adapter`` (``adapter_directory``) is added to its weights."""
     family = family_of(directory)
     config: Any = family.config.from_pretrained(checkpoint_of(directory, part=Part.CONFIG))
     named = config.extra.get("architectures") or []
-    return open_model(
-        directory, next((head for head, kind in family.models.items() if kind.__name__ in named), Head.NONE)
-    )
+    head = next((head for head, kind in family.models.items() if kind.__name__ in named), Head.NONE)
+    model = open_model(directory, head)
+    if adapter is not None:
+        merge_adapter(model, adapter_directory(checkpoint_of(directory), adapter))
+    return model
 
 
 def checked(model: PretrainedModel, directory: str | Path) -> PretrainedModel:

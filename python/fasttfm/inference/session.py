@@ -88,6 +88,8 @@ class Session:
             only to the layers' GEMMs, and only if the CPU has bf16 instructions. Results are fp32.
         precision: ``"fp8"`` computes the layers' GEMMs in FP8, with one static scale for each tensor (docs/fp8.md).
             ``"int8"`` computes them in 8 bits on a CPU, with one scale for each row of a weight and one for each token.
+        adapter: The name of a LoRA adapter, which is a folder of the model's directory, or another directory or hub id.
+            It is added to the weights.
         calibration: What the scales of FP8 follow from: inputs of ``encode``, or an earlier session's ``calibration``.
             By default the file of the checkpoint directory that ``session.calibration.save(directory)`` writes.
         max_tokens: The maximum number of tokens in a batch; a longer text is a batch by itself. By default 40,960 on a
@@ -106,6 +108,7 @@ class Session:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         precision: str | None = None,
+        adapter: str | Path | None = None,
         calibration: Calibration | Sequence[Any] | None = None,
         max_tokens: int | None = None,
         max_batch: int = 1024,
@@ -121,16 +124,14 @@ class Session:
         if calibration is not None and precision != "fp8":
             raise ValueError(f"Session: calibration: expected None with precision={precision!r}")
         check_limits(max_tokens=self.max_tokens, max_batch=max_batch, max_waiting=max_waiting, max_graphs=max_graphs)
-        if not isinstance(model, (PretrainedModel, str, Path)):
-            got = type(model).__name__
-            raise TypeError(f"Session: model: expected a model of fasttfm.models, a directory or a hub id, got {got}")
+        _check_model(model, adapter)
         if not isinstance(model, PretrainedModel):
             folder = read_sentence_folder(model)
             if precision == "fp8" and calibration is None:
                 calibration = Calibration.load(checkpoint_of(folder.model))
             settings = settings or EmbedSettings.of_folder(folder)
             tokenizer = tokenizer or load_tokenizer(folder.model)
-            model = open_with_stated_head(folder.model).eval().requires_grad_(False).to(self.device)
+            model = open_with_stated_head(folder.model, adapter).eval().requires_grad_(False).to(self.device)
         if not isinstance(stack_of(model), TextModel):
             raise ValueError(f"Session: model: expected one that reads tokens, got {type(model).__name__}")
         self.settings, self.tokenizer = settings or EmbedSettings(), tokenizer
@@ -566,3 +567,11 @@ class Session:
         if output in TOKENS:
             return (0, self.network.token_width)
         return (0, *self.run(pack([[0]]), output)().shape[1:])
+
+
+def _check_model(model: Any, adapter: str | Path | None) -> None:
+    if not isinstance(model, (PretrainedModel, str, Path)):
+        got = type(model).__name__
+        raise TypeError(f"Session: model: expected a model of fasttfm.models, a directory or a hub id, got {got}")
+    if isinstance(model, PretrainedModel) and adapter is not None:
+        raise ValueError("Session: adapter: expected with a directory or hub id (models.merge_adapter)")

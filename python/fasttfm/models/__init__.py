@@ -1,5 +1,6 @@
 """Models with the classes, arguments, outputs and checkpoints of transformers; one file per family."""
 
+from fasttfm.models.adapters import merge_adapter
 from fasttfm.models.albert import (
     AlbertConfig,
     AlbertForMaskedLM,
@@ -357,5 +358,6 @@ __all__ = [
     "XLMRobertaKagNetConfig",
     "XLMRobertaModel",
     "export_onnx",
+    "merge_adapter",
     "model_directory",
 ]

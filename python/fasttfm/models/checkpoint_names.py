@@ -63,6 +63,7 @@ class Names:
     heads: Sequence[Rule] = ()
     ignored: Sequence[str] = ()  # regular expressions of names of buffers that are not read
     former_prefix: str = ""  # the prefix in older checkpoints
+    modules: Names | None = None  # the names of transformers' modules, if they are not those of checkpoints
     optional: Sequence[str] = ("pooler",)  # parts of the base model that not every model with a head has
 
     @cached_property

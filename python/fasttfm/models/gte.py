@@ -25,7 +25,7 @@ from fasttfm.models.bert import (
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.family import Family, Head
 from fasttfm.models.rotary import rotation
-from fasttfm.models.rotary_bert import RotaryBertModel
+from fasttfm.models.rotary_bert import RotaryBertModel, module_names
 from fasttfm.nn import MaskedLMHead, PackedTransformer
 from fasttfm.nn.rotation import Theta
 
@@ -49,6 +49,7 @@ class GteConfig(BertConfig):
 
 
 _LAYER = "encoder.layer.*"
+_HEADS = (rule("lm_head", "lm_head"), rule("classifier", "classifier"))
 NAMES = Names(
     prefix="gte",
     former_prefix="new",
@@ -64,7 +65,8 @@ NAMES = Names(
         rule("encoder.layers.*.norm2", f"{_LAYER}.mlp_ln"),
         rule("pooler", "pooler.dense"),
     ),
-    heads=(rule("lm_head", "lm_head"), rule("classifier", "classifier")),
+    heads=_HEADS,
+    modules=module_names("gte", _HEADS, gated=True),
 )
 
 

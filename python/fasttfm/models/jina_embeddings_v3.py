@@ -17,7 +17,7 @@ from fasttfm.models.bert import BertHead
 from fasttfm.models.checkpoint_names import Names, rule
 from fasttfm.models.family import Family, Head
 from fasttfm.models.rotary import rotation
-from fasttfm.models.rotary_bert import RotaryBertModel
+from fasttfm.models.rotary_bert import RotaryBertModel, module_names
 from fasttfm.nn.rotation import Theta
 
 
@@ -61,6 +61,7 @@ NAMES = Names(
         rule("pooler", "pooler.dense"),
     ),
     heads=roberta.NAMES.heads,
+    modules=module_names("roberta", roberta.NAMES.heads, gated=False),
 )
 UNTIED_NAMES = replace(NAMES, heads=roberta.UNTIED_NAMES.heads, ignored=(r"lm_head\.bias",))
 

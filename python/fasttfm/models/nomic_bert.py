@@ -21,7 +21,7 @@ from fasttfm.models.bert import (
 from fasttfm.models.checkpoint_names import Names, rule, untied
 from fasttfm.models.family import Family, Head
 from fasttfm.models.rotary import rotation
-from fasttfm.models.rotary_bert import RotaryBertModel
+from fasttfm.models.rotary_bert import RotaryBertModel, module_names
 from fasttfm.nn.rotation import Theta
 
 
@@ -42,6 +42,13 @@ class NomicBertConfig(BertConfig):
 
 
 _LAYER = "encoder.layers.*"
+_HEADS = (
+    rule("lm_head.dense", "cls.predictions.transform.dense"),
+    rule("lm_head.norm", "cls.predictions.transform.layer_norm"),
+    rule("lm_head.decoder.bias", "cls.predictions.bias"),
+    rule("lm_head.decoder", "cls.predictions.decoder"),
+    rule("classifier", "classifier"),
+)
 NAMES = Names(
     prefix="nomic_bert",
     base=(
@@ -56,13 +63,8 @@ NAMES = Names(
         rule(f"{_LAYER}.norm2", f"{_LAYER}.norm2"),
         rule("pooler", "pooler.dense"),
     ),
-    heads=(
-        rule("lm_head.dense", "cls.predictions.transform.dense"),
-        rule("lm_head.norm", "cls.predictions.transform.layer_norm"),
-        rule("lm_head.decoder.bias", "cls.predictions.bias"),
-        rule("lm_head.decoder", "cls.predictions.decoder"),
-        rule("classifier", "classifier"),
-    ),
+    heads=_HEADS,
+    modules=module_names("nomic_bert", _HEADS, gated=True),
 )
 UNTIED_NAMES = untied(NAMES, r"cls\.predictions\.bias")
 

@@ -8,13 +8,33 @@ A family is a configuration and the options of its layers. Internally a batch is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from fasttfm.models.bert import BertModel
+from fasttfm.models.checkpoint_names import Names, Rule, rule
 from fasttfm.models.rotary import RotaryPositions
 from fasttfm.nn import Embeddings, PackedTransformer, RotaryLayer, RotaryTransformer
+
+
+def module_names(prefix: str, heads: Sequence[Rule], *, gated: bool) -> Names:
+    """The names of transformers' modules, which adapters have."""
+    layer, attention = "layers.*", "layers.*.self_attn"
+    up = (f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj") if gated else (f"{layer}.mlp.fc1",)
+    return Names(
+        prefix=prefix,
+        base=(
+            rule("embeddings.word", "embeddings.word_embeddings"),
+            rule("embeddings.segment", "embeddings.token_type_embeddings"),
+            rule("encoder.layers.*.qkv", *(f"{attention}.{part}_proj" for part in "qkv")),
+            rule("encoder.layers.*.out", f"{attention}.o_proj"),
+            rule("encoder.layers.*.up", *up),
+            rule("encoder.layers.*.down", f"{layer}.mlp.{'down_proj' if gated else 'fc2'}"),
+            rule("pooler", "pooler.dense"),
+        ),
+        heads=heads,
+    )
 
 
 class RotaryBertModel(RotaryPositions, BertModel):
