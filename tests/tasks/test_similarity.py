@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
 from fasttfm.cli.main import main
@@ -21,10 +23,10 @@ from fasttfm.tasks.similarity import retrieval_scores
 from fasttfm.train import cached_loss
 
 TRIPLETS = [
-    SimilarityExample("the whale swam in the sea", "a whale is in the water", "the senate met"),
-    SimilarityExample("the congress voted", "the senate met and voted", None),
-    SimilarityExample("ships and sails", "a ship with sails", "taxes are due"),
-    SimilarityExample("taxes and debts", "the debts of the nation", "a ship"),
+    SimilarityExample("the whale swam in the sea", "a whale is in the water", ("the senate met", "a vote")),
+    SimilarityExample("the congress voted", "the senate met and voted"),
+    SimilarityExample("ships and sails", "a ship with sails", ("taxes are due",)),
+    SimilarityExample("taxes and debts", "the debts of the nation", ("a ship",)),
 ]
 
 
@@ -35,9 +37,14 @@ TRIPLETS = [
     ("text", "expected"),
     [
         ("anchor\tpositive\na\tb\n", SimilarityExample("a", "b")),
-        ("query\tdocument\tnegative\na\tb\tc\n", SimilarityExample("a", "b", "c")),
-        ("anchor\tpositive\tnegative\na\tb\t\n", SimilarityExample("a", "b", None)),
-        ("index\tsentence1\tsentence2\tscore\n0\ta\tb\t2.5\n", SimilarityExample("a", "b", None, 2.5)),
+        ("query\tdocument\tnegative\na\tb\tc\n", SimilarityExample("a", "b", ("c",))),
+        ("anchor\tpositive\tnegative_1\tnegative_2\na\tb\tc\td\n", SimilarityExample("a", "b", ("c", "d"))),
+        (
+            "anchor\tpositive\tnegative\tpositive_score\tnegative_score\na\tb\tc\t9\t-1.5\n",
+            SimilarityExample("a", "b", ("c",), None, (9.0, -1.5)),
+        ),
+        ("anchor\tpositive\tnegative\na\tb\t\n", SimilarityExample("a", "b")),
+        ("index\tsentence1\tsentence2\tscore\n0\ta\tb\t2.5\n", SimilarityExample("a", "b", (), 2.5)),
     ],
 )
 def test_files(text: str, expected: SimilarityExample, tmp_path: Path) -> None:
@@ -47,7 +54,7 @@ def test_files(text: str, expected: SimilarityExample, tmp_path: Path) -> None:
 
 def test_other_formats(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"sentence1": "a", "sentence2": "b", "score": 3}\n')
-    assert read_similarity(tmp_path / "pairs.jsonl") == [SimilarityExample("a", "b", None, 3.0)]
+    assert read_similarity(tmp_path / "pairs.jsonl") == [SimilarityExample("a", "b", (), 3.0)]
     (tmp_path / "pairs.csv").write_text('anchor,positive\n"a, b",c\n')
     assert read_similarity(tmp_path / "pairs.csv") == [SimilarityExample("a, b", "c")]
 
@@ -59,6 +66,8 @@ def test_other_formats(tmp_path: Path) -> None:
         ("anchor\tother\na\tb\n", "pairs.tsv, line 1: expected the columns 'anchor' and 'positive'"),
         ("anchor\tpositive\n", "expected examples after the header line, got none"),
         ("anchor\tpositive\na\n", "pairs.tsv, line 2: expected 2 columns, got 1"),
+        ("anchor\tpositive\tnegative\tpositive_score\na\tb\tc\t1\n", "line 1: expected a column of scores for each"),
+        ("anchor\tpositive\tpositive_score\na\tb\t1\n", "line 1: expected a column of scores for each negative"),
         ("sentence1\tsentence2\tscore\na\tb\tmuch\n", "pairs.tsv, line 2: expected a number as the score of a pair"),
     ],
 )
@@ -97,7 +106,7 @@ def test_gradient_caching_is_the_whole_batch(scored: bool, bert_directory: Path)
     examples = TRIPLETS
     if scored:
         examples = [
-            SimilarityExample(each.first, each.second, None, float(n)) for n, each in enumerate(TRIPLETS, start=1)
+            SimilarityExample(each.first, each.second, (), float(n)) for n, each in enumerate(TRIPLETS, start=1)
         ]
     model, task = prepare("similarity", bert_directory, examples)
     features = task.features(examples)
@@ -112,6 +121,59 @@ def test_gradient_caching_is_the_whole_batch(scored: bool, bert_directory: Path)
             torch.testing.assert_close(gradient, expected[name])
     with torch.no_grad():
         assert not task.loss(model, task.batch(features)).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:.*randomly initialized")
+def test_losses_are_their_formulas(bert_directory: Path) -> None:
+    model, task = prepare("similarity", bert_directory, TRIPLETS, dimensions=(64, 16))
+    batch = task.batch(task.features(TRIPLETS))
+    vectors = task.logits(model, batch).detach()
+    first, second, negative = [0, 4, 6, 9], [1, 5, 7, 10], [2, 3, 8, 11]
+    parts = []
+    for width in (64, 16):
+        unit = torch.nn.functional.normalize(vectors[:, :width], dim=-1)
+        scores = unit[first] @ unit[second + negative].T / 0.05
+        parts.append(torch.nn.functional.cross_entropy(scores, torch.arange(4)))
+    torch.testing.assert_close(task.loss(model, batch).detach(), sum(parts) / 2)
+    owners = [0, 0, 2, 3]
+    taught = [
+        SimilarityExample(each.first, each.second, each.negatives, None, (7.0, *range(len(each.negatives))))
+        for each in TRIPLETS
+    ]
+    model, task = prepare("similarity", bert_directory, taught, temperature=0.1)
+    batch = task.batch(task.features(taught))
+    vectors = task.logits(model, batch).detach()
+    queries = vectors[first][owners]
+    margins = ((queries * (vectors[second][owners] - vectors[negative])).sum(1)) / 0.1
+    expected = (margins - torch.tensor([7.0, 6.0, 7.0, 7.0])).square().mean()
+    torch.testing.assert_close(task.loss(model, batch).detach(), expected)
+
+
+def share(rank: int, directory: str, path: str) -> None:
+    """A process's part of a batch, and the gradients of all."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for examples in (TRIPLETS[:3], TRIPLETS[:1]):  # two and one; one, and a filler
+        model, task = prepare("similarity", Path(directory), examples, dimensions=(64, 32))
+        model.eval()
+        features = task.features(examples)
+        whole = gradients(model, task.loss(model, task.batch(features)) * len(examples))
+        task.processes = 2
+        own = features[rank::2]
+        batch = task.batch(own or features[:1])
+        batch.count = float(len(own))
+        (loss,) = task.losses(model, batch)
+        found = gradients(model, loss * batch.count)
+        for name in whole:
+            torch.distributed.all_reduce(found[name])
+            torch.testing.assert_close(found[name], whole[name], atol=1e-5, rtol=1e-4)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*randomly initialized")
+def test_negatives_are_those_of_all_processes(bert_directory: Path, tmp_path: Path) -> None:
+    run_ranks(share, str(bert_directory), str(tmp_path / "store"))
 
 
 def test_cached_loss_repeats_dropout_and_autocast() -> None:
@@ -159,7 +221,15 @@ def test_wrong_arguments(bert_directory: Path) -> None:
         prepare("similarity", bert_directory, TRIPLETS, temperature=0)
     with pytest.raises(ValueError, match="mini_batch"):
         prepare("similarity", bert_directory, TRIPLETS, mini_batch=0)
-    mixed = [*TRIPLETS, SimilarityExample("a", "b", None, 1.0)]
+    with pytest.raises(ValueError, match="dimensions: expected a number from 1 on, got 0"):
+        prepare("similarity", bert_directory, TRIPLETS, dimensions=(0,))
+    model, task = prepare("similarity", bert_directory, TRIPLETS, dimensions=(65,))
+    with pytest.raises(ValueError, match="dimensions: expected numbers from 1 to 64, got 65"):
+        task.loss(model, task.batch(task.features(TRIPLETS)))
+    taught = [*TRIPLETS, SimilarityExample("a", "b", ("c",), None, (1.0, 2.0))]
+    with pytest.raises(DataError, match="a teacher's scores for all training examples or for none, got 1 of 5"):
+        prepare("similarity", bert_directory, taught)
+    mixed = [*TRIPLETS, SimilarityExample("a", "b", (), 1.0)]
     with pytest.raises(DataError, match="a score for all training examples or for none, got 1 of 5"):
         prepare("similarity", bert_directory, mixed)
 
@@ -174,7 +244,7 @@ def test_the_command_saves_a_sentence_model(
     output = tmp_path / "run"
     arguments = ["finetune", "--task", "similarity", "--model", str(bert_directory), "--output", str(output)]
     arguments += ["--epochs", "2", "--learning-rate", "2e-3", "--max-length", "48", "--batch-size", "32"]
-    assert main([*arguments, "--mini-batch", "16", "--quiet", "--device", "cpu"]) == 0
+    assert main([*arguments, "--mini-batch", "16", "--dimensions", "64,16", "--quiet", "--device", "cpu"]) == 0
     metrics = json.loads((output / "metrics.json").read_text())
     assert metrics["dev"]["mrr"] > metrics["majority"]["mrr"] + 0.3, metrics
     dev = read_similarity(shipped_task("similarity")["dev"])

@@ -46,6 +46,7 @@ from fasttfm.cli.options import (
     sentence,
     settings_of,
 )
+from fasttfm.cli.similarity_options import add_similarity_options
 from fasttfm.models.family import Head
 from fasttfm.tasks.registry import TASKS
 
@@ -85,7 +86,7 @@ def add_parser(subparsers: Any) -> None:
         help="F1 over words or over characters (default: characters, as KorQuAD, if most questions are Korean)",
     )
     _add_graph(parser.add_argument_group("commonsense"))
-    _add_similarity(parser.add_argument_group("similarity"))
+    add_similarity_options(parser.add_argument_group("similarity"))
     _add_run(add_run_options(parser))
     parser.set_defaults(refuse=parser.error, default_of=parser.get_default)
 
@@ -182,18 +183,6 @@ def _add_graph(group: Any) -> None:
     )
     group.add_argument("--path-length", type=int, default=3, metavar="N", help="max edges of a path, up to 3")
     group.add_argument("--max-paths", type=int, default=50, metavar="N", help="max paths per pair of concepts")
-
-
-def _add_similarity(group: Any) -> None:
-    group.add_argument(
-        "--temperature", type=float, default=0.05, metavar="T", help="temperature of the contrastive loss"
-    )
-    group.add_argument(
-        "--mini-batch",
-        type=int,
-        metavar="N",
-        help="examples per forward pass, for batches that do not fit into memory (gradient caching)",
-    )
 
 
 def _add_run(group: Any) -> None:

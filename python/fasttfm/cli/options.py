@@ -305,3 +305,11 @@ def domain_table(name: str, domains: Mapping[str, Mapping[str, float]]) -> str:
         cells = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *cells]))
     return "\n".join(lines)
+
+
+def whole_numbers(value: str) -> tuple[int, ...]:
+    """The type of options with numbers such as 256,128,64."""
+    try:
+        return tuple(int(each) for each in value.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected numbers such as 256,128,64, got {value!r}") from None

@@ -221,6 +221,7 @@ class FineTuning:
         at_least("epochs", settings.epochs, 1)
         self.model, self.task, self.settings = model, task, settings
         self.world = world or World(next(model.parameters()).device)
+        task.processes = self.world.size
         self.features = task.features(train)
         self.truncation = truncation(self.features, task.language.format.max_length)
         if isinstance(class_weights, str):

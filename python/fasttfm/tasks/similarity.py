@@ -23,6 +23,7 @@ from fasttfm.tasks.inputs import Feature, TaskBatch, collate
 from fasttfm.tasks.labels import table
 from fasttfm.tasks.metrics import Scores, value_scores
 from fasttfm.tasks.task import Language, Predictions, Task
+from fasttfm.train.distributed import gathered_rows
 from fasttfm.train.gradient_cache import cached_loss
 from fasttfm.train.settings import at_least
 
@@ -44,12 +45,16 @@ class Pair(NamedTuple):
 class SimilarityTask(Task):
     """Trains vectors of texts, the mean over their tokens, which are compared by cosine similarity.
 
-    Pairs, or triplets with a hard negative, are trained with ``ops.contrastive_loss``, with the other examples of the
-    batch as negatives. Pairs with scores are trained with the MSE between their cosine and the score divided by the
-    largest score.
+    Pairs, or examples with hard negatives, are trained with ``ops.contrastive_loss``, with the other examples of the
+    batch as negatives, those of all processes. Examples with a teacher's scores are trained with the MSE between the
+    differences of the teacher's scores of the positive and of each negative, and those of the cosines over the
+    temperature (margin MSE, Hofstätter et al., 2020). Pairs with scores are trained with the MSE between their cosine
+    and the score divided by the largest score.
 
     Args:
-        temperature: The temperature of the contrastive loss.
+        temperature: The temperature of the contrastive loss and of margin MSE.
+        dimensions: The loss is the mean of those of vectors that keep only their first elements, each of these numbers
+            of them (Matryoshka embeddings, Kusupati et al., 2022); by default that of whole vectors.
         mini_batch: How many examples the model computes at a time, while the loss still uses the whole batch
             (``train.cached_loss``). By default the whole batch.
     """
@@ -57,10 +62,10 @@ class SimilarityTask(Task):
     name = "similarity"
     distills = False
     about = "text vectors, by pairs or triplets"
-    file_format = "anchor, positive; optionally negative, score"
+    file_format = "anchor, positive; optionally negative, negative_1, ..., score, positive_score and negative_score"
     read_file = staticmethod(read_similarity)
     head = Head.NONE
-    options = ("temperature", "mini_batch")
+    options = ("temperature", "mini_batch", "dimensions")
     main_score = "mrr"  # spearman if pairs have scores
 
     def __init__(
@@ -70,6 +75,7 @@ class SimilarityTask(Task):
         *,
         temperature: float = 0.05,
         mini_batch: int | None = None,
+        dimensions: Sequence[int] = (),
         **options: Any,
     ) -> None:
         super().__init__(language, train, **options)
@@ -77,7 +83,16 @@ class SimilarityTask(Task):
             raise ValueError(f"temperature: expected a number above 0, got {temperature}")
         if mini_batch is not None:
             at_least("mini_batch", mini_batch, 1)
-        self.temperature, self.mini_batch = temperature, mini_batch
+        for each in dimensions:
+            at_least("dimensions", each, 1)
+        self.temperature, self.mini_batch, self.dimensions = temperature, mini_batch, tuple(dimensions)
+        taught = sum(example.teacher is not None for example in train or ())
+        if train is not None and 0 < taught < len(train):
+            got = f"{taught} of {len(train)}"
+            raise DataError(
+                f"{self.name}: expected a teacher's scores for all training examples or for none, got {got}"
+            )
+        self.taught = bool(taught)
         scores = [example.label for example in train or () if example.label is not None]
         if train is not None and 0 < len(scores) < len(train):
             got = f"{len(scores)} of {len(train)}"
@@ -87,18 +102,20 @@ class SimilarityTask(Task):
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         def sequences(example: Any) -> list[Any]:
-            texts = [example.first, example.second, *([] if example.negative is None else [example.negative])]
+            texts = [example.first, example.second, *example.negatives]
             return [self.language.format.one(self.language.tokenizer.encode(text)) for text in texts]
 
-        return [
-            Feature(index, sequences(example), 0.0 if example.label is None else example.label)
-            for index, example in enumerate(examples)
-        ]
+        def target(example: Any) -> list[float]:
+            """The score, or the teacher's margins."""
+            if example.teacher is not None:
+                return [example.teacher[0] - each for each in example.teacher[1:]]
+            return [0.0 if example.label is None else example.label]
+
+        return [Feature(index, sequences(example), target(example)) for index, example in enumerate(examples)]
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
-        return {
-            "scores": torch.tensor([feature.target for feature in batch.features], dtype=torch.float32, device="cpu")
-        }
+        every = [value for feature in batch.features for value in feature.target]
+        return {"scores": torch.tensor(every, dtype=torch.float32, device="cpu")}
 
     # ---- vectors -----------------------------------------------------------------------------------------------------
 
@@ -119,26 +136,54 @@ class SimilarityTask(Task):
         return (loss,)
 
     def _loss(self, vectors: Tensor, batch: TaskBatch) -> Tensor:
-        first, second, negative = self._rows(batch.features, vectors.device)
-        queries, keys = vectors[first], vectors[second]
+        """The loss of a batch's vectors, the mean over ``dimensions``."""
+        width = vectors.shape[1]
+        if any(each > width for each in self.dimensions):
+            raise ValueError(f"dimensions: expected numbers from 1 to {width}, got {max(self.dimensions)}")
+        parts = [normalize(vectors[:, :each], dim=-1) for each in self.dimensions] or [vectors]
+        return torch.stack([self._loss_of(part, batch) for part in parts]).mean()
+
+    def _loss_of(self, vectors: Tensor, batch: TaskBatch) -> Tensor:
+        first, second, negative, owner = self._rows(batch.features, vectors.device)
+        queries, keys, negatives = vectors[first], vectors[second], vectors[negative]
+        cosines = (queries * keys).sum(-1)
+        if self.taught:
+            margins = cosines[owner] - (queries[owner] * negatives).sum(-1)
+            return mse_loss(margins / self.temperature, batch.targets["scores"])
         if self.scored:
-            return mse_loss((queries * keys).sum(-1), batch.targets["scores"] / self.largest)
-        negatives = vectors[negative] if len(negative) else None
-        loss = ops.contrastive_loss(queries, keys, negatives, temperature=self.temperature)
+            return mse_loss(cosines, batch.targets["scores"] / self.largest)
+        return self._contrastive(queries, keys, negatives, is_filler=batch.count == 0)
+
+    def _contrastive(self, queries: Tensor, keys: Tensor, negatives: Tensor, *, is_filler: bool) -> Tensor:
+        """The contrastive loss of this process's queries. ``is_filler`` says that they are there only because each
+        process computes something: then they are no candidates of others, and their loss is 0."""
+        labels = None
+        if self.processes > 1 and torch.is_grad_enabled():
+            rows = slice(0, 0 if is_filler else None)
+            (keys, first), (negatives, _) = gathered_rows(keys[rows]), gathered_rows(negatives[rows])
+            labels = torch.arange(first, first + len(queries), device=keys.device)
+            if is_filler:
+                return (queries.sum() + keys.sum() + negatives.sum()) * 0
+        hard = negatives if len(negatives) else None
+        loss = ops.contrastive_loss(queries, keys, hard, labels=labels, temperature=self.temperature)
         assert isinstance(loss, Tensor)
         return loss
 
     @staticmethod
     def _rows(features: Sequence[Feature], device: torch.device) -> list[Tensor]:
-        """The rows of the first texts, of the second texts and of the negatives in the vectors of a batch."""
+        """The rows of the first texts, of the second texts and of the negatives in the vectors of a batch, and the
+        example of each negative."""
         counts = np.array([len(feature.sequences) for feature in features], dtype=np.int64)
         first = np.cumsum(counts) - counts
-        return [on_device(rows, device) for rows in (first, first + 1, first[counts > 2] + 2)]
+        owner = np.repeat(np.arange(len(counts)), counts - 2)
+        every = np.arange(counts.sum())
+        negative = np.setdiff1d(every, np.concatenate([first, first + 1]), assume_unique=True)
+        return [on_device(rows, device) for rows in (first, first + 1, negative, owner)]
 
     # ---- predictions -------------------------------------------------------------------------------------------------
 
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
-        first, second, _ = self._rows(batch.features, logits.device)
+        first, second, _, _ = self._rows(batch.features, logits.device)
         sides = (logits[rows].float().cpu().numpy() for rows in (first, second))
         return [Pair(*vectors) for vectors in zip(*sides, strict=True)]
 

@@ -61,6 +61,7 @@ class Task(ABC):
     options: ClassVar[tuple[str, ...]] = ()  # arguments of the constructor that only this task has
     kept: ClassVar[tuple[str, ...]] = ()  # arguments of the constructor that a checkpoint stores
     main_score: ClassVar[str]  # the score that selects the best epoch
+    processes: int = 1  # which train together; ``FineTuning`` sets it
     distills: ClassVar[bool] = True  # whether a student can learn from a teacher's logits
 
     def __init__(

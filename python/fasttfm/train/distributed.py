@@ -152,6 +152,36 @@ def gradients_summed(module: nn.Module, last: bool) -> Iterator[None]:
     yield
 
 
+def gathered_rows(x: Tensor) -> tuple[Tensor, int]:
+    """The rows of all processes, in their order, and the number of this process's first one. Processes may have
+    different numbers of rows. A row's gradient is the sum of those that all processes have for it."""
+    counts = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=x.device)
+    counts[dist.get_rank()] = len(x)
+    dist.all_reduce(counts)
+    sizes = counts.tolist()
+    found: Tensor = _GatheredRows.apply(x, sizes)
+    return found, sum(sizes[: dist.get_rank()])
+
+
+class _GatheredRows(torch.autograd.Function):
+    """``gathered_rows`` of known numbers of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int]) -> Tensor:
+        rank = dist.get_rank()
+        ctx.own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        gathered = x.new_zeros(sum(sizes), *x.shape[1:])
+        gathered[ctx.own] = x
+        dist.all_reduce(gathered)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        every = gradient.contiguous().clone()
+        dist.all_reduce(every)
+        return every[ctx.own], None
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Gathers a tensor that is sharded over processes; returns others unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
