@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from model_families import TEXTS, save_tokenizer
@@ -13,6 +14,7 @@ from model_parity import IDS, pair, tensors
 from safetensors.torch import load_file, save_file
 
 from fasttfm import models
+from fasttfm.cli.main import main
 from fasttfm.inference import Session
 from fasttfm.models import CheckpointError, merge_adapter
 
@@ -75,6 +77,11 @@ def test_a_session_with_an_adapter_of_its_folder(tmp_path: Path) -> None:
     with Session(model, tokenizer, settings, device="cpu") as session:
         torch.testing.assert_close(found, torch.as_tensor(session.encode(TEXTS)))
     assert not torch.allclose(plain, found, atol=1e-3)
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    options = ["--model", str(tmp_path), "--adapter", "retrieval_query", "--data", str(tmp_path / "texts.txt")]
+    assert main(["embed", *options, "--device", "cpu", "--quiet", "--output", str(tmp_path / "vectors.npy")]) == 0
+    written = torch.as_tensor(np.load(tmp_path / "vectors.npy"))
+    torch.testing.assert_close(written, found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,11 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
         metavar="MODEL",
         help=MODEL_HELP,
     )
+    group.add_argument(
+        "--adapter",
+        metavar="NAME",
+        help="a LoRA adapter that is added to the model's weights: a folder of its directory, or another directory",
+    )
     group.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")
     group.add_argument(
         "--pooling",
@@ -235,7 +240,7 @@ def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None, *
     has_words = SPLADE in pooling_names(settings.pooling) or (sparse and settings.token_weights is None)
     head = Head.MASKED_LM if has_words else Head.NONE
     return Embedder(
-        open_model(folder.model, head).to(device),
+        open_model(folder.model, head, adapter=arguments.adapter).to(device),
         load_tokenizer(arguments.tokenizer or folder.model),
         settings,
         tokens_per_batch=arguments.tokens_per_batch,

@@ -52,30 +52,31 @@ def model_class(family: Family, head: Head, purpose: str | None = None) -> type[
     return found
 
 
-def open_model(directory: str | Path, head: Head, *, trained: bool = False, **changes: Any) -> PretrainedModel:
-    """Opens a checkpoint with the head. A head that the checkpoint lacks is randomly initialized with a warning, or
-    raises CheckpointError with ``trained``. There is no warning for ``Head.NONE``, where only the pooler, which hidden
-    states do not need, can be missing."""
+def open_model(
+    directory: str | Path, head: Head, *, trained: bool = False, adapter: str | Path | None = None, **changes: Any
+) -> PretrainedModel:
+    """Opens a checkpoint with the head, and adds an ``adapter`` (``adapter_directory``) to its weights. A head that the
+    checkpoint lacks is randomly initialized with a warning, or raises CheckpointError with ``trained``. There is no
+    warning for ``Head.NONE``, where only the pooler, which hidden states do not need, can be missing."""
     directory = checkpoint_of(directory, head)
     model_cls = model_class(family_of(directory), head)
     with warnings.catch_warnings():
         if trained or head is Head.NONE:
             warnings.simplefilter("ignore")
         model = checked(model_cls.from_pretrained(directory, **changes), directory)
+    if adapter is not None:
+        merge_adapter(model, adapter_directory(directory, adapter))
     return with_trained_head(model, directory, head.value) if trained else model
 
 
 def open_with_stated_head(directory: str | Path, adapter: str | Path | None = None) -> PretrainedModel:
     """Opens a checkpoint with the head that its configuration names, or without a head if the family has no such
-    one. An ``adapter`` (``adapter_directory``) is added to its weights."""
+    one. ``adapter`` is that of ``open_model``."""
     family = family_of(directory)
     config: Any = family.config.from_pretrained(checkpoint_of(directory, part=Part.CONFIG))
     named = config.extra.get("architectures") or []
     head = next((head for head, kind in family.models.items() if kind.__name__ in named), Head.NONE)
-    model = open_model(directory, head)
-    if adapter is not None:
-        merge_adapter(model, adapter_directory(checkpoint_of(directory), adapter))
-    return model
+    return open_model(directory, head, adapter=adapter)
 
 
 def checked(model: PretrainedModel, directory: str | Path) -> PretrainedModel:
