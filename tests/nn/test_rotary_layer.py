@@ -244,6 +244,26 @@ def test_the_same_seeds_drop_the_same_elements(norm_first: bool, monkeypatch: py
     assert not torch.allclose(results[0], module(x, cu_seqlens, 12))
 
 
+@pytest.mark.parametrize(
+    "options", [{"attention_bias": True}, {"feed_forward_bias": True}, {"dropout": 0.3}, {"feed_forward_dropout": 0.3}]
+)
+def test_sums_before_rms_norms_keep_their_biases_and_dropout(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans add them in the GEMM, without either: these layers run one by one."""
+    module, x = _small_stack(norm="rms", **options), torch.randn(20, 64)
+    for name, parameter in module.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    cu_seqlens = torch.tensor([0, 12, 20], dtype=torch.int32)
+    calls, results = _count_plans(monkeypatch), []
+    for inputs in ({}, {"hidden_states": []}):
+        torch.manual_seed(5)
+        results.append(module(x, cu_seqlens, 12, **inputs))
+    torch.testing.assert_close(*results)
+    assert calls == []
+    module.eval()(x, cu_seqlens, 12)
+    assert calls == ([] if any("bias" in name for name in options) else [3])
+
+
 def test_dropout_and_settings_are_read_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = _small_stack(dropout=0.3), torch.randn(12, 64)
     cu_seqlens = torch.tensor([0, 12], dtype=torch.int32)

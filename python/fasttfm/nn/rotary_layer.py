@@ -271,8 +271,13 @@ class RotaryLayer(PackedLayer):
         return False
 
     def has_spec(self) -> bool:
-        """Not if it drops elements inside of its feed-forward block, or its norms of heads have different epsilons."""
+        """Not if it drops elements inside of its feed-forward block, or its norms of heads have different epsilons; nor
+        with a bias or dropout in a sum before an RMSNorm, which plans add in the GEMM."""
         drops = self.training and self.intermediate_dropout
+        if self.norm == "rms":
+            _, p_a, p_b = self.rates()
+            biased = any(getattr(linear, "bias", None) is not None for linear in (self.out, self.down))
+            drops = bool(drops or p_a or p_b or biased)
         return not drops and (self.q_norm is None or self.q_norm.eps == self.k_norm.eps)
 
     def is_described(self) -> bool:
