@@ -10,7 +10,23 @@ from fasttfm.cli.options import whole_numbers
 def add_similarity_options(group: Any) -> None:
     """Adds the options that only this task has."""
     group.add_argument(
-        "--temperature", type=float, default=0.05, metavar="T", help="temperature of the contrastive loss"
+        "--vectors",
+        choices=("mean", "splade"),
+        default="mean",
+        help="what is trained: means of hidden states, or SPLADE's weights of words, of a model with a masked-LM head",
+    )
+    group.add_argument(
+        "--flops-weight",
+        type=float,
+        nargs=2,
+        metavar=("Q", "D"),
+        help="splade: weights of the FLOPS regulariser for first texts and for the others (default: 5e-5 3e-5)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="temperature of the contrastive loss and of margin MSE (default: 0.05; 1 for splade)",
     )
     group.add_argument(
         "--mini-batch",

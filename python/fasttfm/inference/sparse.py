@@ -82,6 +82,12 @@ class SparseVectors:
         return csr_array((self.values, self.indices, self.indptr), shape=self.shape)
 
 
+def word_blocks(words: int, tokens: int) -> Iterator[slice]:
+    """Blocks of words whose logits, for this number of tokens with padding, take up to ``_BLOCK_BYTES``."""
+    size = max(_LEAST_COLUMNS, _BLOCK_BYTES // (8 * max(1, tokens)))  # packed and padded
+    return (slice(first, first + size) for first in range(0, words, size))
+
+
 def largest_logits(head: MaskedLMHead, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """The largest logit of each word over each text's tokens, or 0 where none is above it: fp32 [texts, V].
 
@@ -89,10 +95,8 @@ def largest_logits(head: MaskedLMHead, x: Tensor, cu_seqlens: Tensor, max_seqlen
     """
     rows, decoder = head.transform(x), head.decoder
     texts = len(cu_seqlens) - 1
-    size = max(_LEAST_COLUMNS, _BLOCK_BYTES // (8 * max(1, texts * max_seqlen)))  # packed and padded
     found = torch.empty(texts, decoder.out_features, dtype=torch.float32, device=x.device)
-    for first in range(0, decoder.out_features, size):
-        words = slice(first, first + size)
+    for words in word_blocks(decoder.out_features, texts * max_seqlen):
         bias = None if decoder.bias is None else decoder.bias[words]
         logits = nn.functional.linear(rows, decoder.weight[words], bias)
         found[:, words] = ops.unpack(logits, cu_seqlens, max_seqlen).amax(1)  # padding is 0

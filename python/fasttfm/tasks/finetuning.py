@@ -27,7 +27,7 @@ from fasttfm.tasks.images import image_language
 from fasttfm.tasks.inputs import Feature, Format, TaskBatch, by_budget, by_count, keep_arrays, truncation
 from fasttfm.tasks.labels import some
 from fasttfm.tasks.rates import Rates
-from fasttfm.tasks.registry import TASKS
+from fasttfm.tasks.registry import TASKS, variant
 from fasttfm.tasks.running import FeatureRunner
 from fasttfm.tasks.task import Language, Predictions, Task
 from fasttfm.train import (
@@ -78,6 +78,7 @@ def prepare(
     if kind is None:
         able = " and ".join(each.name for each in TASKS.values() if each.for_values() is not None)
         raise ValueError(f"values: expected with the tasks {able}, got {name}")
+    kind = variant(kind, options)
     if kind.reads == "images":
         check_text_options(kind, tokenizer, max_length)
         model_cls = model_class(family, kind.head, name)

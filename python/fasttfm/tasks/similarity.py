@@ -65,7 +65,7 @@ class SimilarityTask(Task):
     file_format = "anchor, positive; optionally negative, negative_1, ..., score, positive_score and negative_score"
     read_file = staticmethod(read_similarity)
     head = Head.NONE
-    options = ("temperature", "mini_batch", "dimensions")
+    options = ("temperature", "mini_batch", "dimensions", "vectors", "flops_weight")
     main_score = "mrr"  # spearman if pairs have scores
 
     def __init__(
@@ -73,12 +73,13 @@ class SimilarityTask(Task):
         language: Language,
         train: Sequence[Any] | None,
         *,
-        temperature: float = 0.05,
+        temperature: float | None = None,
         mini_batch: int | None = None,
         dimensions: Sequence[int] = (),
         **options: Any,
     ) -> None:
         super().__init__(language, train, **options)
+        temperature = 0.05 if temperature is None else temperature
         if not temperature > 0:
             raise ValueError(f"temperature: expected a number above 0, got {temperature}")
         if mini_batch is not None:

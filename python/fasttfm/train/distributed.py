@@ -176,7 +176,7 @@ class _GatheredRows(torch.autograd.Function):
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         every = gradient.contiguous().clone()
         dist.all_reduce(every)
         return every[ctx.own], None
