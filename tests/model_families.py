@@ -38,6 +38,8 @@ SMALL_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "distilbert": ("DistilBert", _DISTILBERT, "wordpiece"),
     "modernbert": ("ModernBert", {**_SMALL, "max_position_embeddings": 64, "pad_token_id": 0}, "wordpiece"),
     "eurobert": ("EuroBert", {**_SMALL, **_EUROBERT}, "bpe"),
+    "gte": ("Gte", {**_SMALL, "max_position_embeddings": 64}, "unigram"),
+    "jina_embeddings_v3": ("JinaEmbeddingsV3", {**_SMALL, "max_position_embeddings": 64}, "unigram"),
     "nomic_bert": ("NomicBert", {**_SMALL, "max_position_embeddings": 64}, "wordpiece"),
     "deberta-v2": ("DebertaV2", {**_SMALL, **_DEBERTA}, "wordpiece"),
     "openai-gpt": ("OpenAIGPT", _GPT, "bpe"),

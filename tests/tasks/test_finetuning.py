@@ -146,7 +146,7 @@ def test_every_family_takes_a_step(family: str, request: pytest.FixtureRequest, 
     tokenizer: Tokenizer = request.getfixturevalue(SMALL_FAMILIES[family][2])
     save_small(family, tokenizer, tmp_path)
     gpt = family in ("openai-gpt", "gpt2")
-    roberta = family in ("roberta", "xlm-roberta", "camembert", "eurobert")  # RoBERTa's tokenizer
+    roberta = family in ("roberta", "xlm-roberta", "camembert", "eurobert", "gte", "jina_embeddings_v3")  # RoBERTa's
     for task_name, examples in EXAMPLES.items():
         if TASKS[task_name].head not in family_of_type(family).models:
             continue
