@@ -101,6 +101,22 @@ def test_gradients_and_tables_of_each_length(tmp_path: Path) -> None:
         torch.testing.assert_close(ours.get_parameter(name).grad, true, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("lengths", [[9, 4, 7], [3, 5, 6]])
+def test_the_bound_of_a_packed_batch_changes_nothing(lengths: list[int]) -> None:
+    """Of rope_type dynamic, the longest text counts, above P tokens and below."""
+    torch.manual_seed(0)
+    model = models.LlamaModel(models.LlamaConfig.from_dict({**SIZES, **with_rope("LlamaModel", "dynamic")})).eval()
+    ids = torch.cat([row[:length] for row, length in zip(IDS, lengths, strict=True)])
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    with torch.no_grad():
+        padded = model(IDS, lengths=lengths).last_hidden_state
+        expected = torch.cat([row[:length] for row, length in zip(padded, lengths, strict=True)])
+        for bound in (max(lengths), 16, 64):
+            for options in ({}, {"output_hidden_states": True}):
+                found = model(ids, cu_seqlens=cu_seqlens, max_seqlen=bound, **options).last_hidden_state
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_continuations_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     changes = with_rope("LlamaModel", kind, max_position_embeddings=21, eos_token_id=None)

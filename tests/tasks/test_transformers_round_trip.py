@@ -26,7 +26,14 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:.*randomly initialized, to be trained")
 
 WORDS = list(islice(" ".join(addresses(1)).split(), 16))
-PARTLY = ("openai-gpt", "gpt2", "eurobert", "gte", "jina_embeddings_v3", "nomic_bert")  # without heads for some of the tasks
+PARTLY = (
+    "openai-gpt",
+    "gpt2",
+    "eurobert",
+    "gte",
+    "jina_embeddings_v3",
+    "nomic_bert",
+)  # without heads for some of the tasks
 ENCODERS = [name for name in SMALL_FAMILIES if name not in PARTLY]
 TEXTS = [" ".join(WORDS[start : start + 3 + start % 5]) for start in range(len(WORDS) - 3)]
 PAIRS = [TextExample(text, TEXTS[index - 3], "abc"[index % 3]) for index, text in enumerate(TEXTS)]

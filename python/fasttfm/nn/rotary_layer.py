@@ -17,7 +17,7 @@ from fasttfm.nn.packed_layer import NO_NORM, PackedLayer, biased_backend, draw_s
 from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer, layer_in
 from fasttfm.nn.parts import layer_norm, linear_activation, linear_layer, packed_residual_norm, product
 from fasttfm.nn.plain import is_plain_norm, is_plain_rms_norm
-from fasttfm.nn.rotation import Theta, at_length, is_scaled_by_length, rates
+from fasttfm.nn.rotation import Theta, at_length, is_scaled_by_length, longest_of, rates
 from fasttfm.ops import checks, linear
 from fasttfm.ops.backends import Explanation, requested
 from fasttfm.ops.layers import stack
@@ -233,7 +233,7 @@ class RotaryLayer(PackedLayer):
         if tables is None:
             assert self.theta is not None
             every = torch.arange(max_seqlen, device=x.device)
-            theta = at_length(self.theta, self.head_dim, max_seqlen)
+            theta = at_length(self.theta, self.head_dim, longest_of([self.theta], cu_seqlens, max_seqlen))
             tables = {self.table_key(): rotary_tables(theta, every, self.head_dim, like=x)}
         return tables, positions
 
@@ -323,7 +323,7 @@ class RotaryLayer(PackedLayer):
         return ops.attention_weights(q, k, window=(left, right), scale=self.scale, **options)
 
 
-def rotary_tables(theta: Theta, positions: Tensor, columns: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_tables(theta: Theta | Tensor, positions: Tensor, columns: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the angles ``position * theta ** (-2 i / columns)``, [positions, columns / 2]: in fp32, for
     fp64 tensors in fp64."""
     kind: dict[str, Any] = {"device": like.device, "dtype": _table_type(like)}
@@ -352,7 +352,7 @@ class TableCache:
     def __reduce__(self) -> tuple[Any, ...]:
         return TableCache, ()
 
-    def get(self, theta: Theta, columns: int, rows: int, first_rows: int, *, like: Tensor) -> Table:
+    def get(self, theta: Any, columns: int, rows: int, first_rows: int, *, like: Tensor) -> Table:
         """Cosines and sines of at least ``rows`` positions; there are ``first_rows`` at first."""
         known = self._tables.setdefault((theta, columns, like.device, _table_type(like)), [])
         if not known or len(known[-1][0]) < rows:
@@ -403,11 +403,13 @@ class RotaryTransformer(PackedTransformer):
     ) -> Tensor:
         """As ``PackedTransformer.forward``. ``positions`` int64 [T] are by default the tokens' indices in their
         sequences. For given ones, which may be any numbers, the call computes the cosines and sines of each token."""
+        longest = longest_of(self.rotations(), cu_seqlens, max_seqlen)
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
-            tables = self.tables(x, max_seqlen)
+            every = None if isinstance(longest, int) else torch.arange(max_seqlen, device=x.device)
+            tables = self.tables(x, max_seqlen) if every is None else self.make_tables(x, every, longest)
         else:
-            tables = self.make_tables(x, positions, max_seqlen)
+            tables = self.make_tables(x, positions, longest)
             positions = torch.arange(len(positions), device=positions.device)
         angles: dict[str, Any] = {"tables": tables, "positions": positions}
         if hidden_states is None and not inputs:
@@ -475,11 +477,9 @@ class RotaryTransformer(PackedTransformer):
         }
 
     @torch.no_grad()
-    def make_tables(self, x: Tensor, positions: Tensor, max_seqlen: int) -> Tables:
-        """The tables of these positions, for ``x``'s device and dtype."""
-        rotations = {
-            each: (at_length(each, columns, max_seqlen), columns) for each, columns in self.rotations().items()
-        }
+    def make_tables(self, x: Tensor, positions: Tensor, longest: int | Tensor) -> Tables:
+        """The tables of these positions, for ``x``'s device and dtype and texts of up to ``longest`` tokens."""
+        rotations = {each: (at_length(each, columns, longest), columns) for each, columns in self.rotations().items()}
         return {each: rotary_tables(at, positions, columns, like=x) for each, (at, columns) in rotations.items()}
 
     def rotations(self) -> dict[Theta, int]:

@@ -15,7 +15,7 @@ P is the number of positions of pre-training. The formulas are those of transfor
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +72,20 @@ class Rotation:
 Theta = float | Rotation  # a number is the base of the wavelengths
 
 
-def at_length(theta: Theta, columns: int, longest: int) -> Theta:
-    """The rotation of a batch whose longest text has ``longest`` tokens."""
+def at_length(theta: Theta, columns: int, longest: int | Tensor) -> Theta | Tensor:
+    """The rotation of a batch whose longest text has ``longest`` tokens; the base of wavelengths as a tensor if that is
+    one, so that a GPU need not wait for it."""
     if not isinstance(theta, Rotation) or theta.kind != "dynamic":
         return theta
-    positions = theta.original_max_position_embeddings
-    if longest <= positions:
-        return theta.theta
-    growth = theta.factor * longest / positions - (theta.factor - 1)
-    return float(theta.theta * growth ** (columns / (columns - 2)))
+    growth = theta.factor * longest / theta.original_max_position_embeddings - (theta.factor - 1)
+    growth = growth.clamp(min=1) if isinstance(growth, Tensor) else max(1.0, growth)
+    base: float | Tensor = theta.theta * growth ** (columns / (columns - 2))
+    return base
+
+
+def longest_of(thetas: Iterable[Theta | None], cu_seqlens: Tensor, max_seqlen: int) -> int | Tensor:
+    """The number of tokens of the longest text: exact if one of the rotations depends on it, otherwise the bound."""
+    return cu_seqlens.diff().max() if any(is_scaled_by_length(each, max_seqlen) for each in thetas) else max_seqlen
 
 
 def is_scaled_by_length(theta: Theta | None, longest: int) -> bool:
@@ -88,7 +93,7 @@ def is_scaled_by_length(theta: Theta | None, longest: int) -> bool:
     return isinstance(theta, Rotation) and theta.kind == "dynamic" and longest > theta.original_max_position_embeddings
 
 
-def rates(theta: Theta, columns: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, float]:
+def rates(theta: Theta | Tensor, columns: int, *, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, float]:
     """The rates of the pairs [D / 2], and the factor of cosines and sines."""
     base = theta.theta if isinstance(theta, Rotation) else theta
     plain = 1.0 / base ** (torch.arange(0, columns, 2, device=device, dtype=dtype) / columns)

@@ -93,7 +93,7 @@ class _Stack(RotaryTransformer):
         return self.make_tables(x, torch.arange(max_seqlen, device=x.device), max_seqlen)
 
     @torch.no_grad()
-    def make_tables(self, x: Tensor, positions: Tensor, max_seqlen: int) -> Tables:
+    def make_tables(self, x: Tensor, positions: Tensor, longest: int | Tensor) -> Tables:
         """As ``ModernBertRotaryEmbedding.forward``, whose two halves of columns are equal, but in fp32."""
         tables, numbers = {}, positions.float()[:, None]
         for kind in dict.fromkeys(layer.attention_type for layer in self.layers):
