@@ -60,7 +60,7 @@ def test_the_loss_is_its_formula(bert_directory: Path) -> None:
 
 def test_what_is_refused(bert_directory: Path) -> None:
     for options, sentence in (
-        ({"vectors": "max"}, "vectors: expected mean or splade, got 'max'"),
+        ({"vectors": "max"}, "vectors: expected mean, splade, tokens, got 'max'"),
         ({"flops_weight": (1, 1)}, "flops_weight: expected with splade vectors, got mean"),
         ({"vectors": "splade", "flops_weight": (1, -1)}, "flops_weight: expected two numbers from 0 on, got"),
         ({"vectors": "splade", "dimensions": (8,)}, "dimensions: expected with mean vectors, got"),

@@ -11,9 +11,10 @@ def add_similarity_options(group: Any) -> None:
     """Adds the options that only this task has."""
     group.add_argument(
         "--vectors",
-        choices=("mean", "splade"),
+        choices=("mean", "splade", "tokens"),
         default="mean",
-        help="what is trained: means of hidden states, or SPLADE's weights of words, of a model with a masked-LM head",
+        help="what is trained: means of hidden states, SPLADE's weights of words (of a model with a masked-LM head) "
+        "or vectors of tokens (ColBERT)",
     )
     group.add_argument(
         "--flops-weight",
@@ -26,7 +27,7 @@ def add_similarity_options(group: Any) -> None:
         "--temperature",
         type=float,
         metavar="T",
-        help="temperature of the contrastive loss and of margin MSE (default: 0.05; 1 for splade)",
+        help="temperature of the contrastive loss and of margin MSE (default: 0.05; 1 for splade and tokens)",
     )
     group.add_argument(
         "--mini-batch",

@@ -95,7 +95,8 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
     settings = optional_json(folder / "config_sentence_transformers.json")
     if of_tokens:
         tokens = of_modules(kinds, paths, settings, lambda kind, path: _module_after(kind, path, listed))
-        return SentenceFolder(paths[0], max_length=_max_length(paths[0], None), late_interaction=tokens)
+        stated = optional_json(paths[0] / "sentence_bert_config.json").get("max_seq_length")
+        return SentenceFolder(paths[0], max_length=_max_length(paths[0], stated), late_interaction=tokens)
     pooling = read_json(paths[1] / "config.json") if len(paths) > 1 else {}
     after = tuple(_module_after(kind, path, listed) for kind, path in zip(kinds[2:], paths[2:], strict=True))
     names = _pooling(pooling, paths[-1] / "config.json")

@@ -12,6 +12,7 @@ from fasttfm.tasks.questions import QuestionTask
 from fasttfm.tasks.similarity import SimilarityTask
 from fasttfm.tasks.splade import SpladeTask
 from fasttfm.tasks.task import Task
+from fasttfm.tasks.token_vectors import TokenVectorsTask
 
 _TASKS: tuple[type[Task], ...] = (
     *(ClassifyTask, PairTask, TagTask, QuestionTask, ChoiceTask),
@@ -19,7 +20,7 @@ _TASKS: tuple[type[Task], ...] = (
     *(SimilarityTask, ImageTask),
 )
 TASKS: dict[str, type[Task]] = {task.name: task for task in _TASKS}
-_VECTORS: dict[str, type[Task]] = {"mean": SimilarityTask, "splade": SpladeTask}
+_VECTORS: dict[str, type[Task]] = {"mean": SimilarityTask, "splade": SpladeTask, "tokens": TokenVectorsTask}
 
 
 def variant(kind: type[Task], options: dict[str, Any]) -> type[Task]:
@@ -28,7 +29,7 @@ def variant(kind: type[Task], options: dict[str, Any]) -> type[Task]:
         return kind
     vectors, weights = options.pop("vectors", "mean"), options.pop("flops_weight", None)
     if vectors not in _VECTORS:
-        raise ValueError(f"vectors: expected {' or '.join(_VECTORS)}, got {vectors!r}")
+        raise ValueError(f"vectors: expected {', '.join(_VECTORS)}, got {vectors!r}")
     if weights is not None and vectors != "splade":
         raise ValueError(f"flops_weight: expected with splade vectors, got {vectors}")
     if weights is not None:

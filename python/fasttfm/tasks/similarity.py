@@ -237,9 +237,20 @@ def retrieval_scores(queries: np.ndarray, keys: np.ndarray) -> Scores:
     ranks = np.empty(len(queries))
     for first in range(0, len(queries), _BLOCK):
         rows = slice(first, first + _BLOCK)
-        scores = queries[rows] @ keys.T
-        scores[np.arange(len(scores)), np.arange(first, first + len(scores))] = -np.inf
-        above, equal = (scores > own[rows, None]).sum(1), (scores == own[rows, None]).sum(1)
-        ranks[rows] = 1 + above + equal / 2
+        ranks[rows] = own_ranks(queries[rows] @ keys.T, own[rows], first)
+    return scores_of_ranks(ranks)
+
+
+def own_ranks(scores: np.ndarray, own: np.ndarray, first: int = 0) -> np.ndarray:
+    """The rank of each query's own key among all, ties at their mean rank. Row i of ``scores`` [n, keys], which is
+    changed, is that of query ``first + i``, whose score with its own key is ``own[i]``."""
+    scores[np.arange(len(scores)), np.arange(first, first + len(scores))] = -np.inf
+    above, equal = (scores > own[:, None]).sum(1), (scores == own[:, None]).sum(1)
+    ranks: np.ndarray = 1 + above + equal / 2
+    return ranks
+
+
+def scores_of_ranks(ranks: np.ndarray) -> Scores:
+    """How many ranks are 1, and the mean reciprocal rank at ``_MAX_RANK``."""
     found = ranks <= _MAX_RANK
     return {"accuracy": float((ranks == 1).mean()), "mrr": float(np.where(found, 1 / ranks, 0.0).mean())}
