@@ -406,7 +406,7 @@ class RotaryTransformer(PackedTransformer):
         longest = longest_of(self.rotations(), cu_seqlens, max_seqlen)
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
-            every = None if isinstance(longest, int) else torch.arange(max_seqlen, device=x.device)
+            every = torch.arange(max_seqlen, device=x.device) if isinstance(longest, Tensor) else None
             tables = self.tables(x, max_seqlen) if every is None else self.make_tables(x, every, longest)
         else:
             tables = self.make_tables(x, positions, longest)
