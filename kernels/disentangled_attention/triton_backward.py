@@ -56,7 +56,7 @@ def _gradients(
     """kept * P, and ds over dropout's scale; both in the type of q."""
     scores = tile_scores(q_tile, k_tile, keys_tile, queries_tile, TABLES, PRECISION) * scale
     weights = tl.exp2(scores - lse[:, None])
-    weights = tl.where(present[None, :] & (lse < float("inf"))[:, None], weights, 0.0)
+    weights = tl.where(present[None, :] & (lse != float("inf"))[:, None], weights, 0.0)
     dweights = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
     if DROPOUT:
         dropped = dropped_weights(weights, dropout[0], dropout[1], dropout[2], queries, first_key, dropout[3])

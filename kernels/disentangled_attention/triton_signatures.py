@@ -19,7 +19,7 @@ def compile_signatures(
     head_dim: int, element: str, target: int, *, packed: bool = True, masked: bool = False, dropout: bool = False
 ) -> list[dict[str, object]]:
     """All kernels for heads of ``head_dim`` elements of Triton type ``element``, with both tables, for a target (90 for
-    sm_90). Only the forward of heads of 64 columns keeps everything in registers."""
+    sm_90). Their tiles do not fit into the registers of the number of warps that is fastest."""
     size = 4 if element == "fp32" else 2
     memory = needed_memory(size, head_dim)
     pointers = dict.fromkeys(("q", "k", "v", "position_keys", "position_queries"), f"*{element}")
@@ -39,12 +39,12 @@ def compile_signatures(
         "BLOCK_D": max(16, next_power_of_2(head_dim)),
         "BLOCK": BLOCK,
     }
-    options = tile_options(size, head_dim, 227 * 1024 if target == 90 else memory)
+    available = 227 * 1024 if target == 90 else memory
     found: list[dict[str, object]] = []
     for kernel, own in _OWN.items():
         known = {**pointers, **dict.fromkeys(own, f"*{element}"), **sizes}
         signature = {name: known[name] for name in kernel.arg_names if name in known}
         call = {"kernel": kernel, "signature": signature, "constants": constants, "target": target}
-        kept = kernel is _fwd_kernel and target == 90 and not dropout and size * head_dim == 128
-        found.append({**call, **options, "least_memory": memory, "allow_spills": not kept})
+        options = tile_options(size, head_dim, available, tables=kernel is _bwd_positions_kernel)
+        found.append({**call, **options, "least_memory": memory, "allow_spills": True})
     return found
