@@ -70,6 +70,13 @@ def _open(model: Any, options: dict[str, Any], device: torch.device) -> Opened:
 
 
 def _encode(opened: Opened, inputs: Inputs) -> Tensors:
+    """The results of a second call: on a GPU that of the CUDA graph, which all later calls replay. The first call runs
+    the batch's own number of rows, for which cuBLAS may add in another order than for the graph's."""
+    _encode_once(opened, inputs)
+    return _encode_once(opened, inputs)
+
+
+def _encode_once(opened: Opened, inputs: Inputs) -> Tensors:
     ids = _lists(inputs)
     found = {"vectors": torch.from_numpy(opened.session.encode(ids))}
     states = opened.session.encode(ids, output="states")
