@@ -192,7 +192,7 @@ def test_an_index_finds_the_nearest(
     call = ("search", "--query-vectors", tmp_path / "queries.npy", "--index", index, "--quiet", "--top", 5)
     assert run(*call, "--vectors", path) == 0
     exact = capsys.readouterr()
-    assert "note: --index: the search is exact: it compares 60 vectors in less time" in exact.err
+    assert "note: --index: the search is exact: an index is for 100,000 vectors or more, and these are 60" in exact.err
     monkeypatch.setattr(vector_index, "LEAST", 10)
     monkeypatch.setitem(sys.modules, "usearch", None)
     assert run(*call, "--vectors", path) == 0

@@ -18,9 +18,11 @@ from fasttfm.cli.options import sentence
 from fasttfm.data.lines import DataError
 from fasttfm.data.pair_files import SimilarityExample, read_similarity
 from fasttfm.data.texts import shipped_task
-from fasttfm.tasks.finetuning import predict, prepare
+from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare
+from fasttfm.tasks.rates import Rates
 from fasttfm.tasks.similarity import retrieval_scores
 from fasttfm.train import cached_loss
+from fasttfm.train.distributed import World
 
 TRIPLETS = [
     SimilarityExample("the whale swam in the sea", "a whale is in the water", ("the senate met", "a vote")),
@@ -174,6 +176,39 @@ def share(rank: int, directory: str, path: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*randomly initialized")
 def test_negatives_are_those_of_all_processes(bert_directory: Path, tmp_path: Path) -> None:
     run_ranks(share, str(bert_directory), str(tmp_path / "store"))
+
+
+def train(directory: str, world: World) -> dict[str, Tensor]:
+    examples = [SimilarityExample(f"text {n}", f"other {n % 3}", ("taxes",) * (n % 2)) for n in range(7)]
+    torch.manual_seed(0)  # of the pooler, which the checkpoint lacks
+    model, task = prepare("similarity", Path(directory), examples)
+    settings = FinetuneSettings(rates=Rates(1e-3), epochs=2, batch_size=3, warmup=0.0)
+    FineTuning(model, task, examples, settings, world=world).run(lambda results: None)
+    return model.state_dict()
+
+
+def train_share(rank: int, directory: str, path: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = train(directory, World(torch.device("cpu"), rank, 2, "ddp"))
+    torch.save(found, f"{path}.{rank}")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*randomly initialized")
+def test_two_processes_train_as_one(bert_directory: Path, tmp_path: Path) -> None:
+    """Batches of three, three and one example: two and one, and one and a filler."""
+    run_ranks(train_share, str(bert_directory), str(tmp_path / "store"))
+    expected = train(str(bert_directory), World(torch.device("cpu")))
+    before = prepare("similarity", bert_directory, TRIPLETS)[0].state_dict()
+    for rank in range(2):
+        found = torch.load(tmp_path / f"store.{rank}")
+        for name, weight in expected.items():
+            # Adam divides by the gradient's size, so sums in another order count most where it is small.
+            torch.testing.assert_close(found[name], weight, atol=2e-4, rtol=1e-3)
+    trained = [name for name in before if not name.startswith("pooler")]
+    assert max(float((expected[name] - before[name]).abs().max()) for name in trained) > 2e-3
 
 
 def test_cached_loss_repeats_dropout_and_autocast() -> None:

@@ -18,6 +18,7 @@ from fasttfm.data.lines import DataError
 from fasttfm.data.pair_files import read_similarity
 from fasttfm.inference.pooling import POOLING, Tokens
 from fasttfm.models.family import Head
+from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.nn.packed_batch import on_device
 from fasttfm.tasks.inputs import Feature, TaskBatch, collate
 from fasttfm.tasks.labels import table
@@ -118,6 +119,15 @@ class SimilarityTask(Task):
         every = [value for feature in batch.features for value in feature.target]
         return {"scores": torch.tensor(every, dtype=torch.float32, device="cpu")}
 
+    def adjust(self, model: PretrainedModel) -> None:
+        """Excludes optional parts of the model, such as a pooler, from training: no vector reads them, and
+        DistributedDataParallel would wait for their gradients."""
+        super().adjust(model)
+        for part in model.names.optional if model.base else ():
+            module = getattr(model, part, None)
+            if module is not None:
+                module.requires_grad_(False)
+
     # ---- vectors -----------------------------------------------------------------------------------------------------
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
@@ -163,8 +173,9 @@ class SimilarityTask(Task):
             rows = slice(0, 0 if is_filler else None)
             (keys, first), (negatives, _) = gathered_rows(keys[rows]), gathered_rows(negatives[rows])
             labels = torch.arange(first, first + len(queries), device=keys.device)
-            if is_filler:
-                return (queries.sum() + keys.sum() + negatives.sum()) * 0
+            if is_filler:  # its backward has the gathered tensors of the others' backward
+                gathered = [keys.sum(), *([negatives.sum()] if len(negatives) else [])]
+                return (queries.sum() + sum(gathered)) * 0
         hard = negatives if len(negatives) else None
         loss = ops.contrastive_loss(queries, keys, hard, labels=labels, temperature=self.temperature)
         assert isinstance(loss, Tensor)

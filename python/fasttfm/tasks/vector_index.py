@@ -14,7 +14,7 @@ from fasttfm.tasks.search import Match
 from fasttfm.tasks.vector_files import VectorFile
 from fasttfm.train.progress import tracked
 
-LEAST = 100_000  # vectors: fewer are compared in less time than an index needs to be opened
+LEAST = 100_000  # vectors: making an index takes much longer than comparing fewer
 _BLOCK = 1 << 14
 _CANDIDATES = 4  # times the number of matches
 
@@ -24,7 +24,7 @@ def why_exact(vectors: VectorFile) -> str | None:
     if vectors.count is None:
         return f"{vectors.path} has text, and an index reads arrays"
     if vectors.count < LEAST:
-        return f"it compares {vectors.count:,} vectors in less time than an index needs (from {LEAST:,} on)"
+        return f"an index is for {LEAST:,} vectors or more, and these are {vectors.count:,}"
     try:
         import usearch.index  # noqa: F401
     except ImportError:
