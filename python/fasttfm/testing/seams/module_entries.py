@@ -192,6 +192,7 @@ _Inputs = Callable[[int, torch.device], Inputs]
 MODULES: dict[str, tuple[Make, _Inputs, Call]] = {
     "LayerNorm": (lambda: nn.LayerNorm(WIDTH), _x(), _plain),
     "RMSNorm": (lambda: nn.RMSNorm(WIDTH), _x(), _plain),
+    "OffsetRMSNorm": (lambda: nn.OffsetRMSNorm(WIDTH), _x(), _plain),
     "GatedActivation": (lambda: nn.GatedActivation(), _x(), _plain),
     "GatedMLP": (lambda: nn.GatedMLP(WIDTH, INTERMEDIATE, bias=True), _x(), _plain),
     "MultiheadAttention": (lambda: nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), _x(), _attention),

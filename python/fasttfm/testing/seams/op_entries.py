@@ -24,6 +24,7 @@ EXCEPTIONS = {
     "ops.CountedLoss": "a result",
     "ops.check_errors": "reads what the ops have recorded",
     "ops.fuse_qkv": "concatenates parameters; nothing is kept",
+    "ops.log_distance_rows": "a table of its arguments, which ops.disentangled_attention's entry point makes",
 }
 
 
