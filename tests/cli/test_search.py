@@ -112,11 +112,11 @@ def test_matches_of_bytes_are_those_of_the_restored_vectors(
 def test_words_and_bytes_have_the_same_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     bits = np.random.default_rng(0).integers(0, 256, (30, 16), np.uint8)
     expected = np.unpackbits(bits ^ bits[4], axis=1).sum(1)
-    assert np.array_equal(search_module._hamming(bits, bits[4]), expected)
-    short = search_module._hamming(np.ascontiguousarray(bits[:, :3]), bits[4, :3])
+    assert np.array_equal(search_module._hamming(bits, bits[4:6])[0], expected)
+    short = search_module._hamming(np.ascontiguousarray(bits[:, :3]), bits[4:5, :3].copy())[0]
     assert np.array_equal(short, np.unpackbits((bits ^ bits[4])[:, :3], axis=1).sum(1))
     monkeypatch.delattr(np, "bitwise_count", raising=False)
-    assert np.array_equal(search_module._hamming(bits, bits[4]), expected)
+    assert np.array_equal(search_module._hamming(bits, bits[4:6])[0], expected)
 
 
 def test_the_commands_take_bytes(

@@ -137,23 +137,28 @@ Compare = Callable[[np.ndarray, int], Tensor]  # of a block and the number of it
 
 def _of_signs(queries: Tensor) -> Compare:
     """Minus the Hamming distance of the signs."""
-    bits = [np.packbits(each > 0) for each in queries.cpu().numpy()]
+    bits = np.packbits(queries.cpu().numpy() > 0, axis=1)
 
     def compare(stored: np.ndarray, first: int) -> Tensor:
-        bytes_of = as_unsigned(stored)
-        return torch.stack([-torch.from_numpy(_hamming(bytes_of, each)) for each in bits]).to(queries.device)
+        return -torch.from_numpy(_hamming(as_unsigned(stored), bits)).to(queries.device)
 
     return compare
 
 
-def _hamming(bytes_of: np.ndarray, query: np.ndarray) -> np.ndarray:
-    """int32 [rows]: how many bits differ, of uint8 [rows, n] and uint8 [n]."""
-    wide = np.uint64 if len(query) % 8 == 0 else np.uint8
-    different = bytes_of.view(wide) ^ query.view(wide)
+def _hamming(bytes_of: np.ndarray, queries: np.ndarray) -> np.ndarray:
+    """int32 [Q, rows]: how many bits differ, of uint8 [rows, n] and uint8 [Q, n]."""
+    wide = np.uint64 if queries.shape[1] % 8 == 0 else np.uint8
+    words = np.ascontiguousarray(bytes_of.view(wide).T)  # the sums run over its rows
     count = getattr(np, "bitwise_count", None)  # since numpy 2
-    counts = _ONES[different.view(np.uint8)] if count is None else count(different)
-    total: np.ndarray = counts.sum(1, dtype=np.int32)
-    return total
+    found = np.empty((len(queries), len(bytes_of)), np.int32)
+    for row, query in zip(found, queries.view(wide), strict=True):
+        different = words ^ query[:, None]
+        if count is not None:
+            count(different).sum(0, dtype=np.int32, out=row)
+        else:
+            ones = _ONES[different.view(np.uint8)].reshape(*different.shape, -1)
+            ones.sum((0, 2), dtype=np.int32, out=row)
+    return found
 
 
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
