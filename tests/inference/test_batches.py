@@ -260,7 +260,7 @@ def test_a_bucket_changes_no_result(
     write_bucket(buffer, batch, bucket, padding=0)
     inputs = Inputs(*(split_buffer(torch.from_numpy(buffer), bucket, segments)), bucket.max_seqlen)
     exact = Inputs.of(batch, torch.device("cpu"))
-    for output in Output:
+    for output in (Output.VECTORS, Output.STATES, Output.LOGITS):
         rows = batch.sequences if network.is_per_sequence(output) else batch.tokens
         found, expected = network.run(output, inputs)[:rows], network.run(output, exact)
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
