@@ -23,6 +23,7 @@ from fasttfm.inference.batches import (
     split_buffer,
     write_bucket,
 )
+from fasttfm.inference.late_interaction import LateInteraction
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.settings import EmbedSettings
 
@@ -253,14 +254,15 @@ def test_a_bucket_changes_no_result(
     chosen = sentences[3:9]
     kinds = [[index % 2 for index in range(len(each))] for each in chosen] if segments else None
     batch = pack(chosen, kinds)
-    network = Network(bert, EmbedSettings(pooling=pooling), torch.device("cpu"), torch.float32, 0)
+    settings = EmbedSettings(pooling=pooling, late_interaction=LateInteraction())
+    network = Network(bert, settings, torch.device("cpu"), torch.float32, 0)
     bucket = bucket_for(batch.tokens, batch.sequences, batch.max_seqlen, max_length=128)
     assert (bucket.tokens, bucket.sequences) != (batch.tokens, batch.sequences)
     buffer = np.full(buffer_size(bucket, segments), -1, np.int32)
     write_bucket(buffer, batch, bucket, padding=0)
     inputs = Inputs(*(split_buffer(torch.from_numpy(buffer), bucket, segments)), bucket.max_seqlen)
     exact = Inputs.of(batch, torch.device("cpu"))
-    for output in (Output.VECTORS, Output.STATES, Output.LOGITS):
+    for output in filter(network.is_captured, Output):
         rows = batch.sequences if network.is_per_sequence(output) else batch.tokens
         found, expected = network.run(output, inputs)[:rows], network.run(output, exact)
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
