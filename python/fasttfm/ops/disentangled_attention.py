@@ -70,7 +70,7 @@ def disentangled_attention(
     longest = _longest(q, distance_rows, cu_seqlens, max_seqlen)
     mask = _checked_mask(q, mask, cu_seqlens)
     if scale is None:
-        scale = (q.shape[-1] * (1 + sum(each is not None for each in tables))) ** -0.5
+        scale = (int(q.shape[-1]) * (1 + sum(each is not None for each in tables))) ** -0.5  # an int also in jit.trace
     checks.check_number(NAME, "scale", scale, low=-math.inf, high=math.inf)
     checks.check_number(NAME, "dropout_p", dropout_p, low=0.0, high=1.0)
     checks.check_seed(NAME, seed, like=q)
