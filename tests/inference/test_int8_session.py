@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fasttfm import models
+from fasttfm import models, use_backend
 from fasttfm.inference import Session, cpu_linear
 from fasttfm.ops.layers import core_executor
 
@@ -52,6 +52,32 @@ def test_int8_layers_with_different_activations() -> None:
         whole = session.encode(SENTENCES)
         session.network.base.encoder.int8 = None
         assert np.array_equal(session.encode(SENTENCES), whole)
+
+
+def test_norms_of_heads_with_different_epsilons_run_one_by_one() -> None:
+    torch.manual_seed(0)
+    model = models.Qwen3Model(models.Qwen3Config(**SIZES, **GROUPED, intermediate_size=96, head_dim=32)).eval()
+    model.encoder.layers[1].k_norm.eps = 0.5
+    with Session(model, precision="int8") as session:
+        assert session.network.base.encoder.int8 is None
+        assert np.isfinite(session.encode(SENTENCES)).all()
+
+
+def test_a_requested_backend_runs_layers_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = models.BertModel(models.BertConfig(**SIZES, intermediate_size=160)).eval()
+    with Session(model, precision="int8") as session:
+        calls: list[int] = []
+        forward = core_executor.forward
+        monkeypatch.setattr(core_executor, "forward", lambda *args: calls.append(1) or forward(*args))
+        x, bounds = torch.randn(9, 64), torch.tensor((0, 9), dtype=torch.int32)
+        encoder = session.network.base.encoder
+        with torch.inference_mode():
+            encoder(x, bounds, 9)
+            assert len(calls) == 1
+            with use_backend("reference"):
+                encoder(x, bounds, 9)
+            assert len(calls) == 1
 
 
 @pytest.mark.parametrize("watched", ["layers.0", "layers.1.up", "layers.2.norm1"])

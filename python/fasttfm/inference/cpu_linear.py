@@ -12,14 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fasttfm.nn import PackedLayer, PackedTransformer
-from fasttfm.nn.parts import layer_norm
+from fasttfm.nn.packed_transformer import are_described, specs_of, with_next_norms
 from fasttfm.nn.plain import Tree, Uncopied, is_plain
-from fasttfm.ops.backends import requested
 from fasttfm.ops.int8_linear import int8_linear, pack_int8
 from fasttfm.ops.layers import core_executor
 from fasttfm.ops.layers.plan import OPERANDS
 from fasttfm.ops.layers.spec import FIELDS, Specs
-from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import is_plain as is_plain_call
 from fasttfm.ops.linear import bf16_products
 from fasttfm.ops.transformer_native import Layers, address_table
@@ -106,45 +104,45 @@ class Int8Layers(Uncopied):
     one native call. It keeps the addresses of their weights, which do not change.
 
     Args:
-        tree: Of the encoder. While a hook watches one of its modules, the modules are called.
-        layers: The layers in their order, each with the norm after it in a pre-LN model.
-        keys: What the tables depend on that rotate queries and keys, in their order.
+        encoder: The encoder. While a hook watches one of its modules, the modules are called.
+        modules: The ``block_modules`` of each layer.
+        given: The FIELDS of all layers, of which linear layers have none.
+        specs: The layers as data.
     """
 
-    def __init__(self, tree: Tree, layers: Sequence[tuple[PackedLayer, Any]], keys: list[Any]) -> None:
-        self._tree, self._first = tree, layers[0][0]
-        modules = [layer.block_modules(norm) for layer, norm in layers]
-        # Of linear layers, which have no parameters here, only the operands of the GEMMs are read.
-        rows = [_fields_of(own) for own in modules]
-        given = list(itertools.chain.from_iterable(rows))
+    def __init__(
+        self,
+        encoder: PackedTransformer,
+        modules: Sequence[Sequence[nn.Module]],
+        given: list[Tensor | None],
+        specs: Specs,
+    ) -> None:
+        self._tree, self._specs = Tree(encoder), specs
         weights = [each.weight for own in modules for each in own if isinstance(each, Int8Linear)]
         operands: list[Any] = [getattr(weight, name) for weight in weights for name in OPERANDS["int8"]]
         self._operands = array("q", [0 if each is None else each.data_ptr() for each in operands])
         self._weights = weights  # which the addresses are of
-        found = []
-        for (layer, norm), row in zip(layers, rows, strict=True):
-            present = frozenset(name for name, value in zip(FIELDS, row, strict=True) if value is not None)
-            table = keys.index(layer.table_key()) if keys else None
-            found.append(layer.spec(norm, table, present))
-        self._specs = Specs(found)
-        shapes = tuple(None if each is None else each.shape for each in rows[0])
-        intermediate, device = found[0].feed_forward.columns, self._first.norm2.weight.device
-        self._layers = Layers(given, len(layers), torch.float32, intermediate, device, shapes, address_table(given))
+        shapes = tuple(None if each is None else each.shape for each in given[: len(FIELDS)])
+        intermediate, device = specs[0].feed_forward.columns, weights[0].panels.device
+        self._layers = Layers(given, len(specs), torch.float32, intermediate, device, shapes, address_table(given))
 
     @classmethod
     def of(cls, encoder: PackedTransformer) -> Int8Layers | None:
         """None if the encoder has layers of other classes, or modules that have to be called."""
-        layers, last = encoder.in_order(), encoder.final_norm
-        if not layers or any(not isinstance(each, PackedLayer) or not each.is_described() for each in encoder.layers):
+        if not len(encoder.layers) or not are_described(list(encoder.layers)):
             return None
-        following: list[Any] = [None] * len(layers) if last is None else [*(each.norm1 for each in layers[1:]), last]
-        pairs = list(zip(layers, following, strict=True))
+        layers = encoder.in_order()
+        pairs = with_next_norms(layers, encoder.final_norm)
         if not all(layer.has_plain_norms(norm) for layer, norm in pairs):
             return None
         linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.up, layer.down)]
         if any(type(each) is not Int8Linear for each in linears):
             return None
-        return cls(Tree(encoder), pairs, list(encoder.rotations()))
+        modules = [layer.block_modules(norm) for layer, norm in pairs]
+        # Linear layers have no parameters here: their operands are read.
+        given = list(itertools.chain.from_iterable(map(_fields_of, modules)))
+        specs = specs_of(pairs, list(encoder.rotations()), [each is None for each in given])
+        return None if specs is None else cls(encoder, modules, given, specs)
 
     def run(
         self,
@@ -157,14 +155,9 @@ class Int8Layers(Uncopied):
         """As ``PackedTransformer.forward``; None if the layers have to run one by one."""
         if torch.is_grad_enabled() or not is_plain_call((x, cu_seqlens)) or cu_seqlens.shape[0] < 2:
             return None
-        if not self._tree.is_unchanged() or requested(None) not in (None, "cpu"):
+        if not self._tree.is_unchanged():
             return None
-        residual = x if self._first.norm_first else None
-        norm1: Any = self._first.norm1
-        if residual is not None and norm1 is not None:
-            x = layer_norm(norm1, x)
-        self._first.check(x, cu_seqlens, residual, None)
-        inputs = Inputs(x, residual, cu_seqlens.contiguous(), max_seqlen, None, tuple(tables.values()), positions)
+        inputs = self._tree.root.inputs_of(x, cu_seqlens, max_seqlen, tables, positions)
         if core_executor.refuse(self._specs, inputs, self._layers, gradient=False) is not None:
             return None
         plan = core_executor.plan_of(self._specs, inputs, training=False, precision="int8")

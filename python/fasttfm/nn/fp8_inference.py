@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.nn.fp8 import check_layer, linears_of
-from fasttfm.nn.packed_layer import PackedLayer
-from fasttfm.nn.packed_transformer import PackedTransformer
-from fasttfm.nn.parts import layer_norm
+from fasttfm.nn.packed_transformer import PackedTransformer, are_described
 from fasttfm.nn.plain import Uncopied, is_watched
 from fasttfm.ops import checks, fp8
 from fasttfm.ops.fp8_inference import (
@@ -37,7 +35,7 @@ class _Stack(Uncopied):
 
     def __init__(self, encoder: PackedTransformer) -> None:
         self._encoder: Any = weakref.proxy(encoder)  # which holds this
-        self.layers = _checked_layers(encoder)
+        _check_layers(encoder)
 
     def run(
         self,
@@ -55,21 +53,15 @@ class _Stack(Uncopied):
         if described is None:
             raise RuntimeError(f"{_NAME}: model: expected layers of plain modules, got one that has to be called")
         specs, parameters = described
-        first = self.layers[0]
-        residual, norm1 = (x, first.norm1) if first.norm_first else (None, None)
-        if norm1 is not None:
-            x = layer_norm(norm1, x)
-        first.check(x, cu_seqlens, residual, None)
-        pairs = tuple(tables.values())
-        inputs = Inputs(x, residual, cu_seqlens.contiguous(), max_seqlen, None, pairs, positions)
+        inputs = self._encoder.inputs_of(x, cu_seqlens, max_seqlen, tables, positions)
         whole = self.run_whole(specs, inputs, parameters) if hidden_states is None else None
         if whole is not None:
             return whole
         tensors = self._run_by_ops(specs, inputs, parameters)
         if hidden_states is not None:
-            stream, last = ("z2", "z") if first.norm_first else ("y2", "y")
+            stream, last = ("y2", "y") if inputs.residual is None else ("z2", "z")
             inner = [tensors[f"{index}.{stream}"] for index in range(len(specs) - 1)]
-            hidden_states += [x if residual is None else residual, *inner, *([tensors[last]] if with_last else [])]
+            hidden_states += [x, *inner, *([tensors[last]] if with_last else [])]
         y: Tensor = tensors["y"]
         return y
 
@@ -130,19 +122,16 @@ def use_fp8(encoder: PackedTransformer, amax: Tensor) -> None:
     encoder.fp8 = _Fp8Stack(encoder, amax)
 
 
-def _checked_layers(encoder: PackedTransformer) -> list[PackedLayer]:
-    described = all(isinstance(each, PackedLayer) and each.is_described() for each in encoder.layers)
-    if not described or not len(encoder.layers):
+def _check_layers(encoder: PackedTransformer) -> None:
+    if not are_described(list(encoder.layers)) or not len(encoder.layers):
         kinds = ", ".join(sorted({type(each).__name__ for each in encoder.layers})) or "none"
         raise checks.bad_value(
             _NAME, "model", "one whose layers are PackedLayers or RotaryLayers", f"layers of {kinds}"
         )
-    layers = encoder.in_order()
-    for each in dict.fromkeys(layers):
+    for each in dict.fromkeys(encoder.in_order()):
         check_layer(_NAME, each, plain=each.has_plain_modules())
         if is_watched(each):
             raise checks.bad_value(_NAME, "model", "layers that are not watched", "one with hooks or another forward")
-    return layers
 
 
 def _device_of(encoder: PackedTransformer) -> torch.device:

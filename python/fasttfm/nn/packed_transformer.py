@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from fasttfm.ops import linear
 from fasttfm.ops.attention import window_bounds
 from fasttfm.ops.backends import Explanation, explain, requested
 from fasttfm.ops.layers.spec import FIELDS, LayerSpec, Specs
+from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import is_plain
 from fasttfm.ops.transformer_block import BlockOptions
 from fasttfm.ops.transformer_native import PARAMETERS, layers_in
@@ -126,8 +127,19 @@ class PackedTransformer(nn.Module):
         settings = ([each.spec_settings(each.__dict__) for each, _ in plain.layers], absent, keys, plain.epsilons())
         known: Any = self.__dict__.get("_specs")
         if known is None or known.settings != settings:
-            known = self.__dict__["_specs"] = _Specs(settings, _specs_of(plain, keys, absent))
+            known = self.__dict__["_specs"] = _Specs(settings, specs_of(plain.layers, keys, absent))
         return None if known.specs is None else (known.specs, parameters)
+
+    def inputs_of(
+        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, tables: Mapping[Any, Any], positions: Tensor | None
+    ) -> Inputs:
+        """The inputs of a plan of the layers, without dropout, for the stream ``x`` [T, C] before the first one."""
+        first: Any = layer_in(next(iter(self.layers)))
+        residual = x if first.norm_first else None
+        if residual is not None and first.norm1 is not None:
+            x = layer_norm(first.norm1, x)
+        first.check(x, cu_seqlens, residual, None)
+        return Inputs(x, residual, cu_seqlens.contiguous(), max_seqlen, None, tuple(tables.values()), positions)
 
     def rotations(self) -> dict[Any, int]:
         """The head size of the layers, by what the tables that rotate their queries and keys depend on."""
@@ -247,11 +259,24 @@ class _Specs(Uncopied):
         self.settings, self.specs = settings, specs
 
 
-def _specs_of(plain: PlainLayers, keys: Sequence[Any], absent: list[bool]) -> Specs | None:
-    """The layers as data; None if a description does not cover one of them."""
+def are_described(layers: Sequence[Any]) -> bool:
+    """Whether a ``LayerSpec`` can describe all layers."""
+    return all(isinstance(layer, PackedLayer) and layer.is_described() for layer in layers)
+
+
+def with_next_norms(layers: Sequence[Any], final_norm: nn.Module | None) -> list[tuple[Any, Any]]:
+    """Each layer with the norm that it applies for the next one: None in a post-LN model, without a ``final_norm``."""
+    if not layers or final_norm is None:
+        return [(layer, None) for layer in layers]
+    return list(zip(layers, [*(layer.norm1 for layer in layers[1:]), final_norm], strict=True))
+
+
+def specs_of(layers: Sequence[tuple[Any, Any]], keys: Sequence[Any], absent: list[bool]) -> Specs | None:
+    """The layers as data, each with its next norm; None if a description does not cover one of them. ``absent``: which
+    FIELDS of each layer are None."""
     specs: dict[LayerSpec, LayerSpec] = {}  # equal ones once
     found = []
-    for index, (layer, norm) in enumerate(plain.layers):
+    for index, (layer, norm) in enumerate(layers):
         if not layer.has_spec():
             return None
         of_layer = absent[index * len(FIELDS) : (index + 1) * len(FIELDS)]
@@ -266,11 +291,8 @@ class PlainLayers(Uncopied):
 
     def __init__(self, tree: Tree, layers: Sequence[Any], final_norm: nn.LayerNorm | None) -> None:
         self.tree = tree
-        following: list[Any] = [None] * len(layers)
-        known = all(isinstance(layer, PackedLayer) and layer.is_described() for layer in layers)
-        if known and layers and final_norm is not None:  # in a pre-LN model a layer applies the next layer's first norm
-            following = [*(layer.norm1 for layer in layers[1:]), final_norm]
-        self.layers = list(zip(layers, following, strict=True))
+        known = are_described(layers)
+        self.layers = with_next_norms(layers, final_norm if known else None)
         self.fusable = known and bool(layers) and all(layer.has_plain_modules(norm) for layer, norm in self.layers)
         modules = [layer.block_modules(norm) for layer, norm in self.layers] if self.fusable else []
         self._owners = [each._parameters for own in modules for each in own]

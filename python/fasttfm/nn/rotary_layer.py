@@ -452,15 +452,11 @@ class RotaryTransformer(PackedTransformer):
         if described is None:
             return None
         specs, parameters = described
-        first: Any = next(iter(self.layers))
-        residual = x if first.norm_first else None
-        if first.norm_first and first.norm1 is not None:
-            x = layer_norm(first.norm1, x)
-        (x,) = linear.autocast(x)
-        first.check(x, cu_seqlens, residual, None)
+        inputs = self.inputs_of(x, cu_seqlens, max_seqlen, tables, positions)
+        (x,) = linear.autocast(inputs.x)
         drops = any(each.dropout_a or each.dropout_b or each.attention.dropout for each in specs)
         seeds = draw_seeds(x.device, len(specs)) if drops else None
-        return specs, Inputs(x, residual, cu_seqlens, max_seqlen, seeds, tuple(tables.values()), positions), parameters
+        return specs, inputs._replace(x=x, seeds=seeds), parameters
 
     def tables(self, x: Tensor, max_seqlen: int) -> Tables:
         """The tables of the positions up to ``max_seqlen``. A call that is traced or transformed computes them, because

@@ -74,21 +74,20 @@ class LayerSettings(NamedTuple):
 
 
 def _settings_of(layer: LayerModules) -> LayerSettings:
-    # Modules' attributes are read from their dictionaries: this runs for each layer before every forward. The tree of
-    # modules is unchanged, so that an activation is as plain as it was.
-    attention = layer.attention.__dict__
+    # The tree of modules is unchanged, so that an activation is as plain as it was.
+    attention = layer.attention
     name = known_activation_name(layer.activation)
     assert name is not None
     return LayerSettings(
-        head_dim=attention["attention_head_size"],
-        is_causal=attention["is_causal"],
-        scaling=attention["scaling"],
+        head_dim=attention.attention_head_size,
+        is_causal=attention.is_causal,
+        scaling=attention.scaling,
         activation=name,
-        attention_p=getattr(layer.attention_dropout, "p", 0.0) if attention["training"] else 0.0,
+        attention_p=getattr(layer.attention_dropout, "p", 0.0) if attention.training else 0.0,
         p_a=0.0 if layer.dropout_a is None else dropout_rate(layer.dropout_a),
         p_b=0.0 if layer.dropout_b is None else dropout_rate(layer.dropout_b),
-        eps_a=layer.norm_a.__dict__["eps"],
-        eps_b=layer.norm_b.__dict__["eps"],
+        eps_a=layer.norm_a.eps,
+        eps_b=layer.norm_b.eps,
     )
 
 

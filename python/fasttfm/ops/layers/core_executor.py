@@ -12,7 +12,7 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common.launch import multiprocessors
 from fasttfm.ops.attention_checks import check_values
-from fasttfm.ops.backends import dtype_name
+from fasttfm.ops.backends import dtype_name, requested
 from fasttfm.ops.layers.plan import BUFFERS, Plan, Words, plan
 from fasttfm.ops.layers.rules import situation_of, with_rules
 from fasttfm.ops.layers.spec import FIELDS, LayerSpec
@@ -134,6 +134,8 @@ def _run(
 def refuse(specs: tuple[LayerSpec, ...], inputs: Inputs, layers: Layers, *, gradient: bool) -> str | None:
     """Why the core does not run a call; None if it does."""
     x, residual = inputs.x, inputs.residual
+    if (backend := requested(None)) not in (None, x.device.type):
+        return f"takes calls without a backend or for {x.device.type}, got {backend}"
     tokens, width = x.shape
     if tokens == 0 or not x.is_contiguous() or (residual is not None and not residual.is_contiguous()):
         return "takes contiguous rows, at least one"

@@ -13,6 +13,7 @@ from fasttfm import ops
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.ops import fp8
+from fasttfm.ops.backends import requested
 from fasttfm.ops.fp8_norm import NormArguments, add_norm_cast
 from fasttfm.ops.layers import steps
 from fasttfm.ops.layers.spec import FIELDS
@@ -165,7 +166,7 @@ def _add_norm_cast(state: _State, step: steps.AddNorm, scale: str, y8: str) -> N
     norm = NormArguments(*parameters, None, None, 0.0, step.eps)
     slot, want_z = state.linear(scale).input, step.z is not None
     terms = (state.get(step.x), state.get(step.residual))
-    found = add_norm_cast(*terms, norm, slot, None, want_z=want_z, with_columns=False)
+    found = add_norm_cast(*terms, norm, slot, requested(None), want_z=want_z, with_columns=False)
     state.tensors[step.y], state.tensors[y8] = found.y, found.y8
     if step.z is not None:
         state.tensors[step.z] = found.z

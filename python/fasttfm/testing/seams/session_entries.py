@@ -70,9 +70,10 @@ def _open(model: Any, options: dict[str, Any], device: torch.device) -> Opened:
 
 
 def _encode(opened: Opened, inputs: Inputs) -> Tensors:
-    """The results of a second call: on a GPU that of the CUDA graph, which all later calls replay. The first call runs
+    """On a GPU the results of a second call: those of the CUDA graph, which all later calls replay. The first call runs
     the batch's own number of rows, for which cuBLAS may add in another order than for the graph's."""
-    _encode_once(opened, inputs)
+    if opened.session.device.type == "cuda":
+        _encode_once(opened, inputs)
     return _encode_once(opened, inputs)
 
 
