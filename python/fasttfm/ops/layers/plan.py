@@ -172,7 +172,7 @@ class _Forward:
         if name not in self.situation.rules:
             return False
         rule = next(rule for rule in RULES if rule.name == name)
-        return rule.refuse(spec, self.situation) is None
+        return rule.refusal(spec, self.situation) is None
 
     def _gemm(
         self, index: int, name: str, x: str, y: str, columns: int, inner: int, bias: str | None, activation: int = -1

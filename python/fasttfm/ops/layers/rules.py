@@ -33,11 +33,15 @@ class Rule(NamedTuple):
     name: str
     does: str
     least_rows: int  # from which its kernels are faster
-    refuse: Callable[[LayerSpec, Situation], str | None]  # why it does not apply to a layer
+    refuse: Callable[[LayerSpec, Situation], str | None]  # why it does not apply to a layer on Hopper
     # Outside of CUDA graphs the host's launches take longer than the kernels of few rows: fewer launches are faster up
     # to this number of rows.
     most_launched_rows: int = 0
     most_seqlen: int | None = None  # of the longest sequence
+
+    def refusal(self, spec: LayerSpec, situation: Situation) -> str | None:
+        """Why it does not apply to a layer; None if it does. All rules are Hopper's."""
+        return "is Hopper's" if situation.device != "cuda" else self.refuse(spec, situation)
 
     def takes(self, rows: int, max_seqlen: int, *, captured: bool) -> bool:
         if self.most_seqlen is not None and max_seqlen > self.most_seqlen:
@@ -51,8 +55,6 @@ _OTHER_PRECISION = "takes GEMMs in x's type"
 
 def _refuse_rotary_projection(spec: LayerSpec, situation: Situation) -> str | None:
     attention = spec.attention
-    if situation.device != "cuda":
-        return "is Hopper's"
     if situation.precision:
         return _OTHER_PRECISION
     if attention.rotary is None:
@@ -65,25 +67,24 @@ def _refuse_rotary_projection(spec: LayerSpec, situation: Situation) -> str | No
 
 
 def _refuse_gemm_activation(spec: LayerSpec, situation: Situation) -> str | None:
-    if situation.device != "cuda":
-        return "is Hopper's"
-    if situation.precision or situation.training:
-        return _OTHER_PRECISION if situation.precision else "is for calls without gradients"
-    return "takes activations without a gate" if spec.feed_forward.gated else None
+    if spec.feed_forward.gated:
+        return "takes activations without a gate"
+    return _refuse_fused_activation(situation)
 
 
 def _refuse_gated_gemm(spec: LayerSpec, situation: Situation) -> str | None:
-    if situation.device != "cuda":
-        return "is Hopper's"
-    if situation.precision or situation.training:  # the backward reads the product; storing it leaves a gain of 1%
-        return _OTHER_PRECISION if situation.precision else "is for calls without gradients"
-    return None if spec.feed_forward.gated else "takes activations with a gate"
+    return _refuse_fused_activation(situation) if spec.feed_forward.gated else "takes activations with a gate"
+
+
+def _refuse_fused_activation(situation: Situation) -> str | None:
+    if situation.precision:
+        return _OTHER_PRECISION
+    # The backward reads the product. With a gate, storing it leaves a gain of 1%.
+    return "is for calls without gradients" if situation.training else None
 
 
 def _refuse_short_attention(spec: LayerSpec, situation: Situation) -> str | None:
     attention = spec.attention
-    if situation.device != "cuda":
-        return "is Hopper's"
     if situation.training or attention.dropout:
         return "is for calls without gradients and without dropout"
     if attention.heads != attention.kv_heads or attention.head_dim != _SHORT_HEAD_DIM:
@@ -116,7 +117,7 @@ def _rules_for(rows: int, max_seqlen: int, captured: bool) -> frozenset[str]:
 
 def refused(rule: Rule, spec: LayerSpec, situation: Situation, rows: int, max_seqlen: int) -> str | None:
     """Why a rule does not apply to a layer in a call outside of CUDA graphs; None if it does."""
-    reason = rule.refuse(spec, situation)
+    reason = rule.refusal(spec, situation)
     if reason is None and rule.most_seqlen is not None and max_seqlen > rule.most_seqlen:
         return f"takes sequences of up to {rule.most_seqlen} tokens, got {max_seqlen}"
     if reason is None and not rule.takes(rows, max_seqlen, captured=False):
