@@ -124,7 +124,7 @@ def test_a_new_folder_for_every_run(corpus: dict[str, Path], tmp_path: Path, mon
         (["--data", "/nowhere/texts.txt"], 1, "/nowhere/texts.txt"),
         (["--tokenizer", "/nowhere/vocab.txt"], 1, "/nowhere/vocab.txt"),
         (["--tokens-per-step", "9999999"], 1, "the data are too small"),
-        (["--tokens-per-step", "32"], 1, "32 in 1 batches (ranks times accumulation) are 32 each, fewer than one"),
+        (["--tokens-per-step", "32"], 1, "32 in 1 batches (over all processes) are 32 each, fewer than one"),
         (["--held-out", "0.01"], 1, "the data are too small, 1 documents here"),
     ],
 )

@@ -32,7 +32,6 @@ from fasttfm.train import (
 from fasttfm.train.checkpoints import Checkpoints
 from fasttfm.train.distributed import World, join, share_out
 from fasttfm.train.logs import read_rows
-from fasttfm.train.pretrain import RunError, pretrain
 from fasttfm.train.stopping import Stop
 
 STEPS = 5
@@ -93,8 +92,8 @@ def test_two_ranks_have_the_losses_of_one(
 
 
 def test_ranks_resume_with_the_same_bits(corpus: dict[str, Path], tmp_path: Path) -> None:
-    """FSDP, with dropout: every rank has its own random numbers and its own part of the optimizer's state."""
-    settings = settings_of(corpus, steps=6, accumulation=2)
+    """FSDP, with dropout: every rank has its own part of the optimizer's state."""
+    settings = settings_of(corpus, steps=6, batches_per_step=4)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     options: dict[str, Any] = {"parallel": "fsdp", "checkpoint_every": 3}
     for process in train_runs.start_ranks(2, train_runs.train, settings, run_of(whole, **options)):
@@ -106,8 +105,6 @@ def test_ranks_resume_with_the_same_bits(corpus: dict[str, Path], tmp_path: Path
         process.join()
         assert process.exitcode == 0
     assert results(parts)[0] == results(whole)[0]
-    with pytest.raises(RunError, match="ranks was 2, is 1"):
-        pretrain(settings, run_of(parts, resume=True))
 
 
 def test_the_death_of_a_rank_ends_the_run_with_a_message(corpus: dict[str, Path], tmp_path: Path) -> None:

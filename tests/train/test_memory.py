@@ -26,7 +26,7 @@ def test_the_bytes_of_a_published_size() -> None:
     assert need.parameters == pytest.approx(12.9e9, rel=0.01)
     assert need.certain == 16 * need.parameters  # fp32: parameters, gradients, two moments
     assert need.activations == 17 * 2048 * 5120 * 40 * 4
-    halved = needed(settings("gpt3", "13b", changes={"vocab_size": 50257}, accumulation=2))
+    halved = needed(settings("gpt3", "13b", changes={"vocab_size": 50257}, batches_per_step=2))
     assert halved.activations == need.activations // 2
 
 

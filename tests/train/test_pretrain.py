@@ -161,13 +161,13 @@ def test_resuming_with_other_settings_names_them(corpus: dict[str, Path], tmp_pa
     pretrain(settings, run_of(tmp_path))
     with pytest.raises(RunError, match="--resume continues that run, --overwrite starts a new one"):
         pretrain(settings, run_of(tmp_path))
-    other = settings_of(corpus, steps=4, tokens_per_step=512, accumulation=2)
+    other = settings_of(corpus, steps=4, tokens_per_step=512, batches_per_step=2)
     other = dataclasses.replace(other, optimizer=dataclasses.replace(other.optimizer, learning_rate=0.5))
     with pytest.raises(RunError) as raised:
         pretrain(other, run_of(tmp_path, resume=True))
     for sentence in (
         "tokens per step was 256, is 512",
-        "accumulation was 1, is 2",
+        "batches per step was 1, is 2",
         "optimizer learning rate was 0.003, is 0.5",
         "steps was 2, is 4",
     ):
@@ -194,7 +194,7 @@ def test_lamb_and_other_options(corpus: dict[str, Path], tmp_path: Path) -> None
         corpus,
         optimizer=OptimizerSettings("lamb", 0.02),
         schedule=ScheduleSettings(20, 4, "cosine", 0.1),
-        accumulation=2,
+        batches_per_step=2,
         whole_word=True,
         ngram=3,
         dropout=0.0,

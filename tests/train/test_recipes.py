@@ -78,7 +78,7 @@ def test_given_numbers_are_kept() -> None:
 def test_the_command_has_berts_phases(large: None) -> None:
     found = settings("bert", "--size", "base", "--steps", "1000")
     assert (found.max_length, found.first_length, found.first_steps) == (512, 128, 900)
-    assert (found.tokens_per_step, found.accumulation, found.vocabulary) == (131_072, 16, 30_522)
+    assert (found.tokens_per_step, found.batches_per_step, found.vocabulary) == (131_072, 16, 30_522)
     assert (found.schedule.warmup, found.optimizer.learning_rate) == (100, 1e-4)
     assert settings("bert", "--cuda-graph").first_length is None
     assert settings("bert", "--max-length", "512").first_length is None
@@ -117,9 +117,9 @@ def test_the_numbers_are_printed_next_to_the_papers() -> None:
 
 def test_batches_have_a_limited_size() -> None:
     found = settings_of("bert", "base", BERT, steps=10, processes=8, largest=1024, precision="float32")
-    assert found.accumulation == 16  # 131,072 / 8 / 1024
+    assert found.batches_per_step == 128  # of 8 processes: 131,072 / 1024
     found = settings_of("bert", "base", BERT, steps=10, processes=8, largest=64, precision="float32")
-    assert found.accumulation == 32  # one sequence of 512 tokens each
+    assert found.batches_per_step == 256  # one sequence of 512 tokens each
 
 
 def test_tokens_are_estimated_by_the_sizes_of_files(tmp_path: Path) -> None:

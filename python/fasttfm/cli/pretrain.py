@@ -31,7 +31,7 @@ _FIELDS = (
         "strip_accents",
         "held_out",
         "tokens_per_step",
-        "accumulation",
+        "batches_per_step",
     ),
     *("max_length", "first_length", "first_steps"),
     *("masking", "mask_share", "random_share", "whole_word", "ngram", "spans", "dropout", "seed"),
@@ -204,13 +204,19 @@ def _add_training(group: Any) -> None:
         "--tokens-per-step",
         type=int,
         metavar="N",
-        help="tokens per optimizer step, summed over all processes (default: by --recipe; 2048 for little text)",
+        help="tokens per optimizer step, over all processes (default: by --recipe; 2048 for little text)",
     )
     group.add_argument(
         "--accumulation",
         type=int,
         metavar="N",
         help="gradient accumulation steps per process (default: 1; by --recipe without --tokens-per-step)",
+    )
+    group.add_argument(
+        "--batches-per-step",
+        type=int,
+        metavar="N",
+        help="the same for all processes together: a run with as many has the same curve on any number of processes",
     )
     group.add_argument("--optimizer", metavar="NAME", help="adamw or lamb (default: by --recipe)")
     group.add_argument(
@@ -280,7 +286,7 @@ def _add_run(group: Any) -> None:
         "--evaluate-every", type=int, metavar="STEPS", help="evaluation interval (default: a tenth of the run)"
     )
     group.add_argument(
-        "--evaluation-batches", type=int, metavar="N", help="validation batches per process (default: 8)"
+        "--evaluation-batches", type=int, metavar="N", help="validation batches, over all processes (default: 8)"
     )
     group.add_argument("--log-every", type=int, metavar="STEPS", help="logging interval (default: 10)")
     group.add_argument(
@@ -439,7 +445,8 @@ def _of_recipe(arguments: argparse.Namespace, family: str, size: str, recipe: An
     processes = int(os.environ.get("WORLD_SIZE", 1))
     given = _given(arguments, {name: name for name in ("vocabulary", "max_length", "tokens_per_step")})
     given = {name: value for name, value in given.items() if value > 0}  # the settings refuse the others
-    chosen = recipe if pinned else fitted(recipe, tokens, given, processes * (arguments.accumulation or 1))
+    parts = max(1, arguments.batches_per_step or processes * (arguments.accumulation or 1))
+    chosen = recipe if pinned else fitted(recipe, tokens, given, parts)
     steps = arguments.steps
     if steps is None:
         steps = steps_of(recipe, tokens) if pinned else STEPS
@@ -507,7 +514,14 @@ def _checkpoint(name: str, family: str | None, asked: str | None) -> tuple[str, 
 
 def _changed(base: Any, arguments: argparse.Namespace) -> Any:
     """The settings with what the command line states."""
+    from fasttfm.train.settings import at_least
+
     changes = _given(arguments, {name: name for name in _FIELDS})
+    if arguments.accumulation is not None:
+        if arguments.batches_per_step is not None:
+            raise ValueError("--accumulation: expected without --batches-per-step, which says it for all processes")
+        at_least("accumulation", arguments.accumulation, 1)
+        changes["batches_per_step"] = arguments.accumulation * int(os.environ.get("WORLD_SIZE", 1))
     if "first_length" in changes and changes.get("first_steps", base.first_steps) is None:
         changes["first_steps"] = round(_FIRST_SHARE * (arguments.steps or base.schedule.steps))
     parts = {"optimizer": _OPTIMIZER, "schedule": _SCHEDULE, "step": _STEP}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -89,6 +90,9 @@ class Trainer:
         schedule: The schedule of its learning rates.
         settings: The settings of a step.
         world: The processes; by default only this one, on the module's device.
+        seed: If given, random numbers of a batch, such as those of dropout, follow from the seed, the step and the
+            batch's number in the step over all ranks: they do not depend on the number of ranks or on earlier steps.
+            Batch i of rank r of R is number i R + r. By default, torch's generator continues from batch to batch.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Trainer:
         settings: StepSettings | None = None,
         *,
         world: World | None = None,
+        seed: int | None = None,
     ) -> None:
         if not _reads_scale(optimizer):  # gradients would not be clipped, and bad steps not skipped
             expected = "one that reads grad_scale and found_inf (of make_optimizer, or of torch with fused=True)"
@@ -110,6 +115,7 @@ class Trainer:
         self.schedule = schedule
         self.settings = settings or StepSettings()
         self.world = world or World(next(module.parameters()).device)
+        self.seed = seed
         self.completed = 0  # steps
         self.skipped = 0  # of those that have been read
         self._bad_in_a_row = 0
@@ -148,6 +154,8 @@ class Trainer:
         if self._graphs is not None and self.fp8 is not None:
             self.fp8.refresh()
         for index, batch in enumerate(batches):
+            if self.seed is not None:
+                _seed(self.world.device, self.seed, self.completed, self._number(index))
             with gradients_summed(self.module, last=index + 1 == len(batches)):
                 (self._accumulate if self._graphs is None else self._graphs.accumulate)(self._moved(batch))
         self.world.sum(self._sums)
@@ -173,6 +181,10 @@ class Trainer:
                 stacklevel=2,
             )
         return results
+
+    def _number(self, index: int) -> int:
+        """The number of this rank's batch over all ranks."""
+        return index * self.world.size + self.world.rank
 
     def _set_totals(self, batches: Sequence[Any]) -> None:
         flops = self.objective.flops or (lambda _: 0.0)
@@ -275,16 +287,20 @@ class Trainer:
         return results
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+    def evaluate(self, batches: Iterable[Any], count: int | None = None) -> dict[str, float]:
         """The terms' means over ``batches`` without dropout, and ``loss``, their weighted sum. All ranks need as many
-        batches."""
+        batches; of all of them, only the first ``count`` are read into the means."""
         self.module.eval()
         sums, totals = torch.zeros_like(self._sums), torch.zeros_like(self._sums)
         with _own_random_numbers(self.world.device):
-            for batch in batches:
-                counts = torch.tensor(self.objective.counts(batch), dtype=torch.float64, device="cpu")
-                sums += torch.stack(self._terms(self._moved(batch)))
-                totals += counts.to(totals.device)
+            for index, batch in enumerate(batches):
+                number = self._number(index)
+                _seed(self.world.device, 0, 0, number)
+                terms = torch.stack(self._terms(self._moved(batch)))  # by all ranks: FSDP gathers parameters
+                if count is None or number < count:
+                    sums += terms
+                    counts = torch.tensor(self.objective.counts(batch), dtype=torch.float64, device="cpu")
+                    totals += counts.to(totals.device)
         means = (self.world.sum(sums) / self.world.sum(totals).clamp(min=1)).tolist()
         self.module.train()
         return {"loss": self.objective.loss(means), **dict(zip(self.objective.terms, means, strict=True))}
@@ -374,10 +390,15 @@ class AsyncMetrics:
             yield tag, values.tolist()
 
 
-@contextlib.contextmanager
-def _own_random_numbers(device: torch.device) -> Iterator[None]:
-    """A context with fixed random numbers, which restores the generators' states."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(0)
-        yield
+def _own_random_numbers(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """A context that restores the generators' states."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def _seed(device: torch.device, *numbers: int) -> None:
+    """Sets the generators of the host and of ``device`` to a state that follows from ``numbers``."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)

@@ -55,7 +55,7 @@ def needed(settings: PretrainSettings, *, processes: int = 1) -> MemoryNeed:
         processes: Those that share the tokens of a step.
     """
     model = blank_model(settings)
-    tokens = max(settings.max_length, settings.tokens_per_step // (settings.accumulation * processes))
+    tokens = max(settings.max_length, settings.tokens_per_step // (settings.batches_per_step or processes))
     stacks = [module for module in model.modules() if isinstance(module, PackedTransformer)]
     widths = sum(layer.width for stack in stacks for layer in stack.in_order())
     size = 4 if settings.step.precision == "float32" else 2

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fasttfm import data
 from fasttfm._atomic_files import first_line
 from fasttfm.models.checkpoint_files import CONFIG
@@ -42,7 +40,7 @@ from fasttfm.train.pretrain_parts import (
     phases,
 )
 from fasttfm.train.progress import Progress, peak_flops
-from fasttfm.train.run_directory import SETTINGS, RunError, not_a_run, run_lock, write_settings
+from fasttfm.train.run_directory import SETTINGS, RunError, not_a_run, read_settings, run_lock, write_settings
 from fasttfm.train.schedule import Schedule
 from fasttfm.train.settings import PretrainSettings, RunSettings
 from fasttfm.train.stopping import Stop
@@ -105,9 +103,22 @@ def model_source(settings: PretrainSettings, run: RunSettings) -> PretrainSettin
     return dataclasses.replace(settings, init=str(checkpoints.path(checkpoints.steps()[-1])))
 
 
+def _batches_per_step(settings: PretrainSettings, run: RunSettings, world: World) -> int:
+    """The batches of a step over all ranks. A run keeps them when another number of ranks resumes it."""
+    count = settings.batches_per_step
+    if count is None and run.resume and (run.output / SETTINGS).is_file():
+        count = read_settings(run.output)[0].batches_per_step
+    count = count or world.size
+    if count % world.size:
+        raise RunError(f"batches per step: expected a multiple of the {world.size} processes, got {count}")
+    return count
+
+
 class _Run:
     def __init__(self, settings: PretrainSettings, run: RunSettings, world: World, held: contextlib.ExitStack) -> None:
         """``held`` keeps the directory's lock."""
+        self.batches_per_step = _batches_per_step(settings, run, world)
+        settings = dataclasses.replace(settings, batches_per_step=self.batches_per_step)
         self.settings, self.run, self.world, self.held = settings, run, world, held
         self.steps = settings.schedule.steps
         self.checkpoints = Checkpoints(run.output, run.keep)
@@ -121,11 +132,11 @@ class _Run:
         module = share_out(self.objective, world)
         optimizer = make_optimizer(module, settings.optimizer, capturable=settings.step.cuda_graph)
         schedule = Schedule(optimizer, settings.schedule)
-        self.trainer = Trainer(module, Objective.of(self.objective), optimizer, schedule, settings.step, world=world)
-        self.phases = phases(settings, world.size * settings.accumulation)
+        how: dict[str, Any] = {"world": world, "seed": settings.seed}
+        self.trainer = Trainer(module, Objective.of(self.objective), optimizer, schedule, settings.step, **how)
+        self.phases = phases(settings, self.batches_per_step)
         self.streams = [self._stream(self.corpus.training, phase, self._workers()) for phase in self.phases]
         self.evaluation = self._evaluation_batches()
-        torch.manual_seed(settings.seed + 1 + world.rank)
         self.start = self._resume() if run.resume else 0
 
     def _open_directory(self) -> None:
@@ -217,7 +228,7 @@ class _Run:
             flat |= {f"{part} {name}": value for name, value in nested[part].items()}
         names = {"optimizer name": "optimizer", "schedule kind": "schedule", "schedule steps": "steps"}
         found = {names.get(name, name): value for name, value in flat.items()}
-        found |= {"corpus": self.corpus.training.fingerprint, "ranks": self.world.size}
+        found |= {"corpus": self.corpus.training.fingerprint}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     def save(self) -> Path:
@@ -226,12 +237,11 @@ class _Run:
         write_model = self.files.writer()
         collect = self.world.main or self.world.parallel == "fsdp"
         optimizer = files.optimizer_state(self.trainer.optimizer) if collect else {}
-        own = {"random": files.random_state(self.world.device), "data": self.streams[self._phase()].state_dict()}
         state = {
             "settings": self._facts(),
             "trainer": self.trainer.state_dict(),
             "optimizer": optimizer,
-            "ranks": self.world.gather(own),
+            "data": self.streams[self._phase()].state_dict(),
         }
 
         def write(directory: Path) -> None:
@@ -255,12 +265,10 @@ class _Run:
             changed = files.differences(then, now)
             if changed:
                 raise RunError(f"{found} is of a run with other settings: {'; '.join(changed)}")
-            own = state["ranks"][self.world.rank]
             self.files.read(found)
             files.load_optimizer_state(self.trainer.optimizer, state["optimizer"])
             self.trainer.load_state_dict(state["trainer"])
-            self.streams[self._phase()].load_state_dict(own["data"])
-            files.set_random_state(own["random"], self.world.device)
+            self.streams[self._phase()].load_state_dict(state["data"])
         except (KeyError, IndexError, TypeError) as error:
             raise RunError(f"{found / files.STATE}: not the state of a pre-training run: {error!r}") from error
         return self.trainer.completed
@@ -290,7 +298,7 @@ class _Run:
         with Stop(launched=self.world.size > 1) as stop, contextlib.ExitStack() as on_error:
             on_error.callback(lambda: None if log is None else log.abandon())
             while trainer.completed < self.steps:
-                results = trainer.step(list(itertools.islice(batches, self.settings.accumulation)))
+                results = trainer.step(list(itertools.islice(batches, self.batches_per_step // self.world.size)))
                 if log is not None:
                     log.add(results)
                 ended = trainer.completed == self.steps
@@ -330,7 +338,7 @@ class _Run:
         held_out = None
         with _paused(log):
             if evaluates:
-                held_out = self.trainer.evaluate(self.evaluation)
+                held_out = self.trainer.evaluate(self.evaluation, self.run.evaluation_batches)
             if log is not None:
                 log.write(held_out)
             return self.save() if saves else None
@@ -341,7 +349,7 @@ class _Run:
         shards = self.corpus.held_out
         stream = self._stream(shards, self.phases[-1], workers=0)
         with _too_small(shards):
-            return list(itertools.islice(stream, self.run.evaluation_batches))
+            return list(itertools.islice(stream, math.ceil(self.run.evaluation_batches / self.world.size)))
 
     def _stopped(self, checkpoint: Path, *, saved: bool) -> None:
         where = f"{checkpoint} was written" if saved else f"the last whole checkpoint is {checkpoint}"

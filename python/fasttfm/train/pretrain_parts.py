@@ -109,11 +109,11 @@ class Phase(NamedTuple):
 
 
 def phases(settings: PretrainSettings, parts: int) -> list[Phase]:
-    """The phases of a run, whose steps have ``parts`` batches (ranks times accumulation)."""
+    """The phases of a run, whose steps have ``parts`` batches over all ranks."""
     tokens = settings.tokens_per_step // parts
     if tokens < settings.max_length:
         raise RunError(
-            f"tokens per step: {settings.tokens_per_step} in {parts} batches (ranks times accumulation) are "
+            f"tokens per step: {settings.tokens_per_step} in {parts} batches (over all processes) are "
             f"{tokens} each, fewer than one sequence of {settings.max_length}"
         )
     last = Phase(settings.schedule.steps, settings.max_length, tokens)

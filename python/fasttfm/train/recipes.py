@@ -202,7 +202,7 @@ def settings_of(
         StepSettings(clip=recipe.clip, precision=precision),
         vocabulary=recipe.vocabulary,
         tokens_per_step=recipe.tokens_per_step,
-        accumulation=max(1, min(-(-tokens // largest), tokens // recipe.max_length)),
+        batches_per_step=processes * max(1, min(-(-tokens // largest), tokens // recipe.max_length)),
         max_length=recipe.max_length,
         first_length=recipe.first_length if two_phases else None,
         first_steps=first_steps if two_phases else None,

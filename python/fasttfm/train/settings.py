@@ -93,8 +93,8 @@ class PretrainSettings:
     lowercase: bool = True  # a trained WordPiece or Unigram tokenizer
     strip_accents: bool = False  # the same
     held_out: float = 0.02  # the fraction of the documents in the validation set
-    tokens_per_step: int = 2048  # over all ranks and all batches of a step
-    accumulation: int = 1  # batches per rank and step
+    tokens_per_step: int = 2048  # over all batches of a step
+    batches_per_step: int | None = None  # over all ranks, which share them out; by default one for each rank
     max_length: int = 128  # the maximum number of tokens in a sequence
     first_length: int | None = None  # a smaller maximum in the first steps (BERT), with as many sequences per step
     first_steps: int | None = None  # the number of these steps; with ``first_length``
@@ -109,8 +109,10 @@ class PretrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("accumulation", "tokens_per_step", "max_length", "ngram", "vocabulary"):
+        for name in ("tokens_per_step", "max_length", "ngram", "vocabulary"):
             at_least(name, getattr(self, name), 1)
+        if self.batches_per_step is not None:
+            at_least("batches_per_step", self.batches_per_step, 1)
         self._check_phases()
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out: expected the validation set's fraction, between 0 and 1, got {self.held_out}")
@@ -152,7 +154,7 @@ class RunSettings:
     checkpoint_every: int | None = None  # steps; by default five times per run, or every 1,000 steps
     keep: int = 3
     evaluate_every: int | None = None  # steps; by default ten times per run
-    evaluation_batches: int = 8
+    evaluation_batches: int = 8  # over all ranks
     log_every: int = 10
     workers: int | None = None  # processes that prepare batches; by default 2 with a GPU, none on a CPU
     progress: bool = True
