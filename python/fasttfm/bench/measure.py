@@ -107,7 +107,7 @@ def calls_of(spec: OpSpec, device: torch.device, selection: Selection) -> list[t
 def contender_names(spec: OpSpec, device: torch.device, selection: Selection) -> tuple[str, ...]:
     """By default ours, on a GPU also its backends that are used only by name, and the peers."""
     table = tables()[spec.name].backends if device.type == "cuda" else ()
-    named = [f"{OURS}:{each.name}" for each in table if each.by_name is not None and each.absent() is None]
+    named = [f"{OURS}:{backend.name}" for backend in table if backend.by_name is not None and backend.absent() is None]
     return selection.contenders or (OURS, *named, *(peer.name for peer in spec.peers))
 
 
@@ -166,7 +166,7 @@ def bench_case(
             except Exception as error:
                 notes[name] = in_one_line(error)
         rows = []
-        for direction in directions_of(spec) if any(calls.wanted[0] for calls in ready.values()) else DIRECTIONS[:1]:
+        for direction in directions_of(spec) if any(calls.leaves[0] for calls in ready.values()) else DIRECTIONS[:1]:
             blank = functools.partial(_blank_row, spec, case, dtype, device, direction, ceilings)
             here = contenders_in(spec, direction, names)
             calls = {name: ready[name] for name in here if name in ready}
@@ -268,9 +268,9 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     """Adds the ratio of the best peer's time to ours to our rows; ``rows`` are the contenders of one measurement."""
 
     def ratio(row: Row, time: Callable[[Row], float | None]) -> float | None:
-        peers = [found for peer in rows if not peer.ours and (found := time(peer)) is not None]
-        own = time(row)
-        return min(peers) / own if peers and own is not None else None
+        peers = [peer_time for peer in rows if not peer.ours and (peer_time := time(peer)) is not None]
+        our_time = time(row)
+        return min(peers) / our_time if peers and our_time is not None else None
 
     return [
         replace(row, ratio=ratio(row, lambda r: r.ms_p50), gpu_ratio=ratio(row, lambda r: r.gpu_ms))
@@ -285,8 +285,8 @@ def with_ratios(rows: list[Row]) -> list[Row]:
 
 def _build(spec: OpSpec, name: str) -> Build:
     """Builds the contender of this name for one set of inputs."""
-    own, _, backend = name.partition(":")
-    if own == OURS:
+    provider, _, backend = name.partition(":")
+    if provider == OURS:
 
         def build(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:
             return functools.partial(spec.function, **inputs, **options, backend=backend or None)
@@ -358,7 +358,7 @@ class _Calls:
         self, build: Build, sets: list[Inputs], spec: OpSpec, case: OpCase, gradients: _IncomingGradients
     ) -> None:
         self.functions = [build(inputs, case.options) for inputs in sets]
-        self.wanted = [
+        self.leaves = [
             function.leaves
             if isinstance(function, PeerCall)
             else [inputs[name] for name in spec.differentiable if inputs.get(name) is not None]
@@ -368,10 +368,10 @@ class _Calls:
         self.on_gpu = outputs_of(outputs)[0].is_cuda
         self.incoming = gradients(_roots(outputs))
         self.backends = {"forward": selected}
-        if selected and self.wanted[0]:
+        if selected and self.leaves[0]:
             _, self.backends["backward"] = _observed(lambda: self.backward(0, _roots(outputs)))
         self.peak_mib: float | None = None
-        if self.wanted[0] and self.on_gpu:
+        if self.leaves[0] and self.on_gpu:
             self.forward_backward(0)
             self.peak_mib = _peak_mib(lambda: self.forward_backward(0))
 
@@ -389,7 +389,7 @@ class _Calls:
         return _roots(self.functions[index]())
 
     def backward(self, index: int, outputs: list[Tensor]) -> tuple[Tensor | None, ...]:
-        return torch.autograd.grad(outputs, self.wanted[index], self.incoming[index], allow_unused=True)
+        return torch.autograd.grad(outputs, self.leaves[index], self.incoming[index], allow_unused=True)
 
     def forward_backward(self, index: int) -> tuple[Tensor | None, ...]:
         return self.backward(index, self.outputs(index))

@@ -79,7 +79,11 @@ def compile_ahead(tests: Iterable[pytest.Function]) -> None:
     torch.compile are in their caches, and the tests, which run one after another, do not wait for compilers."""
     chosen = [(test.originalname, test.callspec.params) for test in tests]
     # An op without cases on this device has a parameter that is not one.
-    calls = {(name, each["case"].name, each["dtype"]) for name, each in chosen if isinstance(each["case"], OpCase)}
+    calls = {
+        (name, parameters["case"].name, parameters["dtype"])
+        for name, parameters in chosen
+        if isinstance(parameters["case"], OpCase)
+    }
     processes = min(_MAX_PROCESSES, (os.cpu_count() or 1) // 2, len(calls))
     if processes > 1 and measure.default_device().type == "cuda":
         context = multiprocessing.get_context("spawn")
@@ -95,8 +99,8 @@ def _compile_in_this_process() -> None:
 
 
 def _run_once(test: str, case_name: str, dtype: torch.dtype) -> None:
-    (spec,) = (each for each in every_spec() if f"test_{each.name}" == test)
-    (case,) = (each for each in spec.bench_cases if each.name == case_name)
+    (spec,) = (candidate for candidate in every_spec() if f"test_{candidate.name}" == test)
+    (case,) = (candidate for candidate in spec.bench_cases if candidate.name == case_name)
     measure.run_once(spec, case, dtype, measure.default_device())
 
 

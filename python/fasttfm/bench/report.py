@@ -162,9 +162,11 @@ def _draw_panel(panel: Any, rows: Iterable[Row], contenders: list[str], groups: 
     bar = 0.84 / len(contenders)
     peers = [name for name in contenders if not name.startswith("fasttfm")]
     for position, name in enumerate(contenders):
-        own = [row for row in rows if row.contender == name]
-        centers = [groups.index((row.case, row.dtype)) + (position - (len(contenders) - 1) / 2) * bar for row in own]
-        heights = [100 * (row.fraction or 0.0) for row in own]
+        contender_rows = [row for row in rows if row.contender == name]
+        centers = [
+            groups.index((row.case, row.dtype)) + (position - (len(contenders) - 1) / 2) * bar for row in contender_rows
+        ]
+        heights = [100 * (row.fraction or 0.0) for row in contender_rows]
         ours = name not in peers
         color = _OUR_COLOR if ours else _PEER_COLORS[peers.index(name) % len(_PEER_COLORS)]
         drawn = panel.bar(centers, heights, width=0.94 * bar, color=color, label=name)

@@ -85,9 +85,9 @@ def timed_in_turns(
     return {name: Timed(1e3 * statistics.median(times), memory[name]) for name, times in seconds.items()}
 
 
-def print_times(found: Mapping[str, Timed]) -> None:
+def print_times(times: Mapping[str, Timed]) -> None:
     """Prints a line for each contender: time, memory, and its time relative to the first one's."""
-    first = next(iter(found.values()), None)
-    for name, each in found.items():
-        ratio = each.milliseconds / first.milliseconds if first is not None else 0.0
-        print(f"{name:28} {each.milliseconds:10.2f} ms {each.memory:8.1f} GiB {ratio:8.2f}x", flush=True)
+    first = next(iter(times.values()), None)
+    for name, timed in times.items():
+        ratio = timed.milliseconds / first.milliseconds if first is not None else 0.0
+        print(f"{name:28} {timed.milliseconds:10.2f} ms {timed.memory:8.1f} GiB {ratio:8.2f}x", flush=True)

@@ -38,8 +38,8 @@ class Effort:
 
     def calls(self, seconds_per_call: float, rotation: int) -> int:
         """Calls that fill a round: a whole number of passes over the input sets."""
-        wanted = min(MAX_CALLS, math.ceil(self.round_seconds / max(seconds_per_call, 1e-9)))
-        return math.ceil(max(1, wanted) / rotation) * rotation
+        calls = min(MAX_CALLS, math.ceil(self.round_seconds / max(seconds_per_call, 1e-9)))
+        return math.ceil(max(1, calls) / rotation) * rotation
 
 
 def effort_for(device: torch.device, quick: bool = False, *, one_case: bool = False) -> Effort:
@@ -215,10 +215,10 @@ def ceilings(device: torch.device) -> Ceilings:
         "copy": Work(lambda: [target.copy_(source) for _ in range(calls)], calls),
         "gemm": Work(lambda: [torch.mm(a, b, out=product) for _ in range(calls)], calls),
     }
-    found = measure(works, clock_for(device), effort_for(device))
-    if found.failures:
-        raise RuntimeError(f"the ceilings of {device} could not be measured: {found.failures}")
-    copy, gemm = (percentiles(found.seconds[name])[1] for name in ("copy", "gemm"))
+    timings = measure(works, clock_for(device), effort_for(device))
+    if timings.failures:
+        raise RuntimeError(f"the ceilings of {device} could not be measured: {timings.failures}")
+    copy, gemm = (percentiles(timings.seconds[name])[1] for name in ("copy", "gemm"))
     return Ceilings(2 * source.nbytes / copy, 2 * size**3 / gemm)
 
 
@@ -228,8 +228,8 @@ def cache_bytes(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     units = {"K": 1 << 10, "M": 1 << 20}
-    found = [re.fullmatch(r"(\d+)([KM])", path.read_text().strip()) for path in sizes]
-    return max((int(size[1]) * units[size[2]] for size in found if size), default=32 << 20)
+    matches = [re.fullmatch(r"(\d+)([KM])", path.read_text().strip()) for path in sizes]
+    return max((int(size[1]) * units[size[2]] for size in matches if size), default=32 << 20)
 
 
 @functools.cache
@@ -247,10 +247,10 @@ def device_name(device: torch.device) -> str:
 def _cpu_name(lscpu: str) -> str:
     """The CPU's name in lscpu's output. Family and model are added if the name, as in virtual machines, has no number
     but the clock's: ``Intel(R) Xeon(R) Processor @ 2.50GHz``."""
-    found = dict(re.findall(r"^(Model name|CPU family|Model):\s*(.+?)\s*$", lscpu, re.MULTILINE))
-    name = re.sub(r"\s*@.*", "", found.get("Model name", ""))
-    if name and not re.search(r"\d", name) and "Model" in found:
-        name += f" family {found.get('CPU family', '-')} model {found['Model']}"
+    fields = dict(re.findall(r"^(Model name|CPU family|Model):\s*(.+?)\s*$", lscpu, re.MULTILINE))
+    name = re.sub(r"\s*@.*", "", fields.get("Model name", ""))
+    if name and not re.search(r"\d", name) and "Model" in fields:
+        name += f" family {fields.get('CPU family', '-')} model {fields['Model']}"
     return name
 
 

@@ -133,5 +133,5 @@ def search_beams(model: Any, ids: Tensor, batch: PackedBatch, new: int, ends: li
             break
         decoder.copy((origins + first_slots[:, None]).flatten(), every_slot, batch.max_seqlen + number)
         logits = decoder.next_logits(model.lm_head, tokens.flatten())
-    found = beams.results()
-    return found[:, : int((found >= 0).any(0).sum())]
+    sequences = beams.results()
+    return sequences[:, : int((sequences >= 0).any(0).sum())]

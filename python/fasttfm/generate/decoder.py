@@ -186,8 +186,8 @@ class CachedDecoder:
         """Why a step does not run on the kernels for few rows; None if it does. The parameters are validated again only
         if one of their properties that the reason depends on has changed."""
         modules = [*self._modules(), self.model.encoder.final_norm]
-        parameters = [each for module in modules for each in module._parameters.values() if each is not None]
-        properties = [(each.data_ptr(), each.dtype, each.device, each.shape, each.stride()) for each in parameters]
+        parameters = [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
+        properties = [(parameter.data_ptr(), parameter.dtype, parameter.device, parameter.shape, parameter.stride()) for parameter in parameters]
         state = len(ids), ids.device, properties
         if state != self._few_rows[0]:
             self._few_rows = state, few_rows.refuse(len(ids), ids.device, parameters)
@@ -297,8 +297,8 @@ def _logits(head: Any, x: Tensor) -> Tensor:
     V // 16 * 16 columns."""
     vocab = head.decoder.out_features if is_plain(head) else 0
     if not x.is_cuda or vocab % 16 == 0 or head.decoder.bias is not None or torch.is_autocast_enabled("cuda"):
-        found: Tensor = head(x)
-        return found
+        result: Tensor = head(x)
+        return result
     x = head.transform(x)
     logits = x.new_empty(len(x), -(-vocab // 16) * 16)[:, :vocab]
     weight, most = head.decoder.weight.t(), vocab // 16 * 16

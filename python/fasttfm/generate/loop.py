@@ -119,12 +119,12 @@ def _run_session(
     options: dict[str, Any] = {"max_new_tokens": new, "eos_token_id": ends.tokens, "sampling": choice}
     sequences = [session.submit(prompt, **options) for prompt in prompts]
     try:
-        found = [sequence.result() for sequence in sequences]
+        continuations = [sequence.result() for sequence in sequences]
     finally:
         for sequence in sequences:
             sequence.cancel()
-    width = max(map(len, found))
-    padded = [[*tokens, *[ends.padding] * (width - len(tokens))] for tokens in found]
+    width = max(map(len, continuations))
+    padded = [[*tokens, *[ends.padding] * (width - len(tokens))] for tokens in continuations]
     tokens = torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)
     return torch.cat([input_ids, tokens], 1)
 

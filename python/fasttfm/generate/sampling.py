@@ -75,13 +75,13 @@ def check_new_tokens(value: Any) -> None:
         raise ValueError(f"generate: max_new_tokens: expected at least 0, got {value!r}")
 
 
-def end_tokens(config: Any, given: int | Sequence[int] | Tensor | np.ndarray | None) -> list[int]:
+def end_tokens(config: Any, eos_token_id: int | Sequence[int] | Tensor | np.ndarray | None) -> list[int]:
     """The tokens that end a sequence: those that are given, or else the configuration's."""
-    given = config.eos_token_id if given is None else given
-    if given is None:
+    eos_token_id = config.eos_token_id if eos_token_id is None else eos_token_id
+    if eos_token_id is None:
         return []
-    ids: Any = given.tolist() if isinstance(given, (Tensor, np.ndarray)) else given
+    ids: Any = eos_token_id.tolist() if isinstance(eos_token_id, (Tensor, np.ndarray)) else eos_token_id
     ends = [ids] if isinstance(ids, numbers.Integral) else list(ids)
-    if not all(isinstance(each, numbers.Integral) for each in ends):
-        raise ValueError(f"generate: eos_token_id: expected one token or several, got {given!r:.80}")
-    return [int(each) for each in ends]
+    if not all(isinstance(end, numbers.Integral) for end in ends):
+        raise ValueError(f"generate: eos_token_id: expected one token or several, got {eos_token_id!r:.80}")
+    return [int(end) for end in ends]

@@ -70,12 +70,12 @@ class Generation:
         self._session._cancel(self)
 
     def __iter__(self) -> Iterator[int]:
-        given = 0
+        yielded = 0
         while True:
             done = self.done  # read first: the last tokens are known before the end, which another thread may note
-            if given < len(self.tokens):
-                yield self.tokens[given]
-                given += 1
+            if yielded < len(self.tokens):
+                yield self.tokens[yielded]
+                yielded += 1
             elif done:
                 break
             else:
@@ -138,7 +138,7 @@ class _State:
         def tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
-        limits = [len(each.prompt) + each._row.new for each in generations]
+        limits = [len(generation.prompt) + generation._row.new for generation in generations]
         return _State(
             ids=torch.zeros(len(rows), dtype=torch.int64, device=device),
             active=torch.ones(len(rows), dtype=torch.bool, device=device),
@@ -152,15 +152,15 @@ class _State:
         )
 
     def first(self, rows: int) -> _State:
-        return _State(*(getattr(self, each.name)[:rows] for each in fields(self)))
+        return _State(*(getattr(self, field.name)[:rows] for field in fields(self)))
 
     def store(self, slots: Tensor, rows: _State) -> None:
-        for each in fields(self):
-            getattr(self, each.name)[slots] = getattr(rows, each.name)
+        for field in fields(self):
+            getattr(self, field.name)[slots] = getattr(rows, field.name)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        for each in fields(self):
-            tensor = getattr(self, each.name)
+        for field in fields(self):
+            tensor = getattr(self, field.name)
             tensor[target] = tensor[source]
 
     def take(self, logits: Tensor, lengths: Tensor, backend: str | None) -> None:
@@ -297,8 +297,8 @@ class GenerationSession:
 
     def _checked(self, prompt: Sequence[int] | Tensor) -> list[int]:
         """The ids of a prompt. A wrong one would end the sequences that are read with it, too."""
-        found = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
-        ids = list(found) if isinstance(found, Iterable) else [found, None]
+        tokens = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
+        ids = list(tokens) if isinstance(tokens, Iterable) else [tokens, None]
         if not all(is_count(token, -math.inf) for token in ids):
             raise ValueError(f"generate: input_ids: expected a list of ids, got {prompt!r:.80}")
         if not ids:
@@ -356,7 +356,7 @@ class GenerationSession:
         ahead = 1 if steps and self.device.type == "cuda" else 0
         while len(self._snapshots) > ahead:
             self._snapshots.popleft().apply()
-        self._running = {slot: each for slot, each in self._running.items() if not each.done}
+        self._running = {slot: generation for slot, generation in self._running.items() if not generation.done}
         self._compact_slots()
 
     def _fail(self, error: BaseException) -> None:
@@ -459,15 +459,15 @@ def _check_mode(model: Any) -> None:
         raise ValueError(f"{_NAME}: model: expected evaluation mode (model.eval()), got training mode")
 
 
-def _uses_graphs(model: Any, device: torch.device, wanted: bool | None) -> bool:
-    if wanted and not (device.type == "cuda" and _has_plain_modules(model)):
+def _uses_graphs(model: Any, device: torch.device, requested: bool | None) -> bool:
+    if requested and not (device.type == "cuda" and _has_plain_modules(model)):
         raise ValueError(f"{_NAME}: graphs: expected modules without hooks and wrappers on a GPU, got others")
-    return device.type == "cuda" if wanted is None else wanted
+    return device.type == "cuda" if requested is None else requested
 
 
 def _has_plain_modules(model: Any) -> bool:
     """Whether no module has hooks or wrappers, whose Python code a replayed graph would not run."""
-    return all(is_plain(each) for each in model.modules() if not list(each.children()))
+    return all(is_plain(module) for module in model.modules() if not list(module.children()))
 
 
 class _Graphs:

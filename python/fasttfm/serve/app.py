@@ -138,7 +138,7 @@ def _page_file(name: str) -> Callable[[Call], Response]:
 
 def endpoints() -> list[Endpoint]:
     """All routes."""
-    found = [
+    routes = [
         Endpoint("POST", "/embed", tei.embed, TEI, "Vectors of texts.", tei.EMBED),
         Endpoint("POST", "/embed_all", tei.embed_all, TEI, "Hidden states of all tokens.", tei.EMBED_ALL),
         Endpoint("POST", "/embed_sparse", tei.embed_sparse, TEI, "SPLADE's sparse vectors.", tei.EMBED_ALL),
@@ -169,9 +169,9 @@ def endpoints() -> list[Endpoint]:
         Endpoint("GET", "/stats", stats, TEI, "The numbers of the page.", public=True),
         Endpoint("GET", "/", _page_file("index.html"), TEI, "The page.", public=True),
     ]
-    described = openapi.document(found)
+    described = openapi.document(routes)
     shown = openapi.page(described)
-    found += [
+    routes += [
         Endpoint("GET", "/docs", lambda call: Response(shown, media_type="text/html"), TEI, "This list.", public=True),
         *(Endpoint("GET", f"/page/{name}", _page_file(name), TEI, "", public=True) for name in _PAGE_TYPES),
         *(
@@ -179,7 +179,7 @@ def endpoints() -> list[Endpoint]:
             for path in ("/api-doc/openapi.json", "/openapi.json")
         ),
     ]
-    return found
+    return routes
 
 
 class Application:
@@ -191,8 +191,8 @@ class Application:
 
     def __init__(self, server: Server, keys: Sequence[str] = (), *, access_log: bool = False) -> None:
         self.server, self.keys, self._access_log = server, [key.encode() for key in keys], access_log
-        self._endpoints = {(each.method, each.path): each for each in endpoints()}
-        self._paths = {each.path for each in self._endpoints.values()}
+        self._endpoints = {(endpoint.method, endpoint.path): endpoint for endpoint in endpoints()}
+        self._paths = {endpoint.path for endpoint in self._endpoints.values()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -224,7 +224,7 @@ class Application:
         if (method, path) in self._endpoints:
             return self._endpoints[method, path]
         if path in self._paths:
-            allowed = ", ".join(sorted(each for each, known in self._endpoints if known == path))
+            allowed = ", ".join(sorted(method for method, known in self._endpoints if known == path))
             return errors.RequestError(405, "Validation", f"Method not allowed: expected {allowed}, got {method[:20]}")
         return errors.RequestError(404, "Validation", "There is no such route; /docs lists the routes")
 
@@ -243,8 +243,8 @@ class Application:
                 admitted = True
                 if endpoint.path == "/rerank" and isinstance(call.body, dict) and "documents" in call.body:
                     dialect = COHERE
-            found = endpoint.handler(call)
-            response: Response = await found if inspect.isawaitable(found) else found
+            answer = endpoint.handler(call)
+            response: Response = await answer if inspect.isawaitable(answer) else answer
             return response
         except errors.Disconnected:
             call.cancel()
@@ -275,8 +275,8 @@ class Application:
         header = call.request.headers.get("authorization", "").encode("utf-8", "replace")
         scheme, _, key = header.partition(b" ")
         known = False
-        for each in self.keys:
-            known |= hmac.compare_digest(key.strip(), each)
+        for valid in self.keys:
+            known |= hmac.compare_digest(key.strip(), valid)
         if not known or scheme.lower() != b"bearer":
             message = "Incorrect API key: expected the header `Authorization: Bearer` with one of the server's keys"
             raise errors.RequestError(401, "Validation", message, code="invalid_api_key", cause="unauthorized")
@@ -331,8 +331,8 @@ def add_gauges(server: Server) -> None:
         gauges[f"fasttfm_graphs_{kind}"] = (
             about,
             lambda kind=kind: iter(  # type: ignore[misc]
-                ({"model": name, "device": str(each.device)}, float(getattr(each.graph_counts, kind)))
-                for name, each in sessions()
+                ({"model": name, "device": str(session.device)}, float(getattr(session.graph_counts, kind)))
+                for name, session in sessions()
             ),
         )
     for kind, about in (("allocated", "Bytes of tensors."), ("reserved", "Bytes that torch has reserved.")):

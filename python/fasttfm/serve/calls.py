@@ -190,7 +190,7 @@ class Call:
         sequences = read() if characters <= _INLINE_CHARACTERS else await self.in_pool(read)
         self.tokenization += time.perf_counter() - begun
         self.characters += characters
-        lengths = [len(each.ids) for each in sequences]
+        lengths = [len(sequence.ids) for sequence in sequences]
         self.server.metrics.read(lengths)
         self.tokens += sum(lengths)
         self.server.limits.check_tokens(self.tokens)
@@ -210,7 +210,7 @@ class Call:
         deadline = loop.call_later(max(0.0, self.server.limits.request_timeout - elapsed), self._expire, job)
         watch = loop.call_later(_WATCH_AFTER, self._watch)
         try:
-            found = await job.waiter
+            result = await job.waiter
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -219,7 +219,7 @@ class Call:
             watch.cancel()
         self.queue += job.queue_seconds
         self.inference += job.inference_seconds
-        return found
+        return result
 
     def _expire(self, job: Job) -> None:
         self._refuse(job, errors.late(self.server.limits.request_timeout))
@@ -245,8 +245,8 @@ class Call:
     def _refuse(self, job: Job, error: Exception) -> None:
         if not job.waiter.done():
             job.waiter.set_exception(error)
-        for engine, each in self._jobs:
-            if each is job:
+        for engine, submitted in self._jobs:
+            if submitted is job:
                 engine.cancel(job)
 
     def cancel(self) -> None:
@@ -278,7 +278,7 @@ class Call:
 
 def characters_of(items: Sequence[Any]) -> int:
     """The characters of texts and pairs; ids count one each."""
-    return sum(sum(map(len, each)) if isinstance(each, tuple) else len(each) for each in items)
+    return sum(sum(map(len, item)) if isinstance(item, tuple) else len(item) for item in items)
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -21,8 +21,8 @@ def _documents() -> fields.Field:
     def read(value: Any) -> list[str] | None:
         if not isinstance(value, list):
             return None
-        texts: list[Any] = [each.get("text") if isinstance(each, dict) else each for each in value]
-        return texts if all(isinstance(each, str) for each in texts) else None
+        texts: list[Any] = [document.get("text") if isinstance(document, dict) else document for document in value]
+        return texts if all(isinstance(text, str) for text in texts) else None
 
     item = {"oneOf": [{"type": "string"}, {"type": "object", "properties": {"text": {"type": "string"}}}]}
     return fields.Field(
@@ -55,23 +55,23 @@ _PROMPTS = {"search_query": ("query", "search_query"), "search_document": ("docu
 
 async def rerank(call: Call) -> Response:
     """The answer has the fields of Cohere (``id``, ``meta``) and of Jina (``model``, ``usage``)."""
-    given = RERANK.parse(call.body)
-    model = call.server.ready().select("rerank", given["model"])
-    documents = given["documents"]
+    body = RERANK.parse(call.body)
+    model = call.server.ready().select("rerank", body["model"])
+    documents = body["documents"]
     call.count_inputs(len(documents), name="documents")
-    reader, most = model.reader, given["max_tokens_per_doc"]
+    reader, most = model.reader, body["max_tokens_per_doc"]
     if most is not None:
         kept = reader.tokenizer.encode_batch(documents)
         documents = [
             text if len(ids) <= most else reader.tokenizer.decode(ids[:most])
             for text, ids in zip(documents, kept, strict=True)
         ]
-    sequences = await call.sequences(model, [(given["query"], text) for text in documents])
+    sequences = await call.sequences(model, [(body["query"], text) for text in documents])
     logits = (await call.compute(model, sequences, "logits"))[:, 0]
     scores = 0.5 * (1.0 + np.tanh(0.5 * logits))
     results = []
-    for index in np.argsort(-scores, kind="stable").tolist()[: given["top_n"]]:
-        document = {"document": {"text": given["documents"][index]}} if given["return_documents"] else {}
+    for index in np.argsort(-scores, kind="stable").tolist()[: body["top_n"]]:
+        document = {"document": {"text": body["documents"][index]}} if body["return_documents"] else {}
         results.append({"index": index, "relevance_score": float(scores[index]), **document})
     return call.answer(
         {
@@ -89,15 +89,15 @@ async def rerank(call: Call) -> Response:
 
 
 async def embed(call: Call) -> Response:
-    given = EMBED.parse(call.body)
-    model = call.server.ready().select("embed", given["model"])
-    call.count_inputs(len(given["texts"]), name="texts")
-    names = _PROMPTS.get(given["input_type"], ())
+    body = EMBED.parse(call.body)
+    model = call.server.ready().select("embed", body["model"])
+    call.count_inputs(len(body["texts"]), name="texts")
+    names = _PROMPTS.get(body["input_type"], ())
     prompt = next((model.reader.prompts[name] for name in names if name in model.reader.prompts), None)
-    options = {"truncate": given["truncate"] != "none", "left": given["truncate"] == "start"}
+    options = {"truncate": body["truncate"] != "none", "left": body["truncate"] == "start"}
     prompt = model.reader.default_prompt if prompt is None else prompt
-    vectors = await call.compute(model, await call.sequences(model, given["texts"], prompt=prompt, **options))
-    dimensions = given["output_dimension"]
+    vectors = await call.compute(model, await call.sequences(model, body["texts"], prompt=prompt, **options))
+    dimensions = body["output_dimension"]
     if dimensions is not None and dimensions > vectors.shape[1]:
         raise errors.invalid("output_dimension", f"a whole number from 1 to {vectors.shape[1]}", dimensions)
     vectors = unit_vectors(vectors[:, :dimensions])
@@ -105,8 +105,8 @@ async def embed(call: Call) -> Response:
         {
             "id": str(uuid.uuid4()),
             "response_type": "embeddings_by_type",
-            "embeddings": {kind: encoded(vectors, kind) for kind in given["embedding_types"]},
-            "texts": given["texts"],
+            "embeddings": {kind: encoded(vectors, kind) for kind in body["embedding_types"]},
+            "texts": body["texts"],
             "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": call.tokens}},
         }
     )

@@ -78,7 +78,7 @@ class Engine:
 
     def submit(self, sequences: Sequence[Tokens], output: str) -> Job:
         """Starts the computation of sequences. ``job.waiter`` gets their results."""
-        tokens = sum(len(each.ids) for each in sequences)
+        tokens = sum(len(sequence.ids) for sequence in sequences)
         job = Job(asyncio.get_running_loop().create_future(), len(sequences), tokens)
         job.replica = 0 if len(self._tokens) == 1 else min(range(len(self._tokens)), key=self._tokens.__getitem__)
         session = self.model.sessions[job.replica]

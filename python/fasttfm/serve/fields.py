@@ -37,27 +37,27 @@ class Body:
     def __init__(self, **fields: Field) -> None:
         self.fields = fields
 
-    def parse(self, given: Any) -> dict[str, Any]:
+    def parse(self, body: Any) -> dict[str, Any]:
         """The values of all fields; raises RequestError."""
-        if not isinstance(given, dict):
-            raise errors.invalid("body", "a JSON object", given)
-        found = {}
+        if not isinstance(body, dict):
+            raise errors.invalid("body", "a JSON object", body)
+        values = {}
         for name, field in self.fields.items():
-            value = given.get(name)
+            value = body.get(name)
             if value is None:
                 if field.default is REQUIRED:
-                    missing = "null" if name in given else "none"
+                    missing = "null" if name in body else "none"
                     message = (
                         f"Input validation error: missing field `{name}`: expected {field.expected}, got {missing}"
                     )
                     raise errors.RequestError(422, "Validation", message, param=name)
-                found[name] = field.default
+                values[name] = field.default
                 continue
             read = field.read(value)
             if read is None:
                 raise errors.invalid(name, field.expected, value)
-            found[name] = read
-        return found
+            values[name] = read
+        return values
 
     def schema(self) -> dict[str, Any]:
         properties = {}
@@ -105,8 +105,8 @@ def choice(*names: str, default: Any = REQUIRED, about: str = "") -> Field:
     """One of some words, in lower or upper case."""
 
     def read(value: Any) -> str | None:
-        found = value.lower() if isinstance(value, str) else None
-        return found if found in names else None
+        word = value.lower() if isinstance(value, str) else None
+        return word if word in names else None
 
     return Field(f"one of {', '.join(names)}", read, {"type": "string", "enum": list(names)}, default, about)
 
@@ -115,7 +115,7 @@ def choices(*names: str, default: Any = REQUIRED, about: str = "") -> Field:
     """A list of some words."""
 
     def read(value: Any) -> list[str] | None:
-        known = isinstance(value, list) and value and all(isinstance(each, str) and each in names for each in value)
+        known = isinstance(value, list) and value and all(isinstance(word, str) and word in names for word in value)
         return list(dict.fromkeys(value)) if known else None
 
     schema = {"type": "array", "items": {"type": "string", "enum": list(names)}}
@@ -126,7 +126,7 @@ def unsupported(reason: str, *allowed: Any) -> Field:
     """A field of the original that is refused, unless it has one of the values that change nothing."""
 
     def read(value: Any) -> Any:
-        return value if any(value == each and type(value) is type(each) for each in allowed) else None
+        return value if any(value == option and type(value) is type(option) for option in allowed) else None
 
     expected = f"no value other than {', '.join(map(repr, (*allowed, None)))}, because {reason}"
     return Field(expected, read, {}, None, reason)
@@ -143,7 +143,7 @@ def texts(default: Any = REQUIRED, about: str = "") -> Field:
     """An array of strings; an empty one is for handlers to refuse."""
 
     def read(value: Any) -> list[str] | None:
-        return value if isinstance(value, list) and all(isinstance(each, str) for each in value) else None
+        return value if isinstance(value, list) and all(isinstance(text, str) for text in value) else None
 
     return Field("an array of strings", read, {"type": "array", "items": {"type": "string"}}, default, about)
 
@@ -156,7 +156,7 @@ class Items(NamedTuple):
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int and 0 <= each <= _MAX_ID for each in value)
+    return isinstance(value, list) and all(type(token) is int and 0 <= token <= _MAX_ID for token in value)
 
 
 def texts_or_ids(about: str = "") -> Field:
@@ -165,7 +165,7 @@ def texts_or_ids(about: str = "") -> Field:
     def read(value: Any) -> Items | None:
         if isinstance(value, str) or (_is_ids(value) and value):
             return Items([value], True)
-        if isinstance(value, list) and all(isinstance(each, str) or _is_ids(each) for each in value):
+        if isinstance(value, list) and all(isinstance(item, str) or _is_ids(item) for item in value):
             return Items(value, False)
         return None
 
@@ -180,7 +180,7 @@ def text_or_texts(about: str = "") -> Field:
     def read(value: Any) -> Items | None:
         if isinstance(value, str):
             return Items([value], True)
-        known = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        known = isinstance(value, list) and all(isinstance(text, str) for text in value)
         return Items(value, False) if known else None
 
     schema = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -191,7 +191,7 @@ def texts_or_pairs(about: str = "") -> Field:
     """TEI's input of ``/predict``: a string, a pair [string, string], or a batch [[string], [string, string], ...]."""
 
     def sequence(value: list[Any]) -> Any:
-        if not 1 <= len(value) <= 2 or not all(isinstance(each, str) for each in value):
+        if not 1 <= len(value) <= 2 or not all(isinstance(text, str) for text in value):
             raise ValueError
         return value[0] if len(value) == 1 else (value[0], value[1])
 
@@ -201,8 +201,8 @@ def texts_or_pairs(about: str = "") -> Field:
                 return Items([value], True)
             if isinstance(value, list) and value and isinstance(value[0], str):
                 return Items([sequence(value)], True)
-            if isinstance(value, list) and all(isinstance(each, list) for each in value):
-                return Items([sequence(each) for each in value], False)
+            if isinstance(value, list) and all(isinstance(item, list) for item in value):
+                return Items([sequence(item) for item in value], False)
         except ValueError:
             pass
         return None

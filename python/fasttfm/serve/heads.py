@@ -77,12 +77,12 @@ LABEL_TOKENS = fields.Body(
 
 async def answer(call: Call) -> Response:
     """The span of a context that answers a question, with its probability and its place."""
-    given = ANSWER.parse(call.body)
-    model = call.server.ready().select("answer", given["model"])
-    values, single = given["inputs"]
+    body = ANSWER.parse(call.body)
+    model = call.server.ready().select("answer", body["model"])
+    values, single = body["inputs"]
     call.count_inputs(len(values), single=single)
-    parameters = {"max_answer_len": 30, "doc_stride": 128, "handle_impossible_answer": False, **given["parameters"]}
-    if not all(each["question"] and each["context"] for each in values):
+    parameters = {"max_answer_len": 30, "doc_stride": 128, "handle_impossible_answer": False, **body["parameters"]}
+    if not all(value["question"] and value["context"] for value in values):
         raise errors.empty("inputs")
     windows: list[list[Window]] = []
     offsets: list[Any] = []
@@ -91,19 +91,19 @@ async def answer(call: Call) -> Response:
         form, tokenizer = model.reader.form, model.reader.tokenizer
         room = form.room - min(_MAX_QUESTION, form.room // 4)
         splitter = Windows(form, min(parameters["doc_stride"], max(1, room // 2)), form.room - room)
-        for each in values:
-            ids, places = tokenizer.encode_with_offsets(each["context"])
-            windows.append(splitter.split(tokenizer.encode(each["question"]), ids))
+        for value in values:
+            ids, places = tokenizer.encode_with_offsets(value["context"])
+            windows.append(splitter.split(tokenizer.encode(value["question"]), ids))
             offsets.append(places)
         return [window.tokens for question in windows for window in question]
 
-    sequences = await call.tokenize(read, sum(len(each["question"]) + len(each["context"]) for each in values))
+    sequences = await call.tokenize(read, sum(len(value["question"]) + len(value["context"]) for value in values))
     logits = iter(await call.compute(model, sequences, "logits"))
-    found = []
-    for each, question, places in zip(values, windows, offsets, strict=True):
+    answers = []
+    for value, question, places in zip(values, windows, offsets, strict=True):
         rows = [next(logits) for _ in question]
-        found.append(_best(each["context"], question, rows, places, parameters))
-    return call.answer(found[0] if single else found)
+        answers.append(_best(value["context"], question, rows, places, parameters))
+    return call.answer(answers[0] if single else answers)
 
 
 def _best(
@@ -130,14 +130,14 @@ def _best(
 
 async def fill_mask(call: Call) -> Response:
     """Guesses for a text's mask, the most likely first; of several masks, an array for each."""
-    given = FILL_MASK.parse(call.body)
-    model = call.server.ready().select("fill_mask", given["model"])
-    values, single = given["inputs"]
+    body = FILL_MASK.parse(call.body)
+    model = call.server.ready().select("fill_mask", body["model"])
+    values, single = body["inputs"]
     call.count_inputs(len(values), single=single)
-    count = given["parameters"].get("top_k") or 5
+    count = body["parameters"].get("top_k") or 5
     sequences = await call.sequences(model, values)
     mask = model.reader.tokenizer.special.mask
-    masks = [[place for place, id in enumerate(each.ids) if id == mask] for each in sequences]
+    masks = [[place for place, id in enumerate(sequence.ids) if id == mask] for sequence in sequences]
     if mask is None or not all(masks):
         name = "a mask token" if mask is None else model.reader.tokenizer.token(mask)
         raise errors.RequestError(
@@ -146,14 +146,14 @@ async def fill_mask(call: Call) -> Response:
     logits = await call.compute(model, sequences, "logits")
 
     def guess() -> list[Any]:
-        found = []
+        answers = []
         for tokens, places, rows in zip(sequences, masks, logits, strict=True):
             guesses = [_guesses(model, tokens, place, rows[place], count) for place in places]
-            found.append(guesses[0] if len(guesses) == 1 else guesses)
-        return found
+            answers.append(guesses[0] if len(guesses) == 1 else guesses)
+        return answers
 
-    found = await call.in_pool(guess)
-    return call.answer(found[0] if single else found)
+    answers = await call.in_pool(guess)
+    return call.answer(answers[0] if single else answers)
 
 
 def _guesses(model: ServedModel, tokens: Tokens, place: int, logits: np.ndarray, count: int) -> list[dict[str, Any]]:
@@ -174,9 +174,9 @@ def _guesses(model: ServedModel, tokens: Tokens, place: int, logits: np.ndarray,
 
 async def label_tokens(call: Call) -> Response:
     """The entities of a text with their offsets."""
-    given = LABEL_TOKENS.parse(call.body)
-    model = call.server.ready().select("label_tokens", given["model"])
-    values, single = given["inputs"]
+    body = LABEL_TOKENS.parse(call.body)
+    model = call.server.ready().select("label_tokens", body["model"])
+    values, single = body["inputs"]
     call.count_inputs(len(values), single=single)
     offsets: list[Any] = []
     if not all(values):
@@ -189,15 +189,15 @@ async def label_tokens(call: Call) -> Response:
 
     sequences = await call.tokenize(read, sum(map(len, values)))
     logits = await call.compute(model, sequences, "logits")
-    strategy = given["parameters"].get("aggregation_strategy") or "simple"
-    ignored = set(given["parameters"].get("ignore_labels") or ["O"])
-    found = []
+    strategy = body["parameters"].get("aggregation_strategy") or "simple"
+    ignored = set(body["parameters"].get("ignore_labels") or ["O"])
+    entities = []
     for text, tokens, rows, places in zip(values, sequences, logits, offsets, strict=True):
         labelled = _labelled(model, text, tokens, rows, places)
         shown = _joined(text, labelled) if strategy == "simple" else labelled
         key = "entity_group" if strategy == "simple" else "entity"
-        found.append([each for each in shown if each[key] not in ignored])
-    return call.answer(found[0] if single else found)
+        entities.append([entity for entity in shown if entity[key] not in ignored])
+    return call.answer(entities[0] if single else entities)
 
 
 def _labelled(model: ServedModel, text: str, tokens: Tokens, logits: np.ndarray, places: Any) -> list[dict[str, Any]]:
@@ -221,16 +221,18 @@ def _labelled(model: ServedModel, text: str, tokens: Tokens, logits: np.ndarray,
 def _joined(text: str, labelled: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Entities: tokens one after the other with the same label, up to the next ``B-``."""
     groups: list[dict[str, Any]] = []
-    for each in labelled:
-        prefix, sign, name = each["entity"].partition("-")
-        kind = name if sign and prefix in ("B", "I") else each["entity"]
+    for token in labelled:
+        prefix, sign, name = token["entity"].partition("-")
+        kind = name if sign and prefix in ("B", "I") else token["entity"]
         previous = groups[-1] if groups else None
         continues = previous is not None and previous["entity_group"] == kind and not (sign and prefix == "B")
         if continues and previous is not None:
-            previous["scores"].append(each["score"])
-            previous["end"] = each["end"]
+            previous["scores"].append(token["score"])
+            previous["end"] = token["end"]
         else:
-            groups.append({"entity_group": kind, "scores": [each["score"]], "start": each["start"], "end": each["end"]})
+            groups.append(
+                {"entity_group": kind, "scores": [token["score"]], "start": token["start"], "end": token["end"]}
+            )
     return [
         {
             "entity_group": group["entity_group"],

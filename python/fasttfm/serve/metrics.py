@@ -57,7 +57,10 @@ class Metrics:
         durations = ("", "_tokenization", "_queue", "_inference")
         self._durations = [Distribution(_DURATIONS) for _ in durations]
         self._histograms = {
-            **{f"te_request{part}_duration": each for part, each in zip(durations, self._durations, strict=True)},
+            **{
+                f"te_request{part}_duration": histogram
+                for part, histogram in zip(durations, self._durations, strict=True)
+            },
             "te_request_input_length": Distribution(_LENGTHS),
             "te_batch_next_size": Distribution(_BATCHES),
             "te_batch_next_tokens": Distribution(_TOKENS),
@@ -94,8 +97,8 @@ class Metrics:
     def recent(self) -> dict[str, Any]:
         """Rates and latencies of the last seconds, for the page."""
         now = time.monotonic()
-        last = [each for each in self._recent if now - each[0] <= _WINDOW]
-        seconds = sorted(each[1] for each in last)
+        last = [request for request in self._recent if now - request[0] <= _WINDOW]
+        seconds = sorted(request[1] for request in last)
 
         def percentile(fraction: float) -> float | None:
             return seconds[min(len(seconds) - 1, int(fraction * len(seconds)))] * 1e3 if seconds else None
@@ -104,8 +107,8 @@ class Metrics:
         return {
             "window_seconds": _WINDOW,
             "requests_per_second": len(last) / span,
-            "texts_per_second": sum(each[2] for each in last) / span,
-            "tokens_per_second": sum(each[3] for each in last) / span,
+            "texts_per_second": sum(request[2] for request in last) / span,
+            "tokens_per_second": sum(request[3] for request in last) / span,
             "latency_ms": {"p50": percentile(0.5), "p90": percentile(0.9), "p99": percentile(0.99)},
         }
 
@@ -135,7 +138,9 @@ class Metrics:
                 _, sums = samples.setdefault(name, (about, {}))
                 for labels, number in numbers:
                     sums[str(labels)] = (labels, number + sums.get(str(labels), (labels, 0.0))[1])
-        merged = sorted((tuple(each) for state in states for each in state["recent"]), key=lambda each: each[0])
+        merged = sorted(
+            (tuple(request) for state in states for request in state["recent"]), key=lambda request: request[0]
+        )
         total._recent.extend(merged)
         for name, (about, sums) in samples.items():
             total.gauges[name] = (about, lambda sums=sums: iter(sums.values()))  # type: ignore[misc]

@@ -111,7 +111,7 @@ class ServedModel:
     @property
     def devices(self) -> list[torch.device]:
         sessions: list[Any] = self.sessions or self.generations
-        return [each.device for each in sessions]
+        return [session.device for session in sessions]
 
     def kind(self) -> dict[str, Any]:
         """``model_type`` of ``/info``: TEI's for the models that it has, otherwise the name of the task."""
@@ -134,7 +134,7 @@ class ServedModel:
 
     def fault(self) -> str | None:
         """Why the model cannot compute any more; None while it can."""
-        return next((each.ended for each in self.sessions if each.ended is not None), None)
+        return next((session.ended for session in self.sessions if session.ended is not None), None)
 
     def close(self) -> None:
         """Computes what is submitted, and frees the sessions."""
@@ -150,7 +150,7 @@ def load(source: Source) -> ServedModel:
     heads = {kind: head for family in FAMILIES.values() for head, kind in family.models.items()}
     head = next((heads[kind] for kind in type(model).__mro__ if kind in heads), Head.NONE)
     if head not in _ABILITIES:
-        expected = ", ".join(each.value for each in _ABILITIES)
+        expected = ", ".join(ability.value for ability in _ABILITIES)
         raise CheckpointError(f"{source.directory}: expected a model for {expected}, got one for {head.value}")
     if head is not Head.NONE:
         with_trained_head(model, source.directory, head.value)

@@ -26,7 +26,7 @@ def _stops() -> fields.Field:
     def read(value: Any) -> list[str] | None:
         stops = [value] if isinstance(value, str) else value
         known = isinstance(stops, list) and len(stops) <= _MAX_STOPS
-        return stops if known and all(isinstance(each, str) and each for each in stops) else None
+        return stops if known and all(isinstance(stop, str) and stop for stop in stops) else None
 
     return fields.Field(f"a string or an array of up to {_MAX_STOPS} strings", read, {}, [])
 
@@ -80,14 +80,14 @@ def _described(model: ServedModel) -> dict[str, Any]:
 
 
 async def embeddings(call: Call) -> Response:
-    given = EMBEDDINGS.parse(call.body)
-    model = call.server.ready().select("embed", given["model"])
-    values, single = given["input"]
+    body = EMBEDDINGS.parse(call.body)
+    model = call.server.ready().select("embed", body["model"])
+    values, single = body["input"]
     call.count_inputs(len(values), single=single, name="input")
     options = {"prompt": model.reader.default_prompt, "truncate": call.server.limits.auto_truncate}
     vectors = await call.compute(model, await call.sequences(model, values, **options))
-    vectors = shortened(model, vectors, given["dimensions"], normalize=True)
-    rows = encoded(vectors, given["encoding_format"])
+    vectors = shortened(model, vectors, body["dimensions"], normalize=True)
+    rows = encoded(vectors, body["encoding_format"])
     data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
     usage = {"prompt_tokens": call.tokens, "total_tokens": call.tokens}
     return call.answer({"object": "list", "data": data, "model": model.name, "usage": usage})
@@ -120,17 +120,17 @@ class _Choice:
 
 
 async def completions(call: Call) -> Response:
-    given = COMPLETIONS.parse(call.body)
-    model = call.server.ready().select("complete", given["model"])
-    values, single = given["prompt"]
-    call.count_inputs(len(values) * given["n"], single=single and given["n"] == 1, name="prompt")
+    body = COMPLETIONS.parse(call.body)
+    model = call.server.ready().select("complete", body["model"])
+    values, single = body["prompt"]
+    call.count_inputs(len(values) * body["n"], single=single and body["n"] == 1, name="prompt")
     sequences = await call.sequences(model, values, truncate=False)
-    choices = _start(call, model, given, values, [list(each.ids) for each in sequences])
+    choices = _start(call, model, body, values, [list(sequence.ids) for sequence in sequences])
     head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
     head["model"] = model.name
     deadline = call.begun + call.server.limits.request_timeout
-    if given["stream"]:
-        usage = bool(given["stream_options"].get("include_usage"))
+    if body["stream"]:
+        usage = bool(body["stream_options"].get("include_usage"))
         events = _events(call, head, choices, deadline, usage)
         first = await anext(events)  # an error before the first token is a status, not an event
         return StreamingResponse(_with_first(first, events), media_type="text/event-stream")
@@ -143,34 +143,34 @@ async def completions(call: Call) -> Response:
 
 
 def _start(
-    call: Call, model: ServedModel, given: dict[str, Any], values: list[Any], prompts: list[list[int]]
+    call: Call, model: ServedModel, body: dict[str, Any], values: list[Any], prompts: list[list[int]]
 ) -> list[_Choice]:
     """Submits the sequences of all choices to the generator with the fewest."""
     generators: list[Generator] = model.generators
     ends = end_tokens(model.config, None)
-    is_greedy = given["temperature"] == 0
+    is_greedy = body["temperature"] == 0
     sampling = Sampling(
         do_sample=not is_greedy,
-        temperature=1.0 if is_greedy else given["temperature"],
-        top_k=given["top_k"],
-        top_p=given["top_p"],
+        temperature=1.0 if is_greedy else body["temperature"],
+        top_k=body["top_k"],
+        top_p=body["top_p"],
     )
     choices: list[_Choice] = []
     for number, (value, prompt) in enumerate(zip(values, prompts, strict=True)):
-        for copy in range(given["n"]):
-            generator = min(generators, key=lambda each: each.running)
-            if len(prompt) + given["max_tokens"] > generator.capacity:
-                got = f"{len(prompt)} in the prompt and {given['max_tokens']} to complete"
+        for copy in range(body["n"]):
+            generator = min(generators, key=lambda candidate: candidate.running)
+            if len(prompt) + body["max_tokens"] > generator.capacity:
+                got = f"{len(prompt)} in the prompt and {body['max_tokens']} to complete"
                 message = f"This model's maximum context length is {generator.capacity} tokens; got {got}"
                 raise errors.RequestError(
                     400, "Validation", message, param="max_tokens", code="context_length_exceeded"
                 )
-            seed = None if given["seed"] is None else (given["seed"] + copy + 2**63) % 2**64 - 2**63
-            options = {"max_new_tokens": given["max_tokens"], "seed": seed, "sampling": sampling}
+            seed = None if body["seed"] is None else (body["seed"] + copy + 2**63) % 2**64 - 2**63
+            options = {"max_new_tokens": body["max_tokens"], "seed": seed, "sampling": sampling}
             echo = value if isinstance(value, str) else model.reader.tokenizer.decode(value)
-            decoding = Decoding(model.reader.tokenizer, given["stop"], set(ends))
+            decoding = Decoding(model.reader.tokenizer, body["stop"], set(ends))
             stream = generator.submit(prompt, options)
-            choices.append(_Choice(number * given["n"] + copy, echo if given["echo"] else "", stream, decoding))
+            choices.append(_Choice(number * body["n"] + copy, echo if body["echo"] else "", stream, decoding))
     return choices
 
 

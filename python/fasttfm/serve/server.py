@@ -204,16 +204,16 @@ def _run_loop(coroutine: Any, config: uvicorn.Config) -> int:
 
 def _implementations() -> dict[str, Any]:
     """uvloop and httptools where they are installed; they are not on every platform."""
-    found: dict[str, Any] = {"loop": "asyncio", "http": "h11", "ws": "none"}
+    implementations: dict[str, Any] = {"loop": "asyncio", "http": "h11", "ws": "none"}
     with contextlib.suppress(ImportError):
         import uvloop  # noqa: F401
 
-        found["loop"] = "uvloop"
+        implementations["loop"] = "uvloop"
     with contextlib.suppress(ImportError):
         import httptools  # noqa: F401
 
-        found["http"] = "httptools"
-    return found
+        implementations["http"] = "httptools"
+    return implementations
 
 
 def listen(hostname: str, port: int, *, shared: bool = False) -> socket.socket:

@@ -55,67 +55,65 @@ DECODE = fields.Body(
 )
 
 
-def _options(call: Call, given: dict[str, Any]) -> dict[str, Any]:
+def _options(call: Call, body: dict[str, Any]) -> dict[str, Any]:
     """The options of ``TextReader.read`` that all bodies have."""
-    truncate = given.get("truncate")
+    truncate = body.get("truncate")
     return {
         "truncate": call.server.limits.auto_truncate if truncate is None else truncate,
-        "left": given.get("truncation_direction") == "left",
+        "left": body.get("truncation_direction") == "left",
     }
 
 
-async def _inputs(call: Call, model: ServedModel, given: dict[str, Any]) -> list[Tokens]:
-    values, single = given["inputs"]
+async def _inputs(call: Call, model: ServedModel, body: dict[str, Any]) -> list[Tokens]:
+    values, single = body["inputs"]
     call.count_inputs(len(values), single=single)
-    return await call.sequences(
-        model, values, prompt=model.reader.prompt(given["prompt_name"]), **_options(call, given)
-    )
+    return await call.sequences(model, values, prompt=model.reader.prompt(body["prompt_name"]), **_options(call, body))
 
 
 async def embed(call: Call) -> Response:
-    given = EMBED.parse(call.body)
-    model = call.server.ready().select("embed", given["model"])
-    vectors = await call.compute(model, await _inputs(call, model, given))
-    return call.answer(shortened(model, vectors, given["dimensions"], normalize=given["normalize"]))
+    body = EMBED.parse(call.body)
+    model = call.server.ready().select("embed", body["model"])
+    vectors = await call.compute(model, await _inputs(call, model, body))
+    return call.answer(shortened(model, vectors, body["dimensions"], normalize=body["normalize"]))
 
 
 async def embed_all(call: Call) -> Response:
     """The hidden states of all tokens."""
-    given = EMBED_ALL.parse(call.body)
-    model = call.server.ready().select("embed", given["model"])
-    return call.answer(await call.compute(model, await _inputs(call, model, given), "states"))
+    body = EMBED_ALL.parse(call.body)
+    model = call.server.ready().select("embed", body["model"])
+    return call.answer(await call.compute(model, await _inputs(call, model, body), "states"))
 
 
 async def embed_sparse(call: Call) -> Response:
     """SPLADE's vectors, or bge-m3's lexical weights, without zeros."""
-    given = EMBED_ALL.parse(call.body)
-    model = call.server.ready().select("embed_sparse", given["model"])
-    vectors = await call.compute(model, await _inputs(call, model, given), "sparse")
+    body = EMBED_ALL.parse(call.body)
+    model = call.server.ready().select("embed_sparse", body["model"])
+    vectors = await call.compute(model, await _inputs(call, model, body), "sparse")
 
     def sparse() -> list[list[dict[str, Any]]]:
-        found = []
+        rows = []
         for vector in vectors:
             pairs = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
-            found.append([{"index": index, "value": value} for index, value in pairs])
-        return found
+            rows.append([{"index": index, "value": value} for index, value in pairs])
+        return rows
 
     return call.answer(await call.in_pool(sparse))
 
 
 async def predict(call: Call) -> Response:
     """The labels of sequences, the most likely first; of a model for tokens, the most likely label of each token."""
-    given = PREDICT.parse(call.body)
-    model = call.server.ready().select("predict", given["model"])
-    values, single = given["inputs"]
+    body = PREDICT.parse(call.body)
+    model = call.server.ready().select("predict", body["model"])
+    values, single = body["inputs"]
     call.count_inputs(len(values), single=single)
-    sequences = await call.sequences(model, values, **_options(call, given))
+    sequences = await call.sequences(model, values, **_options(call, body))
     logits = await call.compute(model, sequences, "logits")
     if "label_tokens" in model.abilities:
         pairs = zip(sequences, logits, strict=True)
-        found = [_token_labels(model, tokens, rows, given["raw_scores"]) for tokens, rows in pairs]
+        labels = [_token_labels(model, tokens, rows, body["raw_scores"]) for tokens, rows in pairs]
     else:
-        found = [_labels(model, row, given["raw_scores"]) for row in logits]
-    return call.answer(found[0] if single else found)
+        labels = [_labels(model, row, body["raw_scores"]) for row in logits]
+    return call.answer(labels[0] if single else labels)
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:
@@ -150,26 +148,26 @@ async def rerank(call: Call) -> Response:
     """TEI's body has ``texts``; one with ``documents`` is Cohere's and Jina's."""
     if isinstance(call.body, dict) and "documents" in call.body and "texts" not in call.body:
         return await cohere_rerank(call)
-    given = RERANK.parse(call.body)
-    model = call.server.ready().select("rerank", given["model"])
-    texts = given["texts"]
+    body = RERANK.parse(call.body)
+    model = call.server.ready().select("rerank", body["model"])
+    texts = body["texts"]
     call.count_inputs(len(texts), name="texts")
-    pairs = [(given["query"], text) for text in texts]
-    sequences = await call.sequences(model, pairs, **_options(call, given))
+    pairs = [(body["query"], text) for text in texts]
+    sequences = await call.sequences(model, pairs, **_options(call, body))
     logits = (await call.compute(model, sequences, "logits"))[:, 0]
-    scores = logits if given["raw_scores"] else sigmoid(logits)
+    scores = logits if body["raw_scores"] else sigmoid(logits)
     ranks = []
     for index in np.argsort(-scores, kind="stable").tolist():
-        text = {"text": texts[index]} if given["return_text"] else {}
+        text = {"text": texts[index]} if body["return_text"] else {}
         ranks.append({"index": index, **text, "score": float(scores[index])})
     return call.answer(ranks)
 
 
 async def similarity(call: Call) -> Response:
     """The cosines of one sentence and others."""
-    given = SIMILARITY.parse(call.body)
-    model = call.server.ready().select("embed", given["model"])
-    inputs, parameters = given["inputs"], given["parameters"]
+    body = SIMILARITY.parse(call.body)
+    model = call.server.ready().select("embed", body["model"])
+    inputs, parameters = body["inputs"], body["parameters"]
     if not inputs["sentences"]:
         raise errors.empty("inputs.sentences")
     values = [inputs["source_sentence"], *inputs["sentences"]]
@@ -181,38 +179,38 @@ async def similarity(call: Call) -> Response:
 
 
 async def tokenize(call: Call) -> Response:
-    given = TOKENIZE.parse(call.body)
-    model = _first(call, given["model"])
-    values, single = given["inputs"]
+    body = TOKENIZE.parse(call.body)
+    model = _first(call, body["model"])
+    values, single = body["inputs"]
     call.count_inputs(len(values), single=single)
-    prompt = model.reader.prompt(given["prompt_name"]) if given["prompt_name"] is not None else ""
+    prompt = model.reader.prompt(body["prompt_name"]) if body["prompt_name"] is not None else ""
     if not all(values):
         raise errors.empty("inputs")
-    special = given["add_special_tokens"]
+    special = body["add_special_tokens"]
 
     def read() -> list[list[dict[str, Any]]]:
         return [model.reader.describe(prompt + text, special=special) for text in values]
 
     call.characters = characters_of(values)
-    found = await call.in_pool(read)
-    call.tokens = sum(map(len, found))
-    return call.answer(found)
+    described = await call.in_pool(read)
+    call.tokens = sum(map(len, described))
+    return call.answer(described)
 
 
 async def decode(call: Call) -> Response:
-    given = DECODE.parse(call.body)
-    model = _first(call, given["model"])
-    values, single = given["ids"]
-    if any(isinstance(each, str) for each in values):
+    body = DECODE.parse(call.body)
+    model = _first(call, body["model"])
+    values, single = body["ids"]
+    if any(isinstance(value, str) for value in values):
         raise errors.invalid("ids", "an array of ids, or an array of these", "")
     call.count_inputs(len(values), single=single, name="ids")
     tokenizer = model.reader.tokenizer
-    if any(id >= tokenizer.vocab_size for each in values for id in each):
+    if any(id >= tokenizer.vocab_size for sequence in values for id in sequence):
         raise errors.invalid("ids", f"ids from 0 to {tokenizer.vocab_size - 1}", max(map(max, values)))
     call.tokens = sum(map(len, values))
 
     def read() -> list[str]:
-        return [tokenizer.decode(each, skip_special_tokens=given["skip_special_tokens"]) for each in values]
+        return [tokenizer.decode(sequence, skip_special_tokens=body["skip_special_tokens"]) for sequence in values]
 
     return call.answer(await call.in_pool(read))
 

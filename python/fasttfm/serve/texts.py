@@ -62,7 +62,7 @@ class TextReader:
             elif isinstance(item, tuple):
                 texts += (self._text(item[0], prompt), self._text(item[1], prompt))
         ids = iter(self.tokenizer.encode_batch(texts)) if texts else iter(())
-        found = []
+        sequences = []
         for item in items:
             if isinstance(item, str):
                 tokens = self._one(next(ids), left)
@@ -72,8 +72,8 @@ class TextReader:
                 tokens = self._from_ids(item, left)
             if tokens.cut and not truncate:
                 raise errors.too_long(self.form.max_length, len(tokens.ids) + tokens.cut)
-            found.append(tokens)
-        return found
+            sequences.append(tokens)
+        return sequences
 
     def _text(self, text: str, prompt: str) -> str:
         if not text:
@@ -89,13 +89,13 @@ class TextReader:
         return form.one(ids[max(0, len(ids) - room) :])._replace(cut=max(0, len(ids) - room))
 
     def _two(self, first: list[int], second: list[int], left: bool) -> Tokens:
-        found = self.form.two(first, second)
-        if not left or not found.cut:
-            return found
+        joined = self.form.two(first, second)
+        if not left or not joined.cut:
+            return joined
         room = max(0, self.form.room)
         kept = min(len(first), max(room - len(second), room // 2))
         rest = second[len(second) - max(0, room - kept) :]
-        return self.form.joined(first[len(first) - kept :], rest)._replace(cut=found.cut)
+        return self.form.joined(first[len(first) - kept :], rest)._replace(cut=joined.cut)
 
     def _from_ids(self, ids: list[int], left: bool) -> Tokens:
         """Ids that begin with the format's first tokens are complete; others get special tokens around them."""
