@@ -55,7 +55,7 @@ class Inputs:
         """``run`` gets ids and mask, int64 [B, S], and returns states [B, S, C]."""
         import numpy as np
 
-        rows = [found.ids for found in self.tokenizer.encode_batch(texts)]
+        rows = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
         vectors: list[Any] = [None] * len(rows)
         for first in range(0, len(rows), BATCH):
@@ -79,11 +79,11 @@ class Inputs:
 def sessions(directory: Path, inputs: Inputs, threads: int) -> dict[str, Encode]:
     from fasttfm.inference import EmbedSettings, Session
 
-    found = {}
+    calls = {}
     for name, options in (("session fp32", {}), ("session int8", {"precision": "int8"})):
         session = Session(str(directory), settings=EmbedSettings(pooling="mean"), device="cpu", **options)
-        found[name] = session.encode
-    return found
+        calls[name] = session.encode
+    return calls
 
 
 def transformers_models(directory: Path, inputs: Inputs, threads: int, *, compiled: bool = False) -> dict[str, Encode]:
@@ -95,8 +95,8 @@ def transformers_models(directory: Path, inputs: Inputs, threads: int, *, compil
 
     @torch.inference_mode()
     def run(ids: Any, mask: Any) -> Any:
-        given = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
-        return call(**given).last_hidden_state.numpy()
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        return call(**inputs).last_hidden_state.numpy()
 
     name = "transformers + compile" if compiled else "transformers"
     return {name: lambda texts: inputs.vectors(texts, run)}
@@ -111,14 +111,14 @@ def sentence_transformers_models(directory: Path, inputs: Inputs, threads: int) 
 
     import fasttfm
 
-    found = {}
+    calls = {}
     for name in ("sentence-transformers", "sentence-transformers + fasttfm.patch"):
         word = models.Transformer(str(directory))
         model = SentenceTransformer(modules=[word, models.Pooling(word.get_word_embedding_dimension())], device="cpu")
         if name.endswith("patch"):
             fasttfm.patch(model)
-        found[name] = lambda texts, model=model: model.encode(texts, batch_size=BATCH, show_progress_bar=False)
-    return found
+        calls[name] = lambda texts, model=model: model.encode(texts, batch_size=BATCH, show_progress_bar=False)
+    return calls
 
 
 def _exported(directory: Path) -> Path:
@@ -158,7 +158,7 @@ def onnxruntime_models(directory: Path, inputs: Inputs, threads: int) -> dict[st
     quantize_dynamic(path, quantized, per_channel=True)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    found = {}
+    calls = {}
     for name, file in (("onnxruntime fp32", path), ("onnxruntime int8", quantized)):
         session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
         output = session.get_outputs()[0].name
@@ -166,8 +166,8 @@ def onnxruntime_models(directory: Path, inputs: Inputs, threads: int) -> dict[st
         def run(ids: Any, mask: Any, session: Any = session, output: str = output) -> Any:
             return session.run([output], _feed(ids, mask))[0]
 
-        found[name] = lambda texts, run=run: inputs.vectors(texts, run)
-    return found
+        calls[name] = lambda texts, run=run: inputs.vectors(texts, run)
+    return calls
 
 
 def openvino_models(directory: Path, inputs: Inputs, threads: int) -> dict[str, Encode]:
@@ -181,7 +181,7 @@ def openvino_models(directory: Path, inputs: Inputs, threads: int) -> dict[str, 
         forms["openvino int8 (NNCF)"] = (_quantized_by_nncf(core, directory, inputs), {})
     except ImportError as error:
         print(f"openvino int8 is left out: {error}", flush=True)
-    found = {}
+    calls = {}
     for name, (form, more) in forms.items():
         compiled = core.compile_model(form, "CPU", {**options, **more})
         request = compiled.create_infer_request()
@@ -189,15 +189,15 @@ def openvino_models(directory: Path, inputs: Inputs, threads: int) -> dict[str, 
         def run(ids: Any, mask: Any, request: Any = request) -> Any:
             return request.infer(_feed(ids, mask))[0]
 
-        found[name] = lambda texts, run=run: inputs.vectors(texts, run)
-    return found
+        calls[name] = lambda texts, run=run: inputs.vectors(texts, run)
+    return calls
 
 
 def _quantized_by_nncf(core: Any, directory: Path, inputs: Inputs) -> Any:
     import nncf
     import numpy as np
 
-    rows = [found.ids for found in inputs.tokenizer.encode_batch(sentences(100, seed=1))]
+    rows = [encoding.ids for encoding in inputs.tokenizer.encode_batch(sentences(100, seed=1))]
     samples = [_feed(np.array([row]), np.ones((1, len(row)), np.int64)) for row in rows]
     model = core.read_model(_exported(directory))
     return nncf.quantize(model, nncf.Dataset(samples), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(samples))
@@ -215,7 +215,7 @@ def ctranslate2_models(directory: Path, inputs: Inputs, threads: int) -> dict[st
     # The converter reads a field that transformers 5 no longer has.
     (source / "config.json").write_text(json.dumps({**config, "position_embedding_type": "absolute"}))
     ctranslate2.converters.TransformersConverter(str(source)).convert(str(converted), force=True)
-    found = {}
+    calls = {}
     for kind in ("float32", "int8"):
         encoder = ctranslate2.Encoder(str(converted), device="cpu", compute_type=kind, intra_threads=threads)
 
@@ -223,10 +223,10 @@ def ctranslate2_models(directory: Path, inputs: Inputs, threads: int) -> dict[st
             rows = [row[:length].tolist() for row, length in zip(ids, mask.sum(1), strict=True)]
             return np.array(encoder.forward_batch(rows).last_hidden_state)
 
-        found[f"ctranslate2 {'fp32' if kind == 'float32' else kind}"] = lambda texts, run=run: inputs.vectors(
+        calls[f"ctranslate2 {'fp32' if kind == 'float32' else kind}"] = lambda texts, run=run: inputs.vectors(
             texts, run
         )
-    return found
+    return calls
 
 
 CONTENDERS: dict[str, Callable[[Path, Inputs, int], dict[str, Encode]]] = {
@@ -249,14 +249,14 @@ def sentences(count: int, seed: int = 0) -> list[str]:
     from fasttfm import data
     from fasttfm.data.sentences import sentence_starts
 
-    found: list[str] = []
+    kept: list[str] = []
     for text in data.read_documents(data.shipped_corpus() / "state-of-the-union.txt.gz"):
         bounds = [*sentence_starts(text), len(text)]
         pieces = (" ".join(text[first:end].split()) for first, end in itertools.pairwise(bounds))
-        found += [piece for piece in pieces if 4 <= len(piece.split()) <= 45]
-        if len(found) > 20 * count:
+        kept += [piece for piece in pieces if 4 <= len(piece.split()) <= 45]
+        if len(kept) > 20 * count:
             break
-    return random.Random(seed).sample(found, count)
+    return random.Random(seed).sample(kept, count)
 
 
 def texts_of(part: str, inputs: Inputs) -> list[str]:
@@ -283,21 +283,21 @@ def measured(calls: Mapping[str, Encode], texts: list[str], seconds: float) -> d
         start = time.perf_counter()
         call(texts)
         repeats[name] = max(1, int(seconds / len(calls) / 5 / (time.perf_counter() - start)))
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
     for _ in range(5):
         for name, call in calls.items():
             wall, processor = time.perf_counter(), time.process_time()
             for _ in range(repeats[name]):
                 call(texts)
             wall, processor = time.perf_counter() - wall, time.process_time() - processor
-            found[name].append((wall / repeats[name], processor / repeats[name]))
-    return found
+            times[name].append((wall / repeats[name], processor / repeats[name]))
+    return times
 
 
-def smallest_cosine(found: Any, expected: Any) -> float:
+def smallest_cosine(result: Any, expected: Any) -> float:
     import numpy as np
 
-    one, other = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True) for vectors in (found, expected))
+    one, other = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True) for vectors in (result, expected))
     return float((one * other).sum(1).min())
 
 
@@ -362,7 +362,7 @@ def main() -> None:
             expected = calls["transformers"](texts)
             cosines = {name: smallest_cosine(call(texts), expected) for name, call in calls.items()}
             for name, samples in measured(calls, texts, settings.seconds).items():
-                wall, processor = (statistics.median(each) for each in zip(*samples, strict=True))
+                wall, processor = (statistics.median(column) for column in zip(*samples, strict=True))
                 row = {"part": part, "contender": name, "threads": settings.threads}
                 row |= {"ms": round(1e3 * wall, 3), "processor_ms": round(1e3 * processor, 3)}
                 row |= {"texts_per_second": round(len(texts) / wall, 1), "cosine": round(cosines[name], 6)}

@@ -58,7 +58,7 @@ def session_call(model: Any, prompts: torch.Tensor, steps: int, **options: Any) 
 
     def run(new: int) -> list[list[int]]:
         submitted = [session.submit(row, max_new_tokens=new, eos_token_id=[], **options) for row in rows]
-        return [each.result() for each in submitted]
+        return [sequence.result() for sequence in submitted]
 
     return run
 
@@ -73,10 +73,10 @@ def transformers_call(directory: str, prompts: torch.Tensor, dtype: torch.dtype,
     mask = torch.ones_like(prompts)
 
     def run(new: int) -> torch.Tensor:
-        found: torch.Tensor = model.generate(
+        tokens: torch.Tensor = model.generate(
             prompts, attention_mask=mask, min_new_tokens=new, max_new_tokens=new, **options
         )
-        return found
+        return tokens
 
     return run
 
@@ -87,8 +87,8 @@ def replay_ms(model: Any, prompts: torch.Tensor, steps: int, rounds: int, few_ro
     try:
         session = GenerationSession(model, max_batch=len(prompts), max_length=PROMPT + 8, graphs=True)
         submitted = [session.submit(row, max_new_tokens=4, eos_token_id=[]) for row in prompts.tolist()]
-        for each in submitted:
-            each.result()
+        for sequence in submitted:
+            sequence.result()
     finally:
         decoder.FEW_ROWS_FROM = chosen
     assert session._graphs is not None

@@ -98,16 +98,16 @@ def compare(name: str, settings: argparse.Namespace) -> list[dict[str, Any]]:
         for side in sorted(sides, reverse=bool(seed % 2)):
             torch.manual_seed(seed)
             model, task = tasks.prepare(name, settings.model, examples.train, max_length=settings.max_length)
-            found, elapsed, used = sides[side](model, task, examples, seed, settings)
-            for values, value in ((scores, found), (seconds, elapsed), (processor, used)):
+            score, elapsed, used = sides[side](model, task, examples, seed, settings)
+            for values, value in ((scores, score), (seconds, elapsed), (processor, used)):
                 values[side].append(value)
-            what = f"{task.main_score} {found:.3f}, {elapsed:.1f} s, {used:.1f} s of processors"
+            what = f"{task.main_score} {score:.3f}, {elapsed:.1f} s, {used:.1f} s of processors"
             print(f"  {name} seed {seed} {side}: {what}", flush=True)
-    means = {side: statistics.fmean(found) for side, found in scores.items()}
-    spreads = {side: statistics.stdev(found) if len(found) > 1 else 0.0 for side, found in scores.items()}
-    spread = 2 * math.sqrt(sum(each**2 for each in spreads.values()) / settings.seeds)
+    means = {side: statistics.fmean(values) for side, values in scores.items()}
+    spreads = {side: statistics.stdev(values) if len(values) > 1 else 0.0 for side, values in scores.items()}
+    spread = 2 * math.sqrt(sum(deviation**2 for deviation in spreads.values()) / settings.seeds)
     difference = abs(means["fasttfm"] - means["transformers"])
-    times = {side: statistics.median(found) for side, found in seconds.items()}
+    times = {side: statistics.median(values) for side, values in seconds.items()}
     ratio = times["fasttfm"] / times["transformers"]
     cpu_ratio = statistics.median(processor["fasttfm"]) / statistics.median(processor["transformers"])
     parts = ", ".join(f"{side} {means[side]:.3f} +- {spreads[side]:.3f} in {times[side]:.1f} s" for side in sides)
@@ -123,7 +123,7 @@ def compare(name: str, settings: argparse.Namespace) -> list[dict[str, Any]]:
         "seeds": settings.seeds,
         "epochs": settings.epochs,
         "learning_rate": settings.learning_rate,
-        "model": f"{model.config.model_type}, {sum(each.numel() for each in model.parameters()) / 1e6:.1f}M",
+        "model": f"{model.config.model_type}, {sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f}M",
         "device": device_name(torch.device(settings.device)),
         "torch_version": torch.__version__,
         "transformers_version": transformers.__version__,
@@ -158,15 +158,15 @@ def ours(model: Any, task: Task, examples: Any, seed: int, settings: argparse.Na
     )
     work = tasks.FineTuning(model.to(settings.device), task, examples.train, recipe)
     features = task.features(examples.dev)
-    found: list[float] = []
+    scores: list[float] = []
 
     def evaluate(_: int) -> None:
         predictions = tasks.predict(model, task, examples.dev, features=features, precision=precision)
-        found.append(task.scores(examples.dev, predictions)[task.main_score])
+        scores.append(task.scores(examples.dev, predictions)[task.main_score])
 
     clock = Clock()
     work.run(lambda results: None, evaluate)
-    return found[-1], *clock.passed()
+    return scores[-1], *clock.passed()
 
 
 def theirs(model: Any, task: Task, examples: Any, seed: int, settings: argparse.Namespace) -> Measured:
@@ -175,11 +175,11 @@ def theirs(model: Any, task: Task, examples: Any, seed: int, settings: argparse.
     with tempfile.TemporaryDirectory() as folder:
         tasks.save(model, task, Path(folder))
         module = getattr(transformers, CLASSES[task.head]).from_pretrained(folder)
-        found: list[float] = []
+        scores: list[float] = []
 
         class Scores(transformers.TrainerCallback):
             def on_epoch_end(self, *_: Any, **__: Any) -> None:
-                found.append(score(module, task, examples.dev, dev, settings.device))
+                scores.append(score(module, task, examples.dev, dev, settings.device))
                 module.train()
 
         arguments = transformers.TrainingArguments(
@@ -201,33 +201,37 @@ def theirs(model: Any, task: Task, examples: Any, seed: int, settings: argparse.
             remove_unused_columns=False,
         )
         trainer = transformers.Trainer(
-            module, arguments, train_dataset=train, data_collator=lambda each: padded(task, each), callbacks=[Scores()]
+            module,
+            arguments,
+            train_dataset=train,
+            data_collator=lambda sequences: padded(task, sequences),
+            callbacks=[Scores()],
         )
         clock = Clock()
         trainer.train()
-        return found[-1], *clock.passed()
+        return scores[-1], *clock.passed()
 
 
 def padded(task: Task, features: Sequence[Feature]) -> dict[str, torch.Tensor]:
     """A batch for transformers, padded to the longest sequence."""
 
     def rows(values: Sequence[Sequence[int]], fill: int) -> torch.Tensor:
-        tensors = [torch.tensor(each) for each in values]
+        tensors = [torch.tensor(row) for row in values]
         return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill)
 
     batch = task.batch(features)
     sequences = [feature.sequences[0] for feature in features]
-    found = {
-        "input_ids": rows([each.ids for each in sequences], task.language.tokenizer.special.pad or 0),
-        "attention_mask": rows([[1] * len(each.ids) for each in sequences], 0),
+    tensors = {
+        "input_ids": rows([sequence.ids for sequence in sequences], task.language.tokenizer.special.pad or 0),
+        "attention_mask": rows([[1] * len(sequence.ids) for sequence in sequences], 0),
         "labels": batch.targets["labels"],
     }
     if batch.token_type_ids is not None:
-        found["token_type_ids"] = rows([each.segments for each in sequences], 0)
-    if len(found["labels"]) == batch.tokens:  # a label for each token
+        tensors["token_type_ids"] = rows([sequence.segments for sequence in sequences], 0)
+    if len(tensors["labels"]) == batch.tokens:  # a label for each token
         pieces = batch.targets["labels"].split(batch.cu_seqlens.diff().tolist())
-        found["labels"] = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=-100)
-    return found
+        tensors["labels"] = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=-100)
+    return tensors
 
 
 @torch.no_grad()

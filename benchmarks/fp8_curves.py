@@ -74,10 +74,10 @@ def warm_start(arguments: argparse.Namespace) -> Path | None:
         changes={"num_hidden_layers": arguments.warm_start_layers} if arguments.warm_start_layers else {},
     )
     summary = run(arguments, settings, output, evaluate_every=max(1, steps // 16))
-    found, wanted = summary.held_out["loss"], arguments.warm_start_loss
-    print(f"warm start: {steps} steps, validation {found:.4f}", flush=True)
-    if wanted is not None and found >= wanted:
-        raise SystemExit(f"--warm-start-loss: expected a validation loss below {wanted}, got {found:.4f}")
+    loss, limit = summary.held_out["loss"], arguments.warm_start_loss
+    print(f"warm start: {steps} steps, validation {loss:.4f}", flush=True)
+    if limit is not None and loss >= limit:
+        raise SystemExit(f"--warm-start-loss: expected a validation loss below {limit}, got {loss:.4f}")
     return repeat_layers(arguments, summary.checkpoint)
 
 
@@ -94,8 +94,8 @@ def repeat_layers(arguments: argparse.Namespace, checkpoint: Path) -> Path:
     (repeated / "config.json").write_text(json.dumps(config | {"num_hidden_layers": depth}))
     tensors = load_file(checkpoint / "model.safetensors")
     for name, tensor in list(tensors.items()):
-        if found := re.fullmatch(r"(.*\.layer\.)(\d+)(\..*)", name):
-            before, index, after = found.groups()
+        if match := re.fullmatch(r"(.*\.layer\.)(\d+)(\..*)", name):
+            before, index, after = match.groups()
             tensors |= {f"{before}{copy}{after}": tensor.clone() for copy in range(int(index) + layers, depth, layers)}
     save_file(tensors, repeated / "model.safetensors", metadata={"format": "pt"})
     return repeated

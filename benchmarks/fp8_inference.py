@@ -55,12 +55,12 @@ def captured(session: Session, rows: list[Any]) -> Callable[[], None]:
 
 
 def milliseconds(call: Callable[[], object], count: int) -> list[float]:
-    found = []
+    samples = []
     for _ in range(count):
         begun = time.perf_counter()
         call()
-        found.append(1e3 * (time.perf_counter() - begun))
-    return found
+        samples.append(1e3 * (time.perf_counter() - begun))
+    return samples
 
 
 def main() -> None:
@@ -91,14 +91,14 @@ def main() -> None:
             calls[name, "session"] = lambda session=session, rows=rows: session.encode(rows)
             calls[name, "graph"] = captured(session, rows)
         times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
-        for turn in range(arguments.rounds + 1):
+        for round_number in range(arguments.rounds + 1):
             for key, call in calls.items():
-                found = milliseconds(call, arguments.calls)
-                times[key] += found if turn else []  # the first turn warms up
-        for (name, kind), found in times.items():
+                samples = milliseconds(call, arguments.calls)
+                times[key] += samples if round_number else []  # the first round warms up
+        for (name, kind), samples in times.items():
             row: dict[str, Any] = {"device": torch.cuda.get_device_name(device), "model": "bert-base", "batch": shape}
             row |= {"tokens": sum(map(len, rows)), "contender": kind, "precision": name}
-            low, middle, high = numpy.percentile(found, (20, 50, 80))
+            low, middle, high = numpy.percentile(samples, (20, 50, 80))
             row |= {"ms_p20": round(low, 4), "ms_p50": round(middle, 4), "ms_p80": round(high, 4)}
             cosine = (vectors[name] * vectors["bf16"]).sum(-1).min()
             row |= {"cosine": round(float(cosine), 5), **versions()}

@@ -42,21 +42,21 @@ def score(run: Run, arguments: argparse.Namespace, folder: Path) -> dict[str, ob
     finished = subprocess.run([*command, "--output", str(output), "--quiet"], capture_output=True, text=True)
     if finished.returncode:
         raise RuntimeError(f"{' '.join(command)}: exit code {finished.returncode}: {finished.stderr[-2000:]}")
-    found = json.loads((output / "metrics.json").read_text())
-    name, value = next(iter(found["dev"].items()))
-    majority = round(found["majority"][name], 4) if "majority" in found else ""
-    return dict(zip(FIELDS, (*run, name, round(value, 4), majority, found["examples"]["dev"]), strict=True))
+    metrics = json.loads((output / "metrics.json").read_text())
+    name, value = next(iter(metrics["dev"].items()))
+    majority = round(metrics["majority"][name], 4) if "majority" in metrics else ""
+    return dict(zip(FIELDS, (*run, name, round(value, 4), majority, metrics["examples"]["dev"]), strict=True))
 
 
 def report(rows: list[dict[str, object]]) -> None:
     for task in dict.fromkeys(row["task"] for row in rows):
         for precision in PRECISIONS:
-            own = [row for row in rows if (row["task"], row["precision"]) == (task, precision)]
-            values = [float(str(row["value"])) for row in own]
+            matching = [row for row in rows if (row["task"], row["precision"]) == (task, precision)]
+            values = [float(str(row["value"])) for row in matching]
             spread = statistics.stdev(values) if len(values) > 1 else 0.0
             listed = " ".join(f"{value:.3f}" for value in values)
-            print(f"{task:10s} {precision:8s} {own[0]['score']}: mean {statistics.mean(values):.3f}, ", end="")
-            print(f"standard deviation {spread:.3f} ({listed}), majority {own[0]['majority']}", flush=True)
+            print(f"{task:10s} {precision:8s} {matching[0]['score']}: mean {statistics.mean(values):.3f}, ", end="")
+            print(f"standard deviation {spread:.3f} ({listed}), majority {matching[0]['majority']}", flush=True)
 
 
 def main() -> None:
@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=8, help="runs at the same time")
     parser.add_argument("--out", type=Path, help="folder for the CSV")
     arguments = parser.parse_args()
-    runs = [Run(task, each, seed) for task in arguments.tasks for each in PRECISIONS for seed in arguments.seeds]
+    runs = [
+        Run(task, precision, seed) for task in arguments.tasks for precision in PRECISIONS for seed in arguments.seeds
+    ]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         rows = list(pool.map(lambda run: score(run, arguments, Path(folder)), runs))
     report(rows)

@@ -62,10 +62,10 @@ def step_rows(
             continue
         torch.cuda.reset_peak_memory_stats()
         step = training_step(contender, case, batch, device)
-        found = measure(step, device, steps, captured=contender.endswith("graph"))
+        measured = measure(step, device, steps, captured=contender.endswith("graph"))
         row = {"device": torch.cuda.get_device_name(device), "model": model, "batch": shape, "padded": case.padded}
-        row |= {"mode": "training", "contender": contender, **found}
-        yield row | {"tflop_per_s": round(flops / found["ms_p50"] * 1e-9, 2), **versions(), "note": ""}
+        row |= {"mode": "training", "contender": contender, **measured}
+        yield row | {"tflop_per_s": round(flops / measured["ms_p50"] * 1e-9, 2), **versions(), "note": ""}
         del step
         gc.collect()
         torch._dynamo.reset()
@@ -95,8 +95,8 @@ def kernel_rows(device: torch.device) -> Iterator[dict[str, Any]]:
 def _casts(device: torch.device) -> Iterator[tuple[str, float, str, float]]:
     """The name, the rate, its unit and the time of each pass."""
     for width in (768, 1024, 3072, 4096):
-        found = _passes(width, device) | (_norms(width, device) if width <= 1024 else {})
-        for name, (bytes_each, call) in found.items():
+        passes = _passes(width, device) | (_norms(width, device) if width <= 1024 else {})
+        for name, (bytes_each, call) in passes.items():
             ms = median_ms(call)
             yield f"{name} {TOKENS}x{width}", bytes_each * TOKENS * width / ms * 1e-9, "TB/s", ms
 
@@ -113,15 +113,15 @@ def _passes(width: int, device: torch.device) -> dict[str, tuple[int, Callable[[
         for outputs in ((rows, rows.new_empty(0)), (columns.new_empty(0), columns)):
             fp8_native.run("cast", x, slot.scale, slot.amax, *outputs)
 
-    found: dict[str, tuple[int, Callable[[], Any]]] = {
+    passes: dict[str, tuple[int, Callable[[], Any]]] = {
         "copy": (4, lambda: target.copy_(x)),
         "cast": (4, lambda: fp8.cast(x, slot)),
         "cast rows, then columns": (6, cast_twice),
     }
     if width == 4096:
-        found["gelu forward"] = (3, lambda: fp8.gelu(x, bias, "gelu", slot))
-        found["gelu backward"] = (7, lambda: fp8.gelu_backward(x, x, bias, "gelu", slot, other, True))
-    return found
+        passes["gelu forward"] = (3, lambda: fp8.gelu(x, bias, "gelu", slot))
+        passes["gelu backward"] = (7, lambda: fp8.gelu_backward(x, x, bias, "gelu", slot, other, True))
+    return passes
 
 
 def _norms(width: int, device: torch.device) -> dict[str, tuple[int, Callable[[], Any]]]:
@@ -133,14 +133,14 @@ def _norms(width: int, device: torch.device) -> dict[str, tuple[int, Callable[[]
     ends = torch.arange(0, TOKENS + 1, 512, dtype=torch.int32, device=device)
     norm = NormArguments(weight, bias, linear_bias, ends, philox.draw_seed(device), 0.1, 1e-5)
     _, z, statistics = forward_op(x, residual, *norm, True, None)
-    wanted, dropout = [True] * 3, (ends, norm.seed, norm.p)
+    needs, dropout = [True] * 3, (ends, norm.seed, norm.p)
     return {
         "norm forward with cast": (10, lambda: add_norm_cast(x, residual, norm, other, None)),
-        "norm backward": (8, lambda: backward_op(dy, None, z, statistics, *norm[:-1], wanted, None)),
+        "norm backward": (8, lambda: backward_op(dy, None, z, statistics, *norm[:-1], needs, None)),
         "dropout and cast": (4, lambda: fp8.cast_dropped(dy, slot, dropout)),
         "norm backward with cast": (
             8,
-            lambda: add_norm_backward_cast((dy, None), z, statistics, norm, wanted, slot, None),
+            lambda: add_norm_backward_cast((dy, None), z, statistics, norm, needs, slot, None),
         ),
     }
 
@@ -181,7 +181,7 @@ def _gemms(inputs: int, outputs: int, device: torch.device) -> dict[str, Callabl
 
 def _row_wise(a: Tensor, b: Tensor, *, fast: bool) -> Callable[[], Tensor]:
     """``a b^T`` of a [M, K] and b [N, K] with a scale for each of their rows; torch supports only bf16 results."""
-    left, right = (torch.ones(len(each), 1, device=a.device) for each in (a, b))
+    left, right = (torch.ones(len(factor), 1, device=a.device) for factor in (a, b))
     return lambda: torch._scaled_mm(a, b.t(), left, right.t(), out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
@@ -200,9 +200,9 @@ def main() -> None:
         print(write_chart(arguments.chart))
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    cases, own, peers = (
-        [each for each in given.split(",") if each]
-        for given in (arguments.cases, arguments.contenders, arguments.peers)
+    cases, ours, peers = (
+        [name for name in names.split(",") if name]
+        for names in (arguments.cases, arguments.contenders, arguments.peers)
     )
     deadline = time.perf_counter() + arguments.seconds
     out: Path | None = arguments.out
@@ -212,7 +212,7 @@ def main() -> None:
         if path is not None:
             append_row(path, row)
 
-    for contenders, name in itertools.product((own, peers), cases):
+    for contenders, name in itertools.product((ours, peers), cases):
         for row in step_rows(name, contenders, device, arguments.steps, deadline):
             report(row, out)
     if not arguments.no_kernels:

@@ -54,7 +54,7 @@ def pairs(device: str, dtype: torch.dtype, grad: bool) -> dict[tuple[str, float]
 
     x, residual, weight, bias = draw(ROWS, COLUMNS), draw(ROWS, COLUMNS), draw(COLUMNS), draw(COLUMNS)
     q, k, v = (draw(1, ROWS, HEADS, COLUMNS // HEADS) for _ in range(3))
-    heads_first = [each.detach().transpose(1, 2).requires_grad_(grad) for each in (q, k, v)]
+    heads_first = [tensor.detach().transpose(1, 2).requires_grad_(grad) for tensor in (q, k, v)]
 
     def chain(p: float) -> Call:
         return lambda: F.layer_norm(F.dropout(x, p) + residual, (COLUMNS,), weight, bias)
@@ -91,10 +91,10 @@ def seconds(call: Call, device: str) -> float:
     start = time.thread_time()
     for _ in range(CALLS):
         call()
-    found = time.thread_time() - start
+    elapsed = time.thread_time() - start
     if device != "cpu":
         torch.cuda.synchronize()
-    return found
+    return elapsed
 
 
 def measure(theirs: Call, ours: Call, device: str, rounds: int) -> tuple[float, float, float]:
@@ -102,9 +102,9 @@ def measure(theirs: Call, ours: Call, device: str, rounds: int) -> tuple[float, 
     for call in (theirs, ours):
         seconds(call, device)
     gc.collect()
-    found = [(seconds(theirs, device), seconds(ours, device)) for _ in range(rounds)]
-    peer, own = (statistics.median(times) / CALLS * 1e6 for times in zip(*found, strict=True))
-    return peer, own, statistics.median(mine / other for other, mine in found)
+    pairs = [(seconds(theirs, device), seconds(ours, device)) for _ in range(rounds)]
+    peer, ours_us = (statistics.median(times) / CALLS * 1e6 for times in zip(*pairs, strict=True))
+    return peer, ours_us, statistics.median(mine / other for other, mine in pairs)
 
 
 def main() -> None:
@@ -121,10 +121,10 @@ def main() -> None:
         for (op, p), calls in pairs(arguments.device, getattr(torch, dtype_name), grad).items():
             theirs, ours = map(with_backward, calls) if direction == "forward+backward" else calls
             with torch.set_grad_enabled(grad):
-                peer, own, ratio = measure(theirs, ours, arguments.device, arguments.rounds)
-            print(f"{op:<24} {direction:<20} p={p:<4} torch {peer:7.2f} us  fasttfm {own:7.2f} us  {ratio:5.2f}x")
+                peer, ours_us, ratio = measure(theirs, ours, arguments.device, arguments.rounds)
+            print(f"{op:<24} {direction:<20} p={p:<4} torch {peer:7.2f} us  fasttfm {ours_us:7.2f} us  {ratio:5.2f}x")
             names = (device_name(device), torch.__version__, __version__)
-            values = (op, direction, p, dtype_name, f"{peer:.2f}", f"{own:.2f}", f"{ratio:.2f}", *names)
+            values = (op, direction, p, dtype_name, f"{peer:.2f}", f"{ours_us:.2f}", f"{ratio:.2f}", *names)
             lines.append(dict(zip(FIELDS, values, strict=True)))
     if arguments.out is not None:
         path = arguments.out / f"{file_stem(device)}-host_time.csv"

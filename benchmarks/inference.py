@@ -45,7 +45,7 @@ LENGTHS = (5, 60)  # tokens of a sentence, including special tokens
 
 def encoder_calls(bench: Bench, most_tokens: int) -> None:
     module = bench.model.ours("BertModel").eval()
-    names = bench.wanted(("fasttfm", "hf eager", "hf reduce-overhead"))
+    names = bench.selected(("fasttfm", "hf eager", "hf reduce-overhead"))
     modules = {name: encoder(name, bench.model) for name in names}
     with Session(module) as session:
         for size, sequence in SHAPES:
@@ -56,14 +56,14 @@ def encoder_calls(bench: Bench, most_tokens: int) -> None:
             rows = [row[:length] for row, length in zip(ids, batch.lengths, strict=True)]
             calls: dict[str, Callable[[], object]] = {"session": lambda rows=rows: session.encode(rows)}
             calls |= {name: inference_call(name, call, bench.model, batch) for name, call in modules.items()}
-            found = bench.in_turns(calls, rounds=8 if bench.quick else 20, calls_a_round=10, wait=True)
+            times = bench.in_turns(calls, rounds=8 if bench.quick else 20, calls_a_round=10, wait=True)
             ratios = {
-                name: statistics.median(found[name]) / statistics.median(found["session"])
+                name: statistics.median(times[name]) / statistics.median(times["session"])
                 for name in names
                 if name != "fasttfm"
             }
             note = ", ".join(f"{name} takes {ratio:.2f}x" for name, ratio in ratios.items())
-            bench.add("encoder", f"B{size} S{sequence}", found, note)
+            bench.add("encoder", f"B{size} S{sequence}", times, note)
         counts = session.graph_counts
         print(f"  {counts.captured} graphs captured, {counts.replayed} replays, {counts.evicted} evicted", flush=True)
 
@@ -100,15 +100,15 @@ def sentences(bench: Bench, source: Path | None) -> None:
     for name in opened:
         cosine = float((normalized(calls[name]()) * normalized(expected)).sum(1).min())
         print(f"  {name}: smallest cosine to transformers {cosine:.6f}", flush=True)
-    found = bench.in_turns(calls, rounds=3 if bench.quick else 7, calls_a_round=1, warmup=1, wait=True)
-    ours = statistics.median(found["session"])
-    rates = {name: len(texts) / statistics.median(seconds) for name, seconds in found.items()}
+    times = bench.in_turns(calls, rounds=3 if bench.quick else 7, calls_a_round=1, warmup=1, wait=True)
+    ours = statistics.median(times["session"])
+    rates = {name: len(texts) / statistics.median(seconds) for name, seconds in times.items()}
     note = ", ".join(
         f"{name}: {rate:,.0f} sentences/s ({rates['session'] / rate:.2f}x)" for name, rate in rates.items()
     )
     print(f"  {note}", flush=True)
-    bench.add("sentences", f"{len(texts)} sentences", found, f"session: {len(texts) / ours:,.0f} sentences/s")
-    for row in bench.rows[-len(found) :]:
+    bench.add("sentences", f"{len(texts)} sentences", times, f"session: {len(texts) / ours:,.0f} sentences/s")
+    for row in bench.rows[-len(times) :]:
         row["model"] = "MiniLM's shape"
     for session in opened.values():
         session.close()
@@ -116,14 +116,16 @@ def sentences(bench: Bench, source: Path | None) -> None:
 
 def chosen(documents: list[str], tokenizer: Any, count: int) -> list[str]:
     """Sentences of the lengths ``LENGTHS``, in random order."""
-    found: list[str] = []
+    texts: list[str] = []
     for text in documents:
         pieces = list(_pieces(text))
         ids = tokenizer.encode_batch(pieces)
-        found += [piece for piece, own in zip(pieces, ids, strict=True) if LENGTHS[0] <= len(own) + 2 <= LENGTHS[1]]
-        if len(found) >= 4 * count:
+        texts += [
+            piece for piece, tokens in zip(pieces, ids, strict=True) if LENGTHS[0] <= len(tokens) + 2 <= LENGTHS[1]
+        ]
+        if len(texts) >= 4 * count:
             break
-    return [found[index] for index in np.random.default_rng(0).permutation(len(found))[:count]]
+    return [texts[index] for index in np.random.default_rng(0).permutation(len(texts))[:count]]
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -135,14 +137,14 @@ def _pieces(text: str) -> Iterator[str]:
 def embedded(model: Any, tokenizer: Any, texts: list[str], size: int, ordered: bool) -> np.ndarray:
     """The usual loop over transformers: batches of texts, padded to the longest, and the mean over their tokens."""
     order = sorted(range(len(texts)), key=lambda index: -len(texts[index])) if ordered else list(range(len(texts)))
-    found = np.empty((len(texts), model.config.hidden_size), np.float32)
+    vectors = np.empty((len(texts), model.config.hidden_size), np.float32)
     for first in range(0, len(texts), size):
         part = order[first : first + size]
         batch = tokenizer([texts[index] for index in part], padding=True, return_tensors="pt").to(model.device)
         states = model(**batch).last_hidden_state.float()
         mask = batch["attention_mask"][..., None]
-        found[part] = ((states * mask).sum(1) / mask.sum(1)).cpu().numpy()
-    return found
+        vectors[part] = ((states * mask).sum(1) / mask.sum(1)).cpu().numpy()
+    return vectors
 
 
 def normalized(vectors: np.ndarray) -> np.ndarray:

@@ -73,8 +73,8 @@ class Mismatch(AssertionError):
 @torch.no_grad()
 def pooled(model: Any, ids: Sequence[int]) -> Tensor:
     """The mean of the hidden states of a text."""
-    found: Tensor = model(torch.tensor([ids], device=next(model.parameters()).device)).last_hidden_state[0]
-    return found.double().mean(0).cpu()
+    states: Tensor = model(torch.tensor([ids], device=next(model.parameters()).device)).last_hidden_state[0]
+    return states.double().mean(0).cpu()
 
 
 class Vectors:
@@ -93,8 +93,8 @@ class Vectors:
         self.bound = OUTPUT_FACTOR * (naive - exact).abs().max().item()
         self.bound += rounding_step(exact.abs().max().item(), session.dtype)
 
-    def check(self, indices: Sequence[int], found: np.ndarray) -> None:
-        error = float(np.abs(found - self.exact[list(indices)]).max())
+    def check(self, indices: Sequence[int], vectors: np.ndarray) -> None:
+        error = float(np.abs(vectors - self.exact[list(indices)]).max())
         if not error <= self.bound:
             raise Mismatch(f"vectors of texts {list(indices)[:8]}: error {error:.3e}, bound {self.bound:.3e}")
 
@@ -118,14 +118,14 @@ class Continuations:
     @torch.no_grad()
     def _logits(model: Any, ids: Sequence[int]) -> Tensor:
         """fp64 [_NEW_TOKENS, V]: those that the new tokens are taken from."""
-        found: Tensor = model(torch.tensor([ids], device=next(model.parameters()).device)).logits[0]
-        return found[-_NEW_TOKENS - 1 : -1].double().cpu()
+        logits: Tensor = model(torch.tensor([ids], device=next(model.parameters()).device)).logits[0]
+        return logits[-_NEW_TOKENS - 1 : -1].double().cpu()
 
-    def check(self, index: int, found: Sequence[int]) -> None:
+    def check(self, index: int, tokens: Sequence[int]) -> None:
         expected = self.tokens[index]
-        if len(found) != len(expected):
-            raise Mismatch(f"prompt {index}: {len(found)} tokens, expected {len(expected)}")
-        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if len(tokens) != len(expected):
+            raise Mismatch(f"prompt {index}: {len(tokens)} tokens, expected {len(expected)}")
+        for step, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)):
             if ours != theirs:  # what follows continues another text
                 gap = abs((self.exact[index][step, theirs] - self.exact[index][step, ours]).item())
                 if gap > self.bound:
@@ -146,9 +146,9 @@ class Contender:
     expected: Vectors
     results: dict[int, set[int]] = field(default_factory=dict)  # hashes
 
-    def check_bits(self, number: int, found: np.ndarray) -> None:
+    def check_bits(self, number: int, vectors: np.ndarray) -> None:
         bits = self.results.setdefault(number, set())
-        bits.add(hash(found.tobytes()))
+        bits.add(hash(vectors.tobytes()))
         if len(bits) > (1 if self.session.device.type == "cpu" else 2):
             raise Mismatch(f"{self.name}: call {number} has {len(bits)} different results")
 
@@ -168,7 +168,7 @@ class Soak:
         generator = np.random.default_rng(0)
         sizes = generator.integers(1, 65, _CALLS)
         self.calls = [generator.integers(0, len(texts), size).tolist() for size in sizes]
-        kinds = [f"{kind}, {each.name}" for each in contenders for kind in ("encode", "submit")]
+        kinds = [f"{kind}, {contender.name}" for contender in contenders for kind in ("encode", "submit")]
         self.latencies: dict[str, list[float]] = {kind: [] for kind in (*kinds, "generate")}
         self.errors: list[BaseException] = []
         self.stopped = threading.Event()
@@ -194,17 +194,17 @@ class Soak:
             self.continuations.check(index, tokens)
             return
         call, _, name = kind.partition(", ")
-        contender = next(each for each in self.contenders if each.name == name)
+        contender = next(candidate for candidate in self.contenders if candidate.name == name)
         number = int(generator.integers(_CALLS))
         indices = self.calls[number] if call == "encode" else self.calls[number][:1]
         if call == "encode":
-            found = contender.session.encode([self.texts[index] for index in indices])
+            vectors = contender.session.encode([self.texts[index] for index in indices])
         else:
-            found = contender.session.submit(self.texts[indices[0]]).result(_TIMEOUT)[None]
+            vectors = contender.session.submit(self.texts[indices[0]]).result(_TIMEOUT)[None]
         self.latencies[kind].append(time.perf_counter() - begun)
-        contender.expected.check(indices, found)
+        contender.expected.check(indices, vectors)
         if call == "encode":
-            contender.check_bits(number, found)
+            contender.check_bits(number, vectors)
 
     def bytes(self) -> int:
         if self.generation.device.type == "cuda":
@@ -212,7 +212,7 @@ class Soak:
         return resident()
 
     def captures(self) -> int:
-        return sum(each.session.graph_counts.captured for each in self.contenders)
+        return sum(contender.session.graph_counts.captured for contender in self.contenders)
 
     def line(self, since: dict[str, int], seconds: float) -> str:
         parts = [f"{self.bytes() / 2**20:,.0f} MiB", f"{self.captures()} captures"]
@@ -262,7 +262,7 @@ def run(soak: Soak, seconds: float, interval: float = 1.0) -> list[tuple[float, 
             samples.append((now - begun, soak.bytes(), soak.captures(), calls))
             if now - said >= _LINE_SECONDS:
                 print(f"{now - begun:5.0f} s: {soak.line(since, now - said)}", flush=True)
-                since, said = {kind: len(each) for kind, each in soak.latencies.items()}, now
+                since, said = {kind: len(latencies) for kind, latencies in soak.latencies.items()}, now
             if now - begun >= seconds:
                 soak.stopped.set()
         for worker in workers:
@@ -287,14 +287,14 @@ def report(soak: Soak, samples: list[tuple[float, int, int, int]]) -> tuple[bool
             p50, p99 = np.percentile(latencies, [50, 99]) * 1e3
             print(f"{kind}: {len(latencies):,} calls, p50 {p50:.3f} ms, p99 {p99:.3f} ms, p99 / p50 {p99 / p50:.1f}")
             rows.append({"kind": kind, "calls": len(latencies), "ms_p50": round(p50, 3), "ms_p99": round(p99, 3)})
-    tokens = sum(each.session.counts.tokens for each in soak.contenders)
+    tokens = sum(contender.session.counts.tokens for contender in soak.contenders)
     print(f"{tokens:,} tokens in vectors, every result checked")
-    for each in soak.contenders:
-        graphs = each.session.graph_counts
-        print(f"{each.name}: {graphs.captured} captures, {graphs.evicted} evicted, {graphs.replayed:,} replays")
+    for contender in soak.contenders:
+        graphs = contender.session.graph_counts
+        print(f"{contender.name}: {graphs.captured} captures, {graphs.evicted} evicted, {graphs.replayed:,} replays")
     third = max(1, len(samples) // 3)
-    before = statistics.median(each[1] for each in samples[third : 2 * third] or samples)
-    after = statistics.median(each[1] for each in samples[2 * third :] or samples)
+    before = statistics.median(sample[1] for sample in samples[third : 2 * third] or samples)
+    after = statistics.median(sample[1] for sample in samples[2 * third :] or samples)
     growth = after / before - 1
     captures = samples[-1][2] - samples[third - 1][2]
     calls = samples[-1][3] - samples[third - 1][3]
@@ -345,8 +345,8 @@ def make(device: torch.device, size: str, count: int) -> Soak:
         if (reason := fp8.missing(device)) is not None:
             options = {"bfloat16": {}, "bfloat16, few graphs": {"max_graphs": 4}}
             print(f"without fp8: {reason}")
-    sessions = {name: Session(model, **each) for name, each in options.items()}
-    contenders = [Contender(name, each, Vectors(each, model, texts)) for name, each in sessions.items()]
+    sessions = {name: Session(model, **session_options) for name, session_options in options.items()}
+    contenders = [Contender(name, session, Vectors(session, model, texts)) for name, session in sessions.items()]
     gpt = GPT2LMHeadModel(GPT2Config(**_GPT2.get(size, {}))).eval().to(device, next(model.parameters()).dtype)
     lengths = generator.integers(1, 200, 16)
     prompts = [generator.integers(0, gpt.config.vocab_size, length).tolist() for length in lengths]
@@ -371,8 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     soak = make(device, settings.size, settings.texts)
     print(f"expected results of {settings.texts} texts after {time.perf_counter() - begun:.0f} s", flush=True)
     good, rows = report(soak, run(soak, 60 * settings.minutes, settings.interval))
-    for each in soak.contenders:
-        each.session.close()
+    for contender in soak.contenders:
+        contender.session.close()
     if rows and settings.out is not None:
         write(rows, device, f"bert-{settings.size}", settings.out)
     return 0 if good else 1

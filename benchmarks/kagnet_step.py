@@ -136,13 +136,13 @@ def main() -> int:
         if parsed.cuda_graph:
             calls = {name: captured(call) for name, call in calls.items()}
     timed = timed_in_turns(calls, device, rounds=parsed.rounds)
-    found = {name: each.milliseconds for name, each in timed.items()}
+    times = {name: result.milliseconds for name, result in timed.items()}
     if not parsed.products:
-        found["graph"] = found["with the graph"] - found["text only"]
-    for name, milliseconds in found.items():
+        times["graph"] = times["with the graph"] - times["text only"]
+    for name, milliseconds in times.items():
         print(f"{name:20} {milliseconds:10.3f} ms")
-    if "graph" in found:
-        print(f"share of the graph   {found['graph'] / found['with the graph']:10.1%}")
+    if "graph" in times:
+        print(f"share of the graph   {times['graph'] / times['with the graph']:10.1%}")
     return 0
 
 

@@ -35,7 +35,7 @@ def largest_cases(rows: list[dict[str, str]]) -> dict[str, tuple[str, float, flo
     work = {"TB/s": "bytes", "TFLOP/s": "flops"}
     measured = [row for row in rows if row["dtype"] == "bfloat16" and row["direction"] == "forward+backward"]
     measured = [row for row in measured if row["fraction"] and row["contender"] != PARTIAL]
-    found = {}
+    cases = {}
     for op in sorted({row["op"] for row in measured}):
         ours = [row for row in measured if row["op"] == op and row["contender"] == "fasttfm"]
         if all(row["backend"] == "reference" for row in ours):
@@ -46,8 +46,8 @@ def largest_cases(rows: list[dict[str, str]]) -> dict[str, tuple[str, float, flo
             for row in measured
             if (row["op"], row["case"]) == (op, largest["case"]) and not row["contender"].startswith("fasttfm")
         ]
-        found[op] = (largest["case"], float(largest["fraction"]), max(peers))
-    return found
+        cases[op] = (largest["case"], float(largest["fraction"]), max(peers))
+    return cases
 
 
 def few_tokens(rows: list[dict[str, str]]) -> dict[str, list[tuple[int, float]]]:
@@ -65,16 +65,16 @@ def few_tokens(rows: list[dict[str, str]]) -> dict[str, list[tuple[int, float]]]
 
 
 def draw_limits(panel: Any, rows: list[dict[str, str]]) -> None:
-    found = largest_cases(rows)
-    centers = range(len(found))
+    cases = largest_cases(rows)
+    centers = range(len(cases))
     for offset, column, color, label in ((-0.2, 1, OURS, "fasttfm"), (0.2, 2, PEER, "fastest peer of the same run")):
-        heights = [100 * values[column] for values in found.values()]
+        heights = [100 * values[column] for values in cases.values()]
         bars = panel.barh([center + offset for center in centers], heights, height=0.38, color=color, label=label)
         panel.bar_label(bars, fmt="%.0f%%", padding=2, fontsize=9)
     panel.axvline(100, color="#444444", linewidth=1, linestyle="--")
-    panel.set_yticks(list(centers), [f"{op}\n{values[0]}" for op, values in found.items()], fontsize=9)
+    panel.set_yticks(list(centers), [f"{op}\n{values[0]}" for op, values in cases.items()], fontsize=9)
     panel.set(
-        xlabel="% of the device's limit, forward and backward, bf16", xlim=(0, 110), ylim=(len(found) - 0.4, -0.6)
+        xlabel="% of the device's limit, forward and backward, bf16", xlim=(0, 110), ylim=(len(cases) - 0.4, -0.6)
     )
     panel.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
 

@@ -44,7 +44,7 @@ def batch_of(batch: int, length: int, aligned: float, vocabulary: int, device: t
     entities = torch.where(
         torch.rand(tokens, generator=random) < aligned, torch.randint(ENTITIES, (tokens,), generator=random), -1
     )
-    found: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "input_ids": torch.randint(5, vocabulary, (tokens,), generator=random),
         "cu_seqlens": cu_seqlens,
         "labels": torch.randint(5, vocabulary, (len(positions),), generator=random),
@@ -53,7 +53,7 @@ def batch_of(batch: int, length: int, aligned: float, vocabulary: int, device: t
         "entities": AlignedEntities.of(entities, cu_seqlens, length),
         "entity_labels": EntityTargets.of(entities),
     }
-    return {name: value.to(device) for name, value in found.items()} | {"max_seqlen": length}
+    return {name: value.to(device) for name, value in inputs.items()} | {"max_seqlen": length}
 
 
 def models_of(size: str, batch: int, length: int, aligned: float, device: torch.device) -> tuple[Any, Any, Any]:
@@ -67,7 +67,7 @@ def models_of(size: str, batch: int, length: int, aligned: float, device: torch.
 
 def step_of(model: Any, inputs: dict[str, Any], device: torch.device) -> Callable[[], None]:
     on_gpu = device.type == "cuda"
-    trained = [each for each in model.parameters() if each.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kind = fasttfm.optim.AdamW if on_gpu else torch.optim.AdamW
     optimizer = kind(trained, lr=1e-4, **({"weight_copies": True} if on_gpu else {"fused": True}))
     return training_step(lambda: model(**inputs).loss, optimizer, device)
@@ -119,7 +119,7 @@ def main() -> int:
     if arguments.cuda_graph:
         steps = {name: captured(step) for name, step in steps.items()}
     timed = timed_in_turns(steps, device, rounds=arguments.steps)
-    medians = {name: each.milliseconds for name, each in timed.items()}
+    medians = {name: result.milliseconds for name, result in timed.items()}
     work = flops(ernie, inputs, length) / flops(bert, plain, length)
     row = {
         "size": arguments.size,

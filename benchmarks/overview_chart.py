@@ -36,20 +36,21 @@ PANELS = (
 OURS, PEER = "#1c6ca8", "#b4b4b4"
 
 
-def rows_of(path: Path, wanted: dict[str, str], contenders: dict[str, str]) -> list[tuple[str, float]]:
+def rows_of(path: Path, columns: dict[str, str], contenders: dict[str, str]) -> list[tuple[str, float]]:
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in wanted.items())]
+        rows = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in columns.items())]
     times = {row["contender"]: float(row["ms_p50"]) for row in rows}
     missing = [name for name in contenders if name not in times]
     if missing:
-        raise SystemExit(f"overview_chart: {path}: expected rows of {', '.join(missing)} where {wanted}, got none")
+        raise SystemExit(f"overview_chart: {path}: expected rows of {', '.join(missing)} where {columns}, got none")
     return [(label, times[name]) for name, label in contenders.items()]
 
 
 def panel_rows(stem: Path) -> list[list[tuple[str, float]]]:
     """The labels and times of each panel."""
     return [
-        rows_of(stem.with_name(f"{stem.name}-{file}.csv"), wanted, contenders) for _, file, wanted, contenders in PANELS
+        rows_of(stem.with_name(f"{stem.name}-{file}.csv"), columns, contenders)
+        for _, file, columns, contenders in PANELS
     ]
 
 

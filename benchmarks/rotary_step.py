@@ -58,8 +58,8 @@ class Batch:
 
 def kind_of(family: str) -> Any:
     """The family's masked LM, or its model without a head."""
-    found = FAMILIES[family].models
-    return found.get(Head.MASKED_LM, found[Head.NONE])
+    models = FAMILIES[family].models
+    return models.get(Head.MASKED_LM, models[Head.NONE])
 
 
 def model_of(name: str, family: str, config: Any, device: torch.device) -> Any:
@@ -93,14 +93,14 @@ def call_of(name: str, model: Any, batch: Batch, *, trained: bool) -> Callable[[
     if name == "hf-flash":
         bounds = {"cu_seq_lens_q": batch.cu_seqlens, "cu_seq_lens_k": batch.cu_seqlens}
         longest = {"max_length_q": batch.longest, "max_length_k": batch.longest}
-        given = {"input_ids": batch.packed[None], "position_ids": batch.token_positions[None], **bounds, **longest}
+        inputs = {"input_ids": batch.packed[None], "position_ids": batch.token_positions[None], **bounds, **longest}
         labels = {"labels": batch.packed_labels[None]}
     else:
-        given = {"input_ids": batch.ids, "attention_mask": batch.mask}
+        inputs = {"input_ids": batch.ids, "attention_mask": batch.mask}
         labels = {"labels": batch.labels}
     if trained:
-        return lambda: body(**given, **labels).loss
-    return lambda: body(**given).last_hidden_state
+        return lambda: body(**inputs, **labels).loss
+    return lambda: body(**inputs).last_hidden_state
 
 
 def in_inference(call: Callable[[], Tensor]) -> Callable[[], object]:

@@ -69,8 +69,8 @@ class Process:
     def memory(self) -> float:
         """MiB that are resident."""
         text = Path(f"/proc/{self.popen.pid}/status").read_text()
-        found = re.search(r"VmRSS:\s+(\d+)", text)
-        return int(found[1]) / 1024 if found else 0.0
+        match = re.search(r"VmRSS:\s+(\d+)", text)
+        return int(match[1]) / 1024 if match else 0.0
 
     def stop(self) -> int:
         if self.popen.poll() is None:
@@ -85,9 +85,9 @@ class Process:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def start_ours(options: Any, folder: Path, log: Path, *more: str) -> Contender:
@@ -110,7 +110,7 @@ def start_ours(options: Any, folder: Path, log: Path, *more: str) -> Contender:
 def start_infinity(options: Any, folder: Path, engine: str, log: Path) -> Contender:
     """infinity, with the same model. Its largest batch is 32 texts, its default."""
     port = free_port()
-    own = onnx_folder(options, folder, log.parent / "onnx") if engine == "optimum" else folder
+    model = onnx_folder(options, folder, log.parent / "onnx") if engine == "optimum" else folder
     # Its ONNX engine looks for files by their path from the working directory.
     command = [
         os.path.abspath(shutil.which(options.infinity) or options.infinity),
@@ -125,7 +125,7 @@ def start_infinity(options: Any, folder: Path, engine: str, log: Path) -> Conten
     command += ["--host", "127.0.0.1", "--device", options.device, "--served-model-name", "model"]
     command += ["--url-prefix", "/v1"]
     variables = {"DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
-    process = Process(command, log, own, **variables)
+    process = Process(command, log, model, **variables)
     process.wait_until_ready(f"http://127.0.0.1:{port}/health")
     return Contender(f"infinity, {engine}", port, "model", process)
 
@@ -146,18 +146,18 @@ def contenders(options: Any, folder: Path) -> Iterator[list[Contender]]:
     """Ours first; all run at the same time, and those that are not measured wait for requests."""
     import tempfile
 
-    found: list[Contender] = []
+    running: list[Contender] = []
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
-        found.append(start_ours(options, folder, Path(logs) / "ours"))
-        stack.callback(found[0].stop)
+        running.append(start_ours(options, folder, Path(logs) / "ours"))
+        stack.callback(running[0].stop)
         for engine in options.engines.split(",") if options.infinity else ():
             try:
-                found.append(start_infinity(options, folder, engine, Path(logs) / engine))
+                running.append(start_infinity(options, folder, engine, Path(logs) / engine))
             except RuntimeError as error:
                 print(f"infinity, {engine}: not measured: {error}", file=sys.stderr)
                 continue
-            stack.callback(found[-1].stop)
-        yield found
+            stack.callback(running[-1].stop)
+        yield running
 
 
 def run_async(coroutine: Any) -> Any:

@@ -65,7 +65,7 @@ class Measured:
     def row(self, part: str, contender: str, load: str, texts: int = 1, note: str = "") -> Row:
         p50, p90, p99 = np.percentile(self.latencies or [np.nan], [50, 90, 99]) * 1e3
         rate = len(self.latencies) * texts / self.seconds
-        numbers = [round(float(each), 3) for each in (rate, p50, p90, p99)]
+        numbers = [round(float(number), 3) for number in (rate, p50, p90, p99)]
         return Row(part, contender, load, len(self.latencies), *numbers, self.errors, note)
 
 
@@ -107,7 +107,7 @@ async def closed_loop(port: int, path: str, bodies: list[bytes], clients: int, s
     warm = min(1.0, seconds / 4)
     begun = time.perf_counter() + warm
     end = begun + seconds
-    found = Measured(seconds)
+    measured = Measured(seconds)
 
     async def client(number: int) -> None:
         connection, index = Connection(port), number * 17
@@ -121,13 +121,13 @@ async def closed_loop(port: int, path: str, bodies: list[bytes], clients: int, s
             if now < begun:
                 continue
             if status == 200:
-                found.latencies.append(time.perf_counter() - now)
+                measured.latencies.append(time.perf_counter() - now)
             else:
-                found.errors += 1
+                measured.errors += 1
         connection.close()
 
     await asyncio.gather(*(client(number) for number in range(clients)))
-    return found
+    return measured
 
 
 async def open_loop(
@@ -135,7 +135,7 @@ async def open_loop(
 ) -> Measured:
     """Requests at a rate, at random times. A latency counts from the time at which the request was due. At most
     ``most`` are in flight: a request that finds no free connection is an error."""
-    found, generator = Measured(seconds), random.Random(0)
+    measured, generator = Measured(seconds), random.Random(0)
     free = [Connection(port) for _ in range(most)]
     running: set[asyncio.Task[None]] = set()
 
@@ -148,9 +148,9 @@ async def open_loop(
             connection.close()
         free.append(connection)
         if status == 200:
-            found.latencies.append(time.perf_counter() - due)
+            measured.latencies.append(time.perf_counter() - due)
         else:
-            found.errors += 1
+            measured.errors += 1
 
     begun = due = time.perf_counter()
     index = 0
@@ -159,7 +159,7 @@ async def open_loop(
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         index += 1
         if not free:
-            found.errors += 1
+            measured.errors += 1
             continue
         task = asyncio.ensure_future(send(due, bodies[index % len(bodies)]))
         running.add(task)
@@ -167,7 +167,7 @@ async def open_loop(
     await asyncio.gather(*running)
     for connection in free:
         connection.close()
-    return found
+    return measured
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -181,17 +181,17 @@ def run_singles(options: argparse.Namespace, servers: list[Contender], texts: li
     """Closed loops of one client and of ``--clients``, the servers in turns."""
     rows = []
     for clients in (1, options.clients):
-        parts: dict[str, list[Measured]] = {each.name: [] for each in servers}
+        parts: dict[str, list[Measured]] = {server.name: [] for server in servers}
         for _ in range(options.rounds):
-            for each in servers:
-                bodies = single_bodies(texts, each.model)
-                loop = closed_loop(each.port, "/v1/embeddings", bodies, clients, options.seconds / options.rounds)
-                parts[each.name].append(run_async(loop))
-        for name, found in parts.items():
-            total = Measured(sum(each.seconds for each in found))
-            for each in found:
-                total.latencies += each.latencies
-                total.errors += each.errors
+            for server in servers:
+                bodies = single_bodies(texts, server.model)
+                loop = closed_loop(server.port, "/v1/embeddings", bodies, clients, options.seconds / options.rounds)
+                parts[server.name].append(run_async(loop))
+        for name, parts_of_server in parts.items():
+            total = Measured(sum(part.seconds for part in parts_of_server))
+            for part in parts_of_server:
+                total.latencies += part.latencies
+                total.errors += part.errors
             rows.append(total.row("closed loop, single texts", name, f"{clients} clients"))
             print(rows[-1], flush=True)
     return rows
@@ -203,8 +203,10 @@ def run_open(options: argparse.Namespace, server: Contender, texts: list[str], b
     for fraction in (0.25, 0.5, 0.75, 0.9):
         rate = best * fraction
         bodies = single_bodies(texts, server.model)
-        found = run_async(open_loop(server.port, "/v1/embeddings", bodies, rate, options.seconds))
-        rows.append(found.row("open loop, single texts", server.name, f"{rate:.1f}/s", note=f"{fraction:g} of closed"))
+        measured = run_async(open_loop(server.port, "/v1/embeddings", bodies, rate, options.seconds))
+        rows.append(
+            measured.row("open loop, single texts", server.name, f"{rate:.1f}/s", note=f"{fraction:g} of closed")
+        )
         print(rows[-1], flush=True)
     return rows
 
@@ -217,17 +219,17 @@ def run_texts(options: argparse.Namespace, server: Contender, texts: list[str], 
         json.dumps({"input": group, "model": server.model, "encoding_format": "base64"}).encode() for group in groups
     ]
     encode, served = Measured(0.0), Measured(0.0)
-    for turn in range(options.rounds):
+    for number in range(options.rounds):
         share = options.seconds / options.rounds
         begun = time.perf_counter()
         while (now := time.perf_counter()) < begun + share:
-            session.encode(groups[(len(encode.latencies) + turn) % len(groups)])
+            session.encode(groups[(len(encode.latencies) + number) % len(groups)])
             encode.latencies.append(time.perf_counter() - now)
         encode.seconds += time.perf_counter() - begun
-        found = run_async(closed_loop(server.port, "/v1/embeddings", bodies, options.text_clients, share))
-        served.latencies += found.latencies
-        served.errors += found.errors
-        served.seconds += found.seconds
+        measured = run_async(closed_loop(server.port, "/v1/embeddings", bodies, options.text_clients, share))
+        served.latencies += measured.latencies
+        served.errors += measured.errors
+        served.seconds += measured.seconds
     rows = [
         encode.row("32 texts a request", "Session.encode", "1 caller", _TEXTS),
         served.row("32 texts a request", server.name, f"{options.text_clients} clients", _TEXTS),
@@ -241,20 +243,20 @@ def run_texts(options: argparse.Namespace, server: Contender, texts: list[str], 
 def run_added(options: argparse.Namespace, server: Contender, texts: list[str], session: Any) -> list[Row]:
     """One client and one text, and the session's own time for it, in short turns."""
     bodies = single_bodies(texts, server.model)
-    own, served = Measured(0.0), Measured(0.0)
-    for turn in range(4 * options.rounds):
+    submitted, served = Measured(0.0), Measured(0.0)
+    for number in range(4 * options.rounds):
         share = options.seconds / options.rounds / 8
         begun = time.perf_counter()
         while (now := time.perf_counter()) < begun + share:
-            session.submit(texts[(len(own.latencies) + turn) % len(texts)]).result()
-            own.latencies.append(time.perf_counter() - now)
-        own.seconds += time.perf_counter() - begun
-        found = run_async(closed_loop(server.port, "/v1/embeddings", bodies, 1, share))
-        served.latencies += found.latencies
-        served.errors += found.errors
+            session.submit(texts[(len(submitted.latencies) + number) % len(texts)]).result()
+            submitted.latencies.append(time.perf_counter() - now)
+        submitted.seconds += time.perf_counter() - begun
+        measured = run_async(closed_loop(server.port, "/v1/embeddings", bodies, 1, share))
+        served.latencies += measured.latencies
+        served.errors += measured.errors
         served.seconds += share
     rows = [
-        own.row("one text", "Session.submit", "1 caller"),
+        submitted.row("one text", "Session.submit", "1 caller"),
         served.row("one text", server.name, "1 client"),
     ]
     rows[1].note = f"{rows[1].ms_p50 - rows[0].ms_p50:.3f} ms added at p50"
@@ -287,7 +289,7 @@ def write(rows: list[Row], options: argparse.Namespace, name: str) -> None:
     if path.exists():
         with path.open(newline="") as file:
             measured = {(row.part, row.model) for row in rows}
-            kept = [each for each in csv.DictReader(file) if (each["part"], each["model"]) not in measured]
+            kept = [row for row in csv.DictReader(file) if (row["part"], row["model"]) not in measured]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(asdict(rows[0])))
         writer.writeheader()
@@ -305,14 +307,14 @@ def _draw(rows: list[Row], path: Path, name: str) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    found = [row for row in rows if row.part == "open loop, single texts"]
-    if not found:
+    shown = [row for row in rows if row.part == "open loop, single texts"]
+    if not shown:
         return
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for contender in dict.fromkeys(row.contender for row in found):
-        own = [row for row in found if row.contender == contender]
+    for contender in dict.fromkeys(row.contender for row in shown):
+        line = [row for row in shown if row.contender == contender]
         for kind, style in (("ms_p50", "-o"), ("ms_p99", "--o")):
-            axes.plot([row.per_second for row in own], [getattr(row, kind) for row in own], style,
+            axes.plot([row.per_second for row in line], [getattr(row, kind) for row in line], style,
                       label=f"{contender}, {kind.removeprefix('ms_')}")  # fmt: skip
     axes.set(xlabel="requests per second", ylabel="latency, ms", title=f"{name}, single texts, open loop", yscale="log")
     axes.legend()
@@ -381,10 +383,10 @@ def main() -> int:
             ours = servers[0]
             rows += run_singles(options, servers, texts)
             rates = {row.contender: row.per_second for row in rows if row.load == f"{options.clients} clients"}
-            for each in (each for each in servers if rates[each.name]):
-                rows += run_open(options, each, texts, rates[each.name])
-            for each in servers[1:]:
-                each.stop()
+            for contender in (candidate for candidate in servers if rates[candidate.name]):
+                rows += run_open(options, contender, texts, rates[contender.name])
+            for contender in servers[1:]:
+                contender.stop()
             rows += _with_session(options, folder, ours, texts)
             if options.gpt:
                 rows += _first_tokens(options, Path(scratch))
@@ -392,7 +394,7 @@ def main() -> int:
                 from serve_soak import soak
 
                 ours.stop()
-                rows += [Row(**each) for each in soak(options, folder, texts)]
+                rows += [Row(**values) for values in soak(options, folder, texts)]
         write(rows, options, folder.name)
     print(*summary(rows, options.clients), sep="\n")
     return int(any(row.errors for row in rows if row.part != "open loop, single texts"))
@@ -409,7 +411,7 @@ def _with_session(options: argparse.Namespace, folder: Path, server: Contender, 
 def _first_tokens(options: argparse.Namespace, scratch: Path) -> list[Row]:
     from serve_soak import first_tokens
 
-    return [Row(**each) for each in first_tokens(options, scratch)]
+    return [Row(**values) for values in first_tokens(options, scratch)]
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Soak:
         import base64
 
         self.latencies.append(time.perf_counter() - begun)
-        rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in json.loads(content)["data"]]
+        rows = [np.frombuffer(base64.b64decode(item["embedding"]), "<f4") for item in json.loads(content)["data"]]
         self.counts["answered" if self._is_right(np.stack(rows), indices) else "wrong"] += 1
 
     def _is_right(self, rows: np.ndarray, indices: list[int]) -> bool:
@@ -155,21 +155,21 @@ def first_tokens(options: Any, scratch: Path) -> list[dict[str, Any]]:
     ids = (tokenizer.encode("the people of the united states ") * 8)[:64]
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     session = GenerationSession(model.to(options.device, dtype), max_batch=32)
-    own, count = [], 40
+    submitted, count = [], 40
     for _ in range(count):
         begun = time.perf_counter()
         generation = session.submit(ids, max_new_tokens=8)
         next(iter(generation))
-        own.append(time.perf_counter() - begun)
+        submitted.append(time.perf_counter() - begun)
         generation.cancel()
     with tempfile.TemporaryDirectory() as logs:
         server = start_ours(options, folder, Path(logs) / "log")
         served = run_async(_streams(server.port, server.model, ids, count))
         server.stop()
     rows = []
-    for name, found in (("GenerationSession", own), ("fasttfm serve", served)):
-        p50, p90, p99 = np.percentile(found[count // 4 :], [50, 90, 99]) * 1e3
-        row = {"part": "time to the first token", "contender": name, "load": "1 stream", "requests": len(found)}
+    for name, seconds in (("GenerationSession", submitted), ("fasttfm serve", served)):
+        p50, p90, p99 = np.percentile(seconds[count // 4 :], [50, 90, 99]) * 1e3
+        row = {"part": "time to the first token", "contender": name, "load": "1 stream", "requests": len(seconds)}
         row |= {"per_second": round(1e3 / p50, 1), "errors": 0, "note": f"{len(ids)} tokens in the prompt"}
         rows.append({**row, "ms_p50": round(p50, 3), "ms_p90": round(p90, 3), "ms_p99": round(p99, 3)})
     rows[1]["note"] += f"; {rows[1]['ms_p50'] - rows[0]['ms_p50']:.3f} ms above the model's at p50"
@@ -180,15 +180,15 @@ def first_tokens(options: Any, scratch: Path) -> list[dict[str, Any]]:
 
 async def _streams(port: int, model: str, ids: list[int], count: int) -> list[float]:
     body = json.dumps({"model": model, "prompt": ids, "stream": True, "max_tokens": 8, "temperature": 0}).encode()
-    found = []
+    latencies = []
     for _ in range(count):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\n"
         begun = time.perf_counter()
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         await reader.readuntil(b"data: ")
-        found.append(time.perf_counter() - begun)
+        latencies.append(time.perf_counter() - begun)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             await reader.read(-1)
         writer.close()
-    return found
+    return latencies

@@ -168,7 +168,7 @@ def op_pairs(device: torch.device, *, with_gradient: bool) -> dict[str, dict[str
 
     x, residual, qkv = new(128, columns), new(128, columns), new(1, 128, 3, heads, columns // heads)
     weight, bias = new(columns), new(columns)
-    q, k, v = (each.transpose(1, 2) for each in qkv.unbind(2))
+    q, k, v = (tensor.transpose(1, 2) for tensor in qkv.unbind(2))
     norm = ((columns,), weight, bias)
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "layer_norm": (lambda: ops.layer_norm(x, weight, bias), lambda: functional.layer_norm(x, *norm)),

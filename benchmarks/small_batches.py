@@ -78,7 +78,7 @@ class Bench:
         if self.on_gpu:
             torch.cuda.synchronize()
 
-    def wanted(self, names: tuple[str, ...]) -> list[str]:
+    def selected(self, names: tuple[str, ...]) -> list[str]:
         """Contenders, without the peers that were not requested and, on a CPU, those that are only for GPUs."""
         left_out = [peer for peer in PEERS if peer not in self.peers]
         if not self.on_gpu:
@@ -102,8 +102,8 @@ class Bench:
                     self.synchronize()
                     start = time.perf_counter()
                     for _ in range(calls_a_round):
-                        found = call()
-                        if wait and not isinstance(found, np.ndarray):
+                        result = call()
+                        if wait and not isinstance(result, np.ndarray):
                             self.synchronize()
                     self.synchronize()
                     seconds[name].append((time.perf_counter() - start) / calls_a_round)
@@ -113,7 +113,7 @@ class Bench:
 
     def add(self, part: str, case: str, seconds: Mapping[str, list[float]], note: str = "") -> None:
         for name, samples in seconds.items():
-            p20, p50, p80 = (f"{1e3 * each:.4f}" for each in percentiles(samples))
+            p20, p50, p80 = (f"{1e3 * seconds:.4f}" for seconds in percentiles(samples))
             row = {"part": part, "case": case, "contender": name, "ms_p20": p20, "ms_p50": p50, "ms_p80": p80}
             self.rows.append(row | {"note": note, "model": f"bert-{self.model.size}"})
         medians = (f"{name} {1e3 * statistics.median(samples):.3f}" for name, samples in seconds.items())
@@ -132,20 +132,20 @@ class Bench:
 def training(bench: Bench) -> None:
     size, sequence = (32, 128) if bench.on_gpu else (8, 64)
     batch = Batch.of(size, sequence, bench.model.vocabulary, bench.device)
-    steps = {name: training_step(name, bench.model, batch) for name in bench.wanted(TRAINING)}
+    steps = {name: training_step(name, bench.model, batch) for name in bench.selected(TRAINING)}
     rounds = 4 if bench.quick else 12
     bench.add("training", f"{size}x{sequence}", bench.in_turns(steps, rounds=rounds, calls_a_round=10, warmup=5))
 
 
 def inference(bench: Bench) -> None:
     shapes = [(1, 128), (32, 128), (32, 512)] if bench.on_gpu else [(1, 32), (8, 64)]
-    names = bench.wanted(INFERENCE)
+    names = bench.selected(INFERENCE)
     encoders = {name: encoder(name, bench.model) for name in names}
     for size, sequence in shapes:
         batch = Batch.of(size, sequence, bench.model.vocabulary, bench.device)
         calls = {name: inference_call(name, call, bench.model, batch) for name, call in encoders.items()}
-        found = bench.in_turns(calls, rounds=8 if bench.quick else 20, calls_a_round=10, wait=True)
-        bench.add("inference", f"B{size} S{sequence}", found)
+        times = bench.in_turns(calls, rounds=8 if bench.quick else 20, calls_a_round=10, wait=True)
+        bench.add("inference", f"B{size} S{sequence}", times)
 
 
 def grid(bench: Bench) -> None:
@@ -160,11 +160,11 @@ def grid(bench: Bench) -> None:
             continue
         batch = Batch.of(size, sequence, bench.model.vocabulary, bench.device, padded=padded)
         calls = {name: inference_call(name, call, bench.model, batch) for name, call in encoders.items()}
-        found = bench.in_turns(calls, rounds=4 if bench.quick else 10, calls_a_round=8, wait=True)
-        patched, eager = (statistics.median(found[name]) for name in calls)
+        times = bench.in_turns(calls, rounds=4 if bench.quick else 10, calls_a_round=8, wait=True)
+        patched, eager = (statistics.median(times[name]) for name in calls)
         case = f"B{size} S{sequence}{', padded' if padded else ''}"
         worst.append((eager / patched, case))
-        bench.add("grid", case, found, f"{eager / patched:.2f}x")
+        bench.add("grid", case, times, f"{eager / patched:.2f}x")
     print("grid, worst: " + ", ".join(f"{case} {ratio:.2f}x" for ratio, case in sorted(worst)[:4]), flush=True)
 
 
@@ -213,12 +213,12 @@ def command(bench: Bench) -> None:
     module = bench.model.ours("BertForSequenceClassification").train()
     optimizer = our_optimizer(module, bench.device, max_norm=1.0)
     bare = step_of(module, optimizer, batch.arguments("packed") | {"labels": batch.labels}, bench.model)
-    found = bench.in_turns({"bare step": bare}, rounds=10, calls_a_round=5, warmup=5)
-    ratio = statistics.median(found["bare step"]) / whole
+    times = bench.in_turns({"bare step": bare}, rounds=10, calls_a_round=5, warmup=5)
+    ratio = statistics.median(times["bare step"]) / whole
     bench.add(
         "command",
         f"finetune, {size}x{sequence}",
-        {"fasttfm finetune": [whole], **found},
+        {"fasttfm finetune": [whole], **times},
         f"{ratio:.0%} of the bare step's tokens per second; a command of one epoch takes {one:.1f} s",
     )
 
@@ -242,11 +242,17 @@ def finetune(root: Path, device: torch.device, size: int, epochs: int) -> float:
     """The seconds of the command with batches of ``size`` examples."""
     from fasttfm.cli.main import main as fasttfm_main
 
-    given = {"task": "classify", "model": root, "data": root / "train.tsv", "dev": root / "dev.tsv", "epochs": epochs}
-    given |= {"output": root / "run", "device": device.type, "batch-size": size}
+    settings = {
+        "task": "classify",
+        "model": root,
+        "data": root / "train.tsv",
+        "dev": root / "dev.tsv",
+        "epochs": epochs,
+    }
+    settings |= {"output": root / "run", "device": device.type, "batch-size": size}
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
-        options = itertools.chain(*((f"--{name}", str(value)) for name, value in given.items()))
+        options = itertools.chain(*((f"--{name}", str(value)) for name, value in settings.items()))
         code = fasttfm_main(["finetune", "--quiet", "--overwrite", *options])
     assert code == 0, f"fasttfm finetune: exit code {code}"
     return time.perf_counter() - start
@@ -259,10 +265,10 @@ def single_ops(bench: Bench) -> None:
     """Calls with 128 rows, whose time is the host's."""
     for with_gradient in (False, True):
         for op, pair in op_pairs(bench.device, with_gradient=with_gradient).items():
-            found = bench.in_turns(pair, rounds=10 if bench.quick else 40, calls_a_round=100, warmup=20)
-            ratio = statistics.median(found["fasttfm"]) / statistics.median(found["torch"])
+            times = bench.in_turns(pair, rounds=10 if bench.quick else 40, calls_a_round=100, warmup=20)
+            ratio = statistics.median(times["fasttfm"]) / statistics.median(times["torch"])
             case = f"{op}, {'with' if with_gradient else 'no'} gradient"
-            bench.add("ops", case, found, f"{ratio:.2f}x of torch's time")
+            bench.add("ops", case, times, f"{ratio:.2f}x of torch's time")
 
 
 # ---- main ------------------------------------------------------------------------------------------------------------

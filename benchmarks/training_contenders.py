@@ -131,7 +131,7 @@ def build(name: str, case: Case, batch: Batch, device: torch.device) -> tuple[nn
 def _ours(case: Case, batch: Batch, device: torch.device, **memory: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
     model = case.model(case.config(**memory)).to(device).train()
     options = layout(batch)
-    ids, chosen = (each if batch.mask is None else each[batch.mask] for each in (batch.ids, batch.chosen))
+    ids, chosen = (tensor if batch.mask is None else tensor[batch.mask] for tensor in (batch.ids, batch.chosen))
     if case.head is Head.MASKED_LM:
         options |= {"labels": batch.ids.flatten()[batch.positions], "positions": batch.packed_positions}
     else:

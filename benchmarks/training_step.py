@@ -104,7 +104,7 @@ def measure(step: Callable[[], Tensor], device: torch.device, steps: int, *, cap
             start = time.perf_counter()
             losses.append(step())
             times.append(1e3 * (time.perf_counter() - start))
-    p20, p50, p80 = (round(float(each), 3) for each in numpy.percentile(times, [20, 50, 80]))
+    p20, p50, p80 = (round(float(milliseconds), 3) for milliseconds in numpy.percentile(times, [20, 50, 80]))
     values = {"ms_p20": p20, "ms_p50": p50, "ms_p80": p80, "peak_gib": peak}
     return {**values, "first_loss": round(float(losses[0]), 4), "last_loss": round(float(losses[-1]), 4)}
 
@@ -115,12 +115,12 @@ def profile(step: Callable[[], Tensor], device: torch.device) -> str:
         step()
     on_gpu = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if on_gpu else [])]
-    with torch.profiler.profile(activities=activities) as found:
+    with torch.profiler.profile(activities=activities) as profiler:
         step()
         if on_gpu:
             torch.cuda.synchronize()
     order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-    return found.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90)
+    return profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90)
 
 
 def versions() -> dict[str, str]:
@@ -150,7 +150,7 @@ def write_chart(path: Path) -> Path:
     for row in rows:
         shape = row["batch"] + (", padded" if row["padded"] == "True" else "")
         cases.setdefault(f"{row['model']} {shape}, {row['mode']}", []).append(row)
-    cases = {title: own for title, own in cases.items() if len(own) > 1}
+    cases = {title: case_rows for title, case_rows in cases.items() if len(case_rows) > 1}
     columns = min(4, len(cases))
     lines = -(-len(cases) // columns)
     figure = Figure(figsize=(4.4 * columns, 0.6 + 2.3 * lines), layout="constrained")
@@ -159,11 +159,11 @@ def write_chart(path: Path) -> Path:
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
     for panel in panels[len(cases) :]:
         panel.set_visible(False)
-    for panel, (title, own) in zip(panels, cases.items(), strict=False):
-        names = [row["contender"] for row in own]
+    for panel, (title, case_rows) in zip(panels, cases.items(), strict=False):
+        names = [row["contender"] for row in case_rows]
         colors = ["#1b6ca8" if name.startswith("fasttfm") else "#b5b5b5" for name in names]
-        bars = panel.barh(names, [float(row["ms_p50"]) for row in own], color=colors)
-        panel.bar_label(bars, [f"{float(row['ms_p50']):.4g}" for row in own], padding=3, fontsize=9)
+        bars = panel.barh(names, [float(row["ms_p50"]) for row in case_rows], color=colors)
+        panel.bar_label(bars, [f"{float(row['ms_p50']):.4g}" for row in case_rows], padding=3, fontsize=9)
         panel.invert_yaxis()
         panel.margins(x=0.16)
         panel.set_title(title, loc="left", fontsize=10)

@@ -191,8 +191,8 @@ class Problem:
         return [t.transpose(0, 1) for t in (out.detach(), q.grad, k.grad, v.grad)]
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return ((found.float() - expected).norm() / expected.norm()).item()
+def error(result: Tensor, expected: Tensor) -> float:
+    return ((result.float() - expected).norm() / expected.norm()).item()
 
 
 def compile_one(task: tuple[Case, Choice, bool]) -> str:
@@ -333,8 +333,8 @@ def run_case(case: Case, until: float) -> list[str]:
             try:
                 with chosen(choice):
                     if direction == "fwd":
-                        found = [data.forward()[0]]
-                        wrong = error(data.last(found[0]), expected[0])
+                        outputs = [data.forward()[0]]
+                        wrong = error(data.last(outputs[0]), expected[0])
                         ms = measure(data.forward)
                     else:
                         for gradient in data.gradients:

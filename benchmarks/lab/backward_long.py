@@ -115,9 +115,9 @@ def stress(library: ctypes.CDLL, seconds: float) -> None:
                     wrong += torch.stack([(a.view(torch.int16) != b).any() for a, b in pairs])
                     launches += 1
                 torch.cuda.synchronize()
-            found = dict(zip(("dq", "dk", "dv"), wrong.tolist(), strict=True))
+            differing = dict(zip(("dq", "dk", "dv"), wrong.tolist(), strict=True))
             print(
-                f"stress {length} causal={causal} {VARIANTS[variant]}: {launches} launches, other bits: {found}",
+                f"stress {length} causal={causal} {VARIANTS[variant]}: {launches} launches, other bits: {differing}",
                 flush=True,
             )
 
@@ -159,12 +159,12 @@ def package_calls() -> Iterator[tuple[str, Call, Callable[[], tuple[Tensor, ...]
 
 
 def package() -> None:
-    found = {}
+    rates = {}
     for name, call, run in package_calls():
         milliseconds(run, 5)
         ms = statistics.median(milliseconds(run, 20) for _ in range(5))
-        found[name] = call.flops() / ms / 1e9
-    print(json.dumps(found))
+        rates[name] = call.flops() / ms / 1e9
+    print(json.dumps(rates))
 
 
 def bits(seconds: float) -> None:

@@ -100,11 +100,11 @@ def main() -> None:
     tensor = tensor_counters()
     command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
     command += ["--metrics", ",".join([*COUNTERS, *tensor])]
-    found = subprocess.run([*command, sys.executable, __file__, "run"], capture_output=True, text=True)
-    lines = found.stdout.splitlines()
+    completed = subprocess.run([*command, sys.executable, __file__, "run"], capture_output=True, text=True)
+    lines = completed.stdout.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
-        sys.exit(f"ncu gave no table: {found.stdout[-2000:]}{found.stderr[-2000:]}")
+        sys.exit(f"ncu gave no table: {completed.stdout[-2000:]}{completed.stderr[-2000:]}")
     names = iter(line.removeprefix("CALL ") for line in lines if line.startswith("CALL "))
     units, *kernels = csv.DictReader(lines[start:])
     for kernel in kernels:

@@ -27,15 +27,15 @@ def used_by(instruction: str) -> set[str]:
     body = re.sub(r"^@!?U?P\d+\s+", "", instruction)
     name, _, operands = body.partition(" ")
     if name.startswith("HGMMA"):
-        return set().union(*(registers(found, 64) for found in re.findall(r"\bR\d+\b", operands)))
+        return set().union(*(registers(operand, 64) for operand in re.findall(r"\bR\d+\b", operands)))
     if not re.match(r"ST|RED|SYNCS|BAR", name):
         operands = operands.partition(",")[2]  # the first one is written
     count = 4 if re.match(r"STSM|STS\.128|STG.*128", name) else 1
-    return set().union(*(registers(found, count) for found in re.findall(r"\bR\d+\b", operands)))
+    return set().union(*(registers(operand, count) for operand in re.findall(r"\bR\d+\b", operands)))
 
 
 def late_loads(code: list[str], arrival: int) -> list[int]:
-    found: list[int] = []
+    late: list[int] = []
     used: set[str] = set()
     for index in range(arrival - 1, max(arrival - REACH, 0), -1):
         if re.match(r"(BRA|EXIT)\b", code[index]):
@@ -45,10 +45,10 @@ def late_loads(code: list[str], arrival: int) -> list[int]:
             count = 4 if "M88.4" in load[1] else next((n for text, n in WIDTHS.items() if text in load[1]), 1)
             loaded = registers(load[2], count)
             if not loaded & used:
-                found.append(index)
+                late.append(index)
             used -= loaded
         used |= used_by(code[index])
-    return found[::-1]
+    return late[::-1]
 
 
 def main() -> None:

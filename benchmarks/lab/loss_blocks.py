@@ -43,7 +43,7 @@ def measure(calls: Calls) -> dict[str, float]:
         samples = timing.measure(graphs, timing.CudaClock(), timing.Effort(1e-3, 0.03))
     for name, why in samples.failures.items():
         print(f"  {name}: {why}")
-    return {name: timing.percentiles(found)[1] * 1e3 for name, found in samples.seconds.items()}
+    return {name: timing.percentiles(seconds)[1] * 1e3 for name, seconds in samples.seconds.items()}
 
 
 def tensors(rows: int, columns: int, words: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,9 +62,9 @@ def products(columns: int, words: int, counts: tuple[int, ...]) -> None:
         for rows in counts if step == 8 else counts[1:2]:
             hidden, weight, _ = tensors(rows, columns, words)
             logits = torch.randn(rows, vocabulary.padded(words), device="cuda").bfloat16()
-            found = measure(products_of_block(hidden, weight[:even], logits[:, :even], dweight[:even]))
+            times = measure(products_of_block(hidden, weight[:even], logits[:, :even], dweight[:even]))
             flops = 2 * rows * columns * even
-            print(f"  {rows:5} rows: " + ", ".join(f"{k} {v:.3f} ({flops / v / 1e9:.0f})" for k, v in found.items()))
+            print(f"  {rows:5} rows: " + ", ".join(f"{k} {v:.3f} ({flops / v / 1e9:.0f})" for k, v in times.items()))
 
 
 def products_of_block(hidden: Tensor, weight: Tensor, logits: Tensor, dweight: Tensor) -> Calls:
@@ -85,15 +85,15 @@ def small_kernels(columns: int = 1024, words: int = 30522, rows: int = 1024, cou
     logits = torch.randn(rows, vocabulary.padded(words), device="cuda").bfloat16()
     even = words // 8 * 8
     last, g = weight[even:], torch.zeros(count, 8, device="cuda", dtype=torch.bfloat16)
-    found, total = torch.zeros(8, columns, device="cuda"), torch.randn(words, columns, device="cuda")
+    sums, total = torch.zeros(8, columns, device="cuda"), torch.randn(words, columns, device="cuda")
     half, one, dh = torch.empty_like(weight), torch.ones((), device="cuda"), torch.zeros_like(hidden)
     block = hidden[:rows]
     calls = {
         "last words' logits": lambda: triton_tail.logits(block, last, logits[:, even:words]),
         "in torch": lambda: torch.mm(block, last.t(), out=logits[:, even:words]),
         "last words' dh": lambda: triton_tail.start(logits[:, even:words], last, dh[:rows], g[:rows]),
-        "their dweight, all rows": lambda: torch.mm(g.t(), hidden, out_dtype=torch.float32, out=found),
-        "a block's rows": lambda: torch.mm(g[:rows].t(), block, out_dtype=torch.float32, out=found),
+        "their dweight, all rows": lambda: torch.mm(g.t(), hidden, out_dtype=torch.float32, out=sums),
+        "a block's rows": lambda: torch.mm(g[:rows].t(), block, out_dtype=torch.float32, out=sums),
         "dweight scaled": lambda: triton_scale.scale(total, one, half),
         "in torch, too": lambda: torch.mul(total, one, out=half),
         "column sum": lambda: column_sum(logits),
@@ -112,9 +112,9 @@ def passes(words: int, rows: int) -> None:
     errors, seed = torch.full((2, 2), 2**62, device="cuda"), torch.tensor([7], device="cuda")
     print(f"\nthe pass over {rows} x {words} logits: ms (TB/s)")
 
-    def call(given: Tensor | None, drawn: Tensor | None, loss: Loss, gradient: bool = True) -> None:
+    def call(bias: Tensor | None, drawn: Tensor | None, loss: Loss, gradient: bool = True) -> None:
         kernels.linear_cross_entropy_triton(
-            logits, words, given, labels, None, drawn, outputs, 0, loss, gradient, errors
+            logits, words, bias, labels, None, drawn, outputs, 0, loss, gradient, errors
         )
 
     plain = {"plain": (None, None, Loss()), "bias": (bias, None, Loss()), "loss only": (bias, None, Loss(), False)}
@@ -123,10 +123,10 @@ def passes(words: int, rows: int) -> None:
     for block_v, num_warps in tiles:
         tile = {"BLOCK_V": block_v, "GROUP": 8, "num_warps": num_warps}
         options = {**plain, **(more if num_warps == 16 else {})}
-        calls = {name: functools.partial(call, *given) for name, given in options.items()}
+        calls = {name: functools.partial(call, *arguments) for name, arguments in options.items()}
         with mock.patch.object(kernels, "_tile", lambda *_, tile=tile, **__: tile):
-            found = measure(calls)
-        rates = [f"{k} {v:.4f} ({2 * logits.nbytes / v / 1e9:.2f})" for k, v in found.items()]
+            times = measure(calls)
+        rates = [f"{k} {v:.4f} ({2 * logits.nbytes / v / 1e9:.2f})" for k, v in times.items()]
         print(f"  {block_v:5} x {num_warps:2}: " + ", ".join(rates), flush=True)
 
 
@@ -135,10 +135,10 @@ def whole(name: str, step: Callable[[], object], flops: float, cuts: tuple[tuple
     print(f"\n{name}: forward and backward")
     for rows, blocks in cuts:
         with mock.patch.multiple(vocabulary, _ROWS=rows, _BLOCKS=blocks, _BYTES=2**31):
-            found = measure({"op": step}).get("op")
+            milliseconds = measure({"op": step}).get("op")
             peak = peak_mib(step)
-        if found:
-            rate = f"{found:.3f} ms ({flops / found / 1e9:.0f} TFLOP/s), {peak:.0f} MiB"
+        if milliseconds:
+            rate = f"{milliseconds:.3f} ms ({flops / milliseconds / 1e9:.0f} TFLOP/s), {peak:.0f} MiB"
             print(f"  at least {rows} rows, at most {blocks} blocks: {rate}", flush=True)
 
 
@@ -176,10 +176,10 @@ def main() -> None:
         bias = torch.zeros(words, device="cuda", dtype=torch.bfloat16)
         positions = torch.randperm(tokens, device="cuda")[:predicted].sort().values
         labels = torch.randint(0, words, (predicted,), device="cuda")
-        wanted = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
+        leaves = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
 
-        def step(wanted: list[Tensor] = wanted, labels: Tensor = labels, positions: Tensor = positions) -> object:
-            return torch.autograd.grad(masked_lm_loss(*wanted, labels, positions=positions), wanted)
+        def step(leaves: list[Tensor] = leaves, labels: Tensor = labels, positions: Tensor = positions) -> object:
+            return torch.autograd.grad(masked_lm_loss(*leaves, labels, positions=positions), leaves)
 
         name = f"masked_lm_loss {predicted} of {tokens} x {columns} x {words}"
         cuts = ((491, 64), (614, 8), (768, 8), (983, 8), (1638, 8), (2457, 8), (4915, 8))

@@ -66,16 +66,16 @@ def measure(runtime: str) -> None:
 
 
 def compare() -> None:
-    found: dict[str, list[list[float]]] = {runtime: [] for runtime in RUNTIMES}
+    runs: dict[str, list[list[float]]] = {runtime: [] for runtime in RUNTIMES}
     for _ in range(ROUNDS):
         for runtime in RUNTIMES:
             output = subprocess.run([sys.executable, __file__, runtime], check=True, capture_output=True, text=True)
-            found[runtime].append(json.loads(output.stdout))
+            runs[runtime].append(json.loads(output.stdout))
     print(f"{torch.get_num_threads()} threads; torch's layer_norm and ours in turn, forward, fp32: ms per turn")
     for index, (rows, columns) in enumerate(SHAPES):
-        shared = min(times[index] for times in found["openmp"])
+        shared = min(times[index] for times in runs["openmp"])
         for runtime in RUNTIMES:
-            best = min(times[index] for times in found[runtime])
+            best = min(times[index] for times in runs[runtime])
             print(f"{rows} x {columns:<5} {runtime:12} {best:8.3f}   {best / shared:5.2f} x")
 
 

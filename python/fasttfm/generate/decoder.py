@@ -186,8 +186,13 @@ class CachedDecoder:
         """Why a step does not run on the kernels for few rows; None if it does. The parameters are validated again only
         if one of their properties that the reason depends on has changed."""
         modules = [*self._modules(), self.model.encoder.final_norm]
-        parameters = [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
-        properties = [(parameter.data_ptr(), parameter.dtype, parameter.device, parameter.shape, parameter.stride()) for parameter in parameters]
+        parameters = [
+            parameter for module in modules for parameter in module._parameters.values() if parameter is not None
+        ]
+        properties = [
+            (parameter.data_ptr(), parameter.dtype, parameter.device, parameter.shape, parameter.stride())
+            for parameter in parameters
+        ]
         state = len(ids), ids.device, properties
         if state != self._few_rows[0]:
             self._few_rows = state, few_rows.refuse(len(ids), ids.device, parameters)

@@ -284,13 +284,13 @@ def _without_warnings() -> Iterator[None]:
 
 def alterations_of(module: nn.Module, paths: tuple[str, ...]) -> dict[str, tuple[Alteration, str]]:
     """Every alteration that applies to the modules at ``paths``; the keys name the alteration and the path."""
-    found = {}
+    alterations = {}
     for path in paths:
         kinds = HOOKS | ({} if path == "" else MODULES)
         if isinstance(module.get_submodule(path), nn.Linear):
             kinds = kinds | LINEAR
-        found.update({f"{path or 'itself'}: {name}": (alter, path) for name, alter in kinds.items()})
-    return found
+        alterations.update({f"{path or 'itself'}: {name}": (alter, path) for name, alter in kinds.items()})
+    return alterations
 
 
 def check_altered(
@@ -309,17 +309,17 @@ def check_altered(
     assert events[0] == events[1], f"calls: {events[0]}, expected {events[1]}"
 
 
-def check_equal(found: Results, expected: Results) -> None:
+def check_equal(results: Results, expected: Results) -> None:
     for kind in ("outputs", "gradients"):
-        torch.testing.assert_close(getattr(found, kind), getattr(expected, kind))
+        torch.testing.assert_close(getattr(results, kind), getattr(expected, kind))
 
 
 def check_copies(module: nn.Module, call: Call, inputs: Mapping[str, Tensor]) -> None:
     """Checks that copies and unpickled modules compute the same and share no memory with the module."""
     expected = run_module(module, call, inputs)
-    for duplicate in (copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))):
+    for duplicate in (copy.deepcopy, lambda original: pickle.loads(pickle.dumps(original))):
         twin = duplicate(module)
-        assert [type(each) for each in twin.modules()] == [type(each) for each in module.modules()]
+        assert [type(part) for part in twin.modules()] == [type(part) for part in module.modules()]
         check_equal(run_module(twin, call, inputs), expected)
         with torch.no_grad():
             for parameter in twin.parameters():

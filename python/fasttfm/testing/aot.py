@@ -111,15 +111,17 @@ def compile_all(names: list[str], targets: Iterable[int] = tuple(TARGETS)) -> It
     for name in names or specs:
         kernels = specs[name].triton_kernels() if specs[name].triton_kernels else []
         for target in targets:
-            found = [(compile_kernel(each, target), each) for each in kernels if each.target in (None, target)]
-            yield from (result for result, _ in found)
+            results = [
+                (compile_kernel(kernel, target), kernel) for kernel in kernels if kernel.target in (None, target)
+            ]
+            yield from (result for result, _ in results)
             if target == 80:
-                _, largest = max([each for each in found if not each[1].allow_spills] or found, key=_shared_bytes)
+                _, largest = max([pair for pair in results if not pair[1].allow_spills] or results, key=_shared_bytes)
                 yield from (compile_kernel(largest, more) for more in MORE_TARGETS)
 
 
-def _shared_bytes(found: tuple[Compiled, TritonKernel]) -> int:
-    return found[0].shared_bytes
+def _shared_bytes(result: tuple[Compiled, TritonKernel]) -> int:
+    return result[0].shared_bytes
 
 
 def main(arguments: list[str]) -> int:

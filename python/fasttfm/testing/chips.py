@@ -37,12 +37,12 @@ def resource_usage(file: Path) -> list[Usage]:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     command = [str(tool), "--dump-resource-usage", str(file)]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    machine, kernel, found = "", "", []
+    machine, kernel, usages = "", "", []
     for line in report.splitlines():
         if line.startswith("arch = "):
             machine = line.removeprefix("arch = ").strip()
         elif line.lstrip().startswith("Function "):
             kernel = line.strip().removeprefix("Function ").removesuffix(":")
         elif numbers := re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", line):
-            found.append(Usage(machine, kernel, *(int(number) for number in numbers.groups())))
-    return found
+            usages.append(Usage(machine, kernel, *(int(number) for number in numbers.groups())))
+    return usages

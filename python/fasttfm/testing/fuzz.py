@@ -47,7 +47,7 @@ class RandomCall:
     inputs: Mapping[str, str] = field(default_factory=dict)  # input -> layout
     incoming: str = "contiguous"  # layout of the incoming gradients
     absent: int | None = None  # the output without a gradient
-    wanted: tuple[str, ...] | None = None  # inputs that require gradients; None: all
+    differentiated: tuple[str, ...] | None = None  # inputs that require gradients; None: all
     non_finite: bool = False  # whether a NaN or an infinity is put somewhere
 
     def check(self) -> None:
@@ -56,8 +56,8 @@ class RandomCall:
             return
         with_terms = self.call.spec.terms is not None
         draws = [self._compared(self.seed + draw, with_terms) for draw in range(DRAWS)]
-        tensors = [summary(found, root_mean_square) for found in zip(*draws, strict=True)]
-        wrong = [str(found) for found in tensors if not found.ok]
+        tensors = [summary(comparisons, root_mean_square) for comparisons in zip(*draws, strict=True)]
+        wrong = [str(tensor) for tensor in tensors if not tensor.ok]
         assert not wrong, "; ".join(wrong)
 
     def _compared(self, seed: int, with_terms: bool = False) -> list[Comparison]:
@@ -65,7 +65,7 @@ class RandomCall:
         if self.non_finite:
             self._check_non_finite(inputs, self.call.incoming(inputs))
             return []
-        how: dict[str, Any] = {"incoming": self._drawn_incoming(inputs, seed), "wanted": self.wanted}
+        how: dict[str, Any] = {"incoming": self._drawn_incoming(inputs, seed), "differentiated": self.differentiated}
         tested, naive, exact = (run(inputs, **how) for run in (self.call.tested, self.call.naive, self.call.exact))
         return comparisons_of(tested, naive, exact, self.call.terms(inputs, **how) if with_terms else None)
 
@@ -76,10 +76,10 @@ class RandomCall:
         return inputs
 
     def _drawn_incoming(self, inputs: Inputs, seed: int) -> list[Tensor | None]:
-        found: list[Tensor | None] = [INCOMING_LAYOUTS[self.incoming](x) for x in self.call.incoming(inputs, seed)]
-        if self.absent is not None and self.absent < len(found) > 1:
-            found[self.absent] = None
-        return found
+        gradients: list[Tensor | None] = [INCOMING_LAYOUTS[self.incoming](x) for x in self.call.incoming(inputs, seed)]
+        if self.absent is not None and self.absent < len(gradients) > 1:
+            gradients[self.absent] = None
+        return gradients
 
     def _check_non_finite(self, inputs: Inputs, incoming: list[Tensor]) -> None:
         source = random.Random(self.number)
@@ -101,7 +101,7 @@ class RandomCall:
             "inputs": layouts or "as they are",
             "incoming": self.incoming,
             "absent": self.absent,
-            "wanted": self.wanted,
+            "differentiated": self.differentiated,
             "non_finite": self.non_finite,
         }
         command = f"--op {call.spec.name} --seed {self.seed} --call {self.number} --device {call.device}"
@@ -126,7 +126,7 @@ def draw_call(spec: OpSpec, seed: int, number: int, device: str = "cpu", interpr
     call = Call(spec, case, dtype, backend, device)
     shapes = call.inputs()
     layouts = {name: source.choice(list(INPUT_LAYOUTS)) for name in floating_inputs(shapes) if source.random() < 0.3}
-    given = [name for name in spec.differentiable if shapes.get(name) is not None]
+    names = [name for name in spec.differentiable if shapes.get(name) is not None]
     return RandomCall(
         call,
         number,
@@ -134,7 +134,7 @@ def draw_call(spec: OpSpec, seed: int, number: int, device: str = "cpu", interpr
         layouts,
         incoming=source.choice(_LAYOUTS),
         absent=source.choice((None, None, None, 0, 1)),
-        wanted=None if source.random() < 0.6 else tuple(name for name in given if source.random() < 0.6),
+        differentiated=None if source.random() < 0.6 else tuple(name for name in names if source.random() < 0.6),
         non_finite=source.random() < 0.05,
     )
 

@@ -51,15 +51,15 @@ def run(
     options: Mapping[str, Any],
     wide: bool = False,
     incoming: Sequence[Tensor | None] | None = None,
-    wanted: Collection[str] | None = None,
+    differentiated: Collection[str] | None = None,
 ) -> Run:
     """Calls ``function`` forward and backward. ``wide`` converts floating inputs and incoming gradients to fp64.
 
-    ``incoming`` holds a gradient, or None, for each floating output; random numbers by default. ``wanted`` names the
-    inputs that require a gradient; all of ``spec.differentiable`` by default.
+    ``incoming`` holds a gradient, or None, for each floating output; random numbers by default. ``differentiated``
+    names the inputs that require a gradient; all of ``spec.differentiable`` by default.
     """
     names = [name for name in spec.differentiable if inputs.get(name) is not None]
-    names = names if wanted is None else [name for name in names if name in wanted]
+    names = names if differentiated is None else [name for name in names if name in differentiated]
 
     def prepare(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -92,10 +92,10 @@ def _gradients(
     elif wide:
         incoming = [None if gradient is None else gradient.double() for gradient in incoming]
     pairs = zip(outputs, incoming, strict=True)
-    given = [(output, gradient) for output, gradient in pairs if output.requires_grad and gradient is not None]
-    if not given or not leaves:
+    connected = [(output, gradient) for output, gradient in pairs if output.requires_grad and gradient is not None]
+    if not connected or not leaves:
         return [None] * len(leaves)
-    used, used_incoming = zip(*given, strict=True)
+    used, used_incoming = zip(*connected, strict=True)
     return torch.autograd.grad(used, leaves, used_incoming, allow_unused=True)
 
 
@@ -129,11 +129,11 @@ def accuracy(
     """Compares every output and gradient of a backend (or of ``function``) with the reference in fp64. An output that
     is a single number is compared in several draws."""
 
-    def compared(seed: int, wanted: Collection[str] | None) -> tuple[list[Comparison], set[str]]:
+    def compared(seed: int, differentiated: Collection[str] | None) -> tuple[list[Comparison], set[str]]:
         inputs = draw_inputs(spec, case, dtype, device, seed)
-        exact = run(spec, spec.reference, inputs, case.options, wide=True, wanted=wanted)
-        naive = run(spec, spec.reference, inputs, case.options, wanted=wanted)
-        tested = run(spec, function or with_backend(spec, backend), inputs, case.options, wanted=wanted)
+        exact = run(spec, spec.reference, inputs, case.options, wide=True, differentiated=differentiated)
+        naive = run(spec, spec.reference, inputs, case.options, differentiated=differentiated)
+        tested = run(spec, function or with_backend(spec, backend), inputs, case.options, differentiated=differentiated)
         numbers = {name for name, output in exact.outputs.items() if output.numel() == 1}
         return comparisons_of(tested, naive, exact), numbers
 
@@ -143,7 +143,7 @@ def accuracy(
         for comparison in compared(SEED + draw, ())[0]:
             if comparison.name in numbers:
                 draws[comparison.name].append(comparison)
-    return [summary(found) for found in draws.values()]
+    return [summary(comparisons) for comparisons in draws.values()]
 
 
 def comparisons_of(tested: Run, naive: Run, exact: Run, terms: Run | None = None) -> list[Comparison]:
@@ -157,11 +157,11 @@ def comparisons_of(tested: Run, naive: Run, exact: Run, terms: Run | None = None
             assert torch.equal(out, true[name]), f"{name}: integers differ"
             continue
         factor = GRADIENT_FACTOR if name in tested.gradients else OUTPUT_FACTOR
-        given = (name, out, plain[name], true[name], factor)
+        arguments = (name, out, plain[name], true[name], factor)
         if name in cancelling:
-            comparisons.extend(compare_with_terms(*given, cancelling[name]))
+            comparisons.extend(compare_with_terms(*arguments, cancelling[name]))
         else:
-            comparisons.append(compare(*given))
+            comparisons.append(compare(*arguments))
     return comparisons
 
 

@@ -52,13 +52,13 @@ def run_module(module: torch.nn.Module, call: Call, inputs: Mapping[str, Tensor]
     parameters = dict(module.named_parameters())
     prepared = _prepared(module, inputs)
     outputs = call(module, prepared)
-    wanted = {name: value for name, value in (prepared | parameters).items() if value.requires_grad}
+    leaves = {name: value for name, value in (prepared | parameters).items() if value.requires_grad}
     differentiable = {name: value for name, value in outputs.items() if value.requires_grad}
     incoming = [_incoming(name, value, draw) for name, value in differentiable.items()]
-    found = torch.autograd.grad(list(differentiable.values()), list(wanted.values()), incoming, allow_unused=True)
+    computed = torch.autograd.grad(list(differentiable.values()), list(leaves.values()), incoming, allow_unused=True)
     gradients = {
         name: torch.zeros_like(value) if gradient is None else gradient
-        for (name, value), gradient in zip(wanted.items(), found, strict=True)
+        for (name, value), gradient in zip(leaves.items(), computed, strict=True)
     }
     return Results({name: value.detach() for name, value in outputs.items()}, gradients)
 
@@ -103,7 +103,7 @@ def compare_modules(
             draws = _DRAWS_OF_FEW_NUMBERS if any(size < _FEW_NUMBERS for size in sizes.values()) else _DRAWS
         if draw + 1 >= draws:
             break
-    return [summary(found, max if sizes[name] == 1 else statistics.median) for name, found in comparisons.items()]
+    return [summary(compared, max if sizes[name] == 1 else statistics.median) for name, compared in comparisons.items()]
 
 
 def check_modules(*args: Any, **kwargs: Any) -> None:
@@ -114,12 +114,12 @@ def check_modules(*args: Any, **kwargs: Any) -> None:
 def _compare_runs(out: Results, naive: Results, exact: Results) -> Iterator[tuple[Comparison, int]]:
     """Every tensor's comparison, and its number of elements."""
     for kind, factor in (("outputs", OUTPUT_FACTOR), ("gradients", GRADIENT_FACTOR)):
-        found, measure, expected = (getattr(run, kind) for run in (out, naive, exact))
-        if found.keys() != expected.keys():
-            raise AssertionError(f"the names of {kind} differ: {sorted(found.keys() ^ expected.keys())}")
+        tested, measure, expected = (getattr(run, kind) for run in (out, naive, exact))
+        if tested.keys() != expected.keys():
+            raise AssertionError(f"the names of {kind} differ: {sorted(tested.keys() ^ expected.keys())}")
         for name in expected:
             shown = name if kind == "outputs" else f"d{name}"
-            yield compare(shown, found[name], measure[name], expected[name], factor), expected[name].numel()
+            yield compare(shown, tested[name], measure[name], expected[name], factor), expected[name].numel()
 
 
 @contextlib.contextmanager

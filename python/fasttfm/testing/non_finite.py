@@ -79,7 +79,9 @@ def check_non_finite(call: Call) -> None:
     incoming = call.incoming(inputs)
     if not incoming:  # the outputs are integers
         return
-    check_elements(call, inputs, incoming, ((each, values_for(call, each)) for each in elements(inputs, incoming)))
+    check_elements(
+        call, inputs, incoming, ((element, values_for(call, element)) for element in elements(inputs, incoming))
+    )
 
 
 def values_for(call: Call, element: Element) -> tuple[float, ...]:
@@ -92,7 +94,7 @@ def check_elements(
     call: Call, inputs: Inputs, incoming: Sequence[Tensor], chosen: Iterable[tuple[Element, Sequence[float]]]
 ) -> None:
     """Checks each element with each of its values."""
-    unspoilt = _Unspoilt(*(each(inputs, incoming=incoming) for each in (call.tested, call.naive, call.exact)))
+    unspoilt = _Unspoilt(*(function(inputs, incoming=incoming) for function in (call.tested, call.naive, call.exact)))
     for element, values in chosen:
         depends = _dependence(call, inputs, incoming, element, unspoilt.exact)
         for value in values:
@@ -111,13 +113,13 @@ def _dependence(
     call: Call, inputs: Inputs, incoming: Sequence[Tensor], element: Element, clean: Run
 ) -> dict[str, Tensor]:
     """For each output and gradient, by name: which elements depend on the element."""
-    found = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in clean.tensors().items()}
+    depends = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in clean.tensors().items()}
     for value in (1.25, HUGE, -HUGE):
         changed, changed_incoming = element.put(value, inputs, incoming)
         other = call.exact(changed, incoming=changed_incoming).tensors()
         for name, tensor in clean.tensors().items():
-            found[name] |= other[name] != tensor
-    return found
+            depends[name] |= other[name] != tensor
+    return depends
 
 
 def _check_value(
@@ -153,7 +155,7 @@ def _check_value(
         assert not made.any(), f"{what}: {name}: {int(made.sum())} elements are not finite that must be"
         # The same bits as without the NaN are accepted without a tolerance: this does not check accuracy.
         keeps = ~depends[name] & tensor.isfinite() & (tensor != unspoilt.tested.tensors()[name])
-        plain, exact = (found.tensors()[name] for found in unspoilt[1:])
+        plain, exact = (run.tensors()[name] for run in unspoilt[1:])
         factor = OUTPUT_FACTOR if name in tested.outputs else GRADIENT_FACTOR
         moved = keeps & ((tensor.double() - exact).abs() > compare(name, plain, plain, exact, factor).bound)
         for form in forms:

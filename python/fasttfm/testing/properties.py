@@ -45,11 +45,13 @@ def check_absent_gradients(call: Call) -> None:
     inputs = call.inputs()
     incoming = call.incoming(inputs)
     names = [name for name in call.spec.differentiable if inputs.get(name) is not None]
-    for wanted in _singles_and_rests(names):
-        call.check(f"gradients of {', '.join(wanted)} only", inputs, wanted=wanted, incoming=incoming)
-    for given in _singles_and_rests(range(len(incoming))):
-        some = [gradient if index in given else None for index, gradient in enumerate(incoming)]
-        call.check(f"a gradient for outputs {given} only", inputs, incoming=some)
+    for differentiated in _singles_and_rests(names):
+        call.check(
+            f"gradients of {', '.join(differentiated)} only", inputs, differentiated=differentiated, incoming=incoming
+        )
+    for indices in _singles_and_rests(range(len(incoming))):
+        some = [gradient if index in indices else None for index, gradient in enumerate(incoming)]
+        call.check(f"a gradient for outputs {indices} only", inputs, incoming=some)
 
 
 def _singles_and_rests(items: Sequence[Any]) -> list[list[Any]]:
@@ -105,8 +107,10 @@ def check_subclass(call: Call) -> None:
         hold("a subclass for the gradients", _unwrapped(call.tested(inputs, **how)), naive, exact)
 
 
-def _unwrapped(found: Run) -> Run:
-    outputs, gradients = tree_map_only(WrapperTensor, lambda wrapper: wrapper.wrapped, (found.outputs, found.gradients))
+def _unwrapped(result: Run) -> Run:
+    outputs, gradients = tree_map_only(
+        WrapperTensor, lambda wrapper: wrapper.wrapped, (result.outputs, result.gradients)
+    )
     return Run(outputs, gradients)
 
 
@@ -134,14 +138,14 @@ def check_second_order(call: Call) -> None:
 
 def _second_order(call: Call, function: Callable[..., Any], inputs: Inputs, wide: bool = False) -> Run:
     """The derivatives of a weighted sum of the first derivatives, by inputs and by incoming gradients."""
-    given, leaves = _leaves(call, inputs, wide)
-    floating = floating_of(outputs_of(function(**given, **call.case.options)))
+    arguments, leaves = _leaves(call, inputs, wide)
+    floating = floating_of(outputs_of(function(**arguments, **call.case.options)))
     outputs = [output for output in floating if output.requires_grad]
     incoming = [gradient.requires_grad_() for gradient in incoming_gradients(outputs, inputs, wide)]
     first = torch.autograd.grad(outputs, list(leaves.values()), incoming, create_graph=True, allow_unused=True)
-    found = [gradient for gradient in first if gradient is not None]
+    gradients = [gradient for gradient in first if gradient is not None]
     total = torch.stack(
-        [(x * weight).sum() for x, weight in zip(found, incoming_gradients(found, inputs, wide), strict=True)]
+        [(x * weight).sum() for x, weight in zip(gradients, incoming_gradients(gradients, inputs, wide), strict=True)]
     ).sum()
     by = {**leaves, **{f"incoming{index}": gradient for index, gradient in enumerate(incoming)}}
     second = torch.autograd.grad(total, list(by.values()), allow_unused=True)
@@ -151,11 +155,11 @@ def _second_order(call: Call, function: Callable[..., Any], inputs: Inputs, wide
 
 def _leaves(call: Call, inputs: Inputs, wide: bool, requires_grad: bool = True) -> tuple[Inputs, dict[str, Tensor]]:
     """The inputs, in fp64 if ``wide``, and those of them that have a gradient."""
-    given = dict(inputs)
+    arguments = dict(inputs)
     for name in floating_inputs(inputs):
-        given[name] = (inputs[name].double() if wide else inputs[name]).detach()
+        arguments[name] = (inputs[name].double() if wide else inputs[name]).detach()
     names = [name for name in call.spec.differentiable if inputs.get(name) is not None]
-    return given, {name: given[name].requires_grad_(requires_grad) for name in names}
+    return arguments, {name: arguments[name].requires_grad_(requires_grad) for name in names}
 
 
 def check_forward_mode(call: Call) -> None:
@@ -174,11 +178,11 @@ def check_forward_mode(call: Call) -> None:
 def _tangents(
     call: Call, function: Callable[..., Any], inputs: Inputs, name: str, wide: bool, requires_grad: bool
 ) -> Run:
-    given, leaves = _leaves(call, inputs, wide, requires_grad)
+    arguments, leaves = _leaves(call, inputs, wide, requires_grad)
     (direction,) = incoming_gradients([leaves[name]], inputs, wide)
     with forward_ad.dual_level():
-        given[name] = forward_ad.make_dual(given[name], direction)
-        outputs = outputs_of(function(**given, **call.case.options))
+        arguments[name] = forward_ad.make_dual(arguments[name], direction)
+        outputs = outputs_of(function(**arguments, **call.case.options))
         pairs = [forward_ad.unpack_dual(output) for output in outputs if output.is_floating_point()]
         tangents = [torch.zeros_like(x) if tangent is None else tangent for x, tangent in pairs]
         return Run({}, {f"tangent{index}": tangent.detach() for index, tangent in enumerate(tangents)})
@@ -222,9 +226,9 @@ def check_without_data(call: Call) -> None:
     ):
         converted, gradients = tree_map_only(Tensor, convert, (inputs, incoming))
         with refusal_allowed(), context:
-            found = call.tested(converted, incoming=gradients).tensors()
+            results = call.tested(converted, incoming=gradients).tensors()
             for name, tensor in real.items():
-                expected, got = _description(tensor), _description(found[name])
+                expected, got = _description(tensor), _description(results[name])
                 assert got == expected, f"{kind} tensors: {name}: expected {expected}, got {got}"
 
 
@@ -238,18 +242,18 @@ def check_threads(call: Call, threads: int = 4, repeats: int = 3) -> None:
     """Python threads that run the op forward and backward at the same time, each on its own inputs, get the same bits
     as a single thread."""
     inputs = [call.inputs(seed) for seed in range(threads)]
-    expected = [call.tested(given).tensors() for given in inputs]
+    expected = [call.tested(drawn).tensors() for drawn in inputs]
     start = threading.Barrier(threads)
 
-    def repeat(given: Inputs) -> list[dict[str, Tensor]]:
+    def repeat(drawn: Inputs) -> list[dict[str, Tensor]]:
         start.wait()
-        return [call.tested(given).tensors() for _ in range(repeats)]
+        return [call.tested(drawn).tensors() for _ in range(repeats)]
 
     with ThreadPoolExecutor(threads) as pool:
         results = list(pool.map(repeat, inputs))
     for first, several in zip(expected, results, strict=True):
-        for name, found in itertools.product(first, several):
-            assert same_bits(first[name], found[name]), f"{name} differs in a thread"
+        for name, repeated in itertools.product(first, several):
+            assert same_bits(first[name], repeated[name]), f"{name} differs in a thread"
 
 
 def check_inference_first(call: Call) -> None:

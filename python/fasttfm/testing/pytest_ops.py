@@ -137,7 +137,7 @@ def _refusal_skips(spec: OpSpec, case: OpCase, dtype: torch.dtype, backend: str 
 
 def _other_gpu(spec: OpSpec, backend: str) -> bool:
     """Whether there are CUDA kernels and a GPU, but the kernels are for another GPU."""
-    absent = {found.name: found.absent for found in tables()[spec.name].backends}
+    absent = {entry.name: entry.absent for entry in tables()[spec.name].backends}
     return backend == "cuda" and _native.missing_cuda() is None and absent[backend]() is not None
 
 
@@ -172,14 +172,14 @@ def _property_calls(spec: OpSpec) -> list[Any]:
     the properties that depend on the kernels."""
     named = {case.name: case for case in spec.cases}
     cases = [named[name] for name in spec.property_cases] or spec.cases[:1]
-    found = []
+    calls = []
     for backend in backends_on(spec, "cpu"):
         interpreted = backend == "triton"
         names = KERNEL_PROPERTIES if interpreted else _properties(spec)
         for case in cases[:1] if backend in ("triton", "reference") else cases:
             marks = [pytest.mark.slow] if interpreted else []
-            found += [pytest.param(name, backend, case, id=f"{name}-{backend}-{case}", marks=marks) for name in names]
-    return found
+            calls += [pytest.param(name, backend, case, id=f"{name}-{backend}-{case}", marks=marks) for name in names]
+    return calls
 
 
 def _properties(spec: OpSpec) -> tuple[str, ...]:

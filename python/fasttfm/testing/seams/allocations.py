@@ -165,16 +165,16 @@ def check_failed_allocations(entry: EntryPoint, device: torch.device) -> None:
     count = len(sizes)
     chosen = sorted({round(step * (count - 1) / max(1, _FAILURES - 1)) for step in range(_FAILURES)}) if count else []
     used = entry.make(device)
-    for turn, index in enumerate(chosen):
-        subject, found = used if turn % 2 else entry.make(device), None
+    for number, index in enumerate(chosen):
+        subject, results = used if number % 2 else entry.make(device), None
         try:
             with failing_allocation(index):
-                found = entry.call(subject, inputs)
+                results = entry.call(subject, inputs)
         except Exception as error:
             if "simulated" not in chain(error):
                 raise SeamError(f"{entry}: allocation {index} failed, and the call raised {error!r}") from error
-        if found is not None:  # a session computes the parts of a batch one by one
-            check_close(found, expected, f"{entry}: a call whose allocation {index} failed")
+        if results is not None:  # a session computes the parts of a batch one by one
+            check_close(results, expected, f"{entry}: a call whose allocation {index} failed")
         check_same(entry.call(subject, inputs), expected, f"{entry}: after allocation {index} failed")
 
 
@@ -197,11 +197,11 @@ def check_out_of_memory(entry: EntryPoint, device: torch.device) -> None:
             except torch.OutOfMemoryError:
                 size //= 2
         for _ in range(2):
-            found = None
+            results = None
             with contextlib.suppress(torch.OutOfMemoryError):
-                found = entry.call(subject, inputs)
-            if found is not None:
-                check_close(found, expected, f"{entry}: with little memory")
+                results = entry.call(subject, inputs)
+            if results is not None:
+                check_close(results, expected, f"{entry}: with little memory")
     except RuntimeError as error:
         if "out of memory" not in chain(error):
             raise SeamError(f"{entry}: without memory a call raised {error!r}") from error

@@ -98,10 +98,10 @@ def check_lying_bound(entry: EntryPoint, device: torch.device) -> None:
 
 def _call_with(entry: EntryPoint, subject: Any, inputs: Inputs, device: torch.device, what: str) -> None:
     guards = Guards()
-    found = None
+    results = None
     try:
         with guards.around_allocations():
-            found = entry.call(subject, guarded(guards, inputs))
+            results = entry.call(subject, guarded(guards, inputs))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
     except ValueError as error:
@@ -113,8 +113,8 @@ def _call_with(entry: EntryPoint, subject: Any, inputs: Inputs, device: torch.de
         with contextlib.suppress(ValueError):  # positions that follow from the boundaries may be outside of a table
             check_errors()
     guards.check(what)
-    if found is None or device.type == "cuda":
+    if results is None or device.type == "cuda":
         return
     if entry.reference is None:
         raise SeamError(f"{what}: expected ValueError on a CPU, got a result")
-    check_close(found, entry.reference(subject, inputs), what)
+    check_close(results, entry.reference(subject, inputs), what)

@@ -56,8 +56,8 @@ def check_setting(entry: EntryPoint, device: torch.device, setting: str) -> None
     inputs, expected = entry.inputs(0, device), entry.expected(0, device)
     subject = entry.make(device)
     with SETTINGS[setting]():
-        found = entry.call(subject, inputs)
-    check_same(found, expected, f"{entry}: {setting}")
+        results = entry.call(subject, inputs)
+    check_same(results, expected, f"{entry}: {setting}")
     check_same(entry.call(subject, inputs), expected, f"{entry}: after {setting}")
 
 
@@ -84,11 +84,11 @@ def check_fake_tensors_first(entry: EntryPoint, device: torch.device) -> None:
         fake = {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
         with contextlib.suppress(Exception):
             entry.call(subject, fake)
-    found = entry.call(subject, inputs)
-    for name, value in found.items():
+    results = entry.call(subject, inputs)
+    for name, value in results.items():
         if isinstance(value, FakeTensor):
             raise SeamError(f"{entry}: after a call with fake tensors, {name} of a real call is fake")
-    check_same(found, expected, f"{entry}: after a call with fake tensors")
+    check_same(results, expected, f"{entry}: after a call with fake tensors")
 
 
 def check_alternating_autocast(entry: EntryPoint, device: torch.device) -> None:
@@ -100,8 +100,8 @@ def check_alternating_autocast(entry: EntryPoint, device: torch.device) -> None:
         expected[True] = entry.call(entry.make(device), inputs)
     for enabled in (False, True, False):
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled):
-            found = entry.call(subject, inputs)
-        check_same(found, expected[enabled], f"{entry}: autocast {'on' if enabled else 'off'} in turns")
+            results = entry.call(subject, inputs)
+        check_same(results, expected[enabled], f"{entry}: autocast {'on' if enabled else 'off'} in turns")
 
 
 # ---- numbers of the device -------------------------------------------------------------------------------------------
@@ -130,9 +130,9 @@ def other_gpu(multiprocessors: int) -> Iterator[None]:
     real = torch.cuda.get_device_properties
 
     def properties(*args: Any) -> Any:
-        found = real(*args)
-        names = [name for name in dir(found) if not name.startswith("_")]
-        values = {name: getattr(found, name) for name in names}
+        actual = real(*args)
+        names = [name for name in dir(actual) if not name.startswith("_")]
+        values = {name: getattr(actual, name) for name in names}
         return types.SimpleNamespace(**{**values, "multi_processor_count": multiprocessors})
 
     for cache in caches:
@@ -154,7 +154,7 @@ def check_other_gpus(entry: EntryPoint, device: torch.device) -> None:
     check_same(entry.call(subject, inputs), expected, f"{entry}: made on 'cuda', called on 'cuda:0'")
     for count in (1, 7, 64):  # fewer than there are: blocks that wait for each other stay resident
         with other_gpu(count):
-            found = entry.call(subject, inputs)
+            results = entry.call(subject, inputs)
             torch.cuda.synchronize()
-            check_close(found, expected, f"{entry}: with {count} SMs")
+            check_close(results, expected, f"{entry}: with {count} SMs")
     check_same(entry.call(subject, inputs), expected, f"{entry}: with the real number of SMs again")

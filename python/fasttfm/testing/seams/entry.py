@@ -94,13 +94,13 @@ def with_gradients(outputs: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) 
     """The outputs, detached, and the gradients of the leaves. Incoming gradients depend only on sizes and are computed
     on the device, so that a CUDA graph can capture the call."""
     differentiable = [value for value in outputs.values() if value.requires_grad]
-    wanted = {name: value for name, value in leaves.items() if value.requires_grad}
-    found = {name: value.detach() for name, value in outputs.items()}
-    if differentiable and wanted:
+    differentiated = {name: value for name, value in leaves.items() if value.requires_grad}
+    results = {name: value.detach() for name, value in outputs.items()}
+    if differentiable and differentiated:
         incoming = [_incoming(value) for value in differentiable]
-        gradients = torch.autograd.grad(differentiable, list(wanted.values()), incoming, allow_unused=True)
-        found |= {f"d{name}": g for name, g in zip(wanted, gradients, strict=True) if g is not None}
-    return found
+        gradients = torch.autograd.grad(differentiable, list(differentiated.values()), incoming, allow_unused=True)
+        results |= {f"d{name}": g for name, g in zip(differentiated, gradients, strict=True) if g is not None}
+    return results
 
 
 def _incoming(output: Tensor) -> Tensor:
@@ -126,11 +126,11 @@ def tensors_of(output: Any) -> Tensors:
     if isinstance(output, Tensor):
         return {"output": output}
     pairs = output.items() if hasattr(output, "items") else ((str(i), value) for i, value in enumerate(output))
-    found: Tensors = {}
+    tensors: Tensors = {}
     for name, value in pairs:
         if isinstance(value, Tensor):
-            found[str(name)] = value
-    return found
+            tensors[str(name)] = value
+    return tensors
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
@@ -140,20 +140,20 @@ class SeamError(AssertionError):
     """An entry point breaks the promise of a seam."""
 
 
-def check_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+def check_same(results: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
     """Names and bits are equal."""
-    _check_names(found, expected, what)
+    _check_names(results, expected, what)
     for name, value in expected.items():
-        if not same_bits(found[name].detach(), value.detach()):
-            raise SeamError(f"{what}: {name}: {_difference(found[name], value)}, expected the same bits")
+        if not same_bits(results[name].detach(), value.detach()):
+            raise SeamError(f"{what}: {name}: {_difference(results[name], value)}, expected the same bits")
 
 
-def check_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+def check_close(results: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
     """Half of the digits are equal: rounding does not exceed this, and what a seam breaks (old weights, numbers of
     another call, memory that nothing has written) does. ``expected`` may have fewer results."""
-    _check_names({name: value for name, value in found.items() if name in expected}, expected, what)
+    _check_names({name: value for name, value in results.items() if name in expected}, expected, what)
     for name, value in expected.items():
-        got = found[name].detach()
+        got = results[name].detach()
         if not value.is_floating_point():
             agrees = torch.equal(got.cpu(), value.cpu())
         elif got.shape != value.shape:
@@ -166,21 +166,21 @@ def check_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], wha
             raise SeamError(f"{what}: {name}: {_difference(got, value)}, expected half of the digits to agree")
 
 
-def _check_names(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
-    if found.keys() != expected.keys():
-        raise SeamError(f"{what}: the names of the results differ: {sorted(found.keys() ^ expected.keys())}")
+def _check_names(results: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+    if results.keys() != expected.keys():
+        raise SeamError(f"{what}: the names of the results differ: {sorted(results.keys() ^ expected.keys())}")
 
 
 def _largest(tensor: Tensor) -> float:
     return float(tensor.detach().double().abs().max()) if tensor.numel() else 0.0
 
 
-def _difference(found: Tensor, expected: Tensor) -> str:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return f"{found.dtype} {tuple(found.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
-    if not found.is_floating_point():
-        return f"{int((found != expected).sum())} of {found.numel()} integers differ"
-    difference = _largest(found.double() - expected.double())
+def _difference(result: Tensor, expected: Tensor) -> str:
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return f"{result.dtype} {tuple(result.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
+    if not result.is_floating_point():
+        return f"{int((result != expected).sum())} of {result.numel()} integers differ"
+    difference = _largest(result.double() - expected.double())
     return f"a difference of {difference:.3g} for numbers up to {_largest(expected):.3g}"
 
 

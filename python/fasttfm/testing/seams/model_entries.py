@@ -50,7 +50,7 @@ HEADS = (Head.REPLACED_TOKENS, Head.MASKED_LM, Head.CAUSAL_LM, Head.IMAGE_CLASSI
 
 def small_config(config: type, **changes: Any) -> Any:
     """A configuration of ours or of transformers with small sizes, by the names of its fields."""
-    names = {each.name for each in fields(config)} if is_dataclass(config) else set(vars(config()))
+    names = {field.name for field in fields(config)} if is_dataclass(config) else set(vars(config()))
     values = {**SMALL, **dict.fromkeys(TOKENS, 1), **changes}
     return config(**{name: value for name, value in values.items() if name in names})
 
@@ -73,11 +73,11 @@ def inputs_of(head: Head, seed: int, device: torch.device) -> Inputs:
         return {"pixel_values": torch.randn(BATCH, 3, 8, 8, generator=generator).to(device)}
     ids = torch.randint(5, VOCABULARY - 1, (BATCH, LENGTH), generator=generator)
     mask = (torch.arange(LENGTH) < torch.tensor([LENGTH, 4, 6])[:, None]).long()
-    found = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+    inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
     if head in (Head.MASKED_LM, Head.CAUSAL_LM, Head.REPLACED_TOKENS):
         labels = ids % 2 if head is Head.REPLACED_TOKENS else ids
-        found["labels"] = torch.where(mask.bool(), labels, -100).to(device)
-    return found
+        inputs["labels"] = torch.where(mask.bool(), labels, -100).to(device)
+    return inputs
 
 
 def packed_inputs(head: Head, limited: bool, seed: int, device: torch.device) -> Inputs:
@@ -87,10 +87,10 @@ def packed_inputs(head: Head, limited: bool, seed: int, device: torch.device) ->
     if "input_ids" not in padded:
         return inputs_of(head, seed, device)
     mask = padded.pop("attention_mask").bool()
-    found: Inputs = {name: value[mask].to(device) for name, value in padded.items()}
+    packed: Inputs = {name: value[mask].to(device) for name, value in padded.items()}
     bounds = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).int()
     options = {"max_predictions": int(mask.sum())} if limited else {}
-    return {**found, "cu_seqlens": bounds.to(device), "max_seqlen": LENGTH, **options}
+    return {**packed, "cu_seqlens": bounds.to(device), "max_seqlen": LENGTH, **options}
 
 
 def train(model: Any, inputs: Inputs) -> Tensors:
@@ -106,10 +106,10 @@ def evaluate(model: Any, inputs: Inputs) -> Tensors:
 
 def _shown(output: Any) -> Tensors:
     """The loss if there is one; padding's rows of other outputs are not defined."""
-    found = tensors_of(output)
-    if "loss" in found:
-        return {"loss": found["loss"]}
-    return {name: value[:1] for name, value in found.items()}  # the first sequence has no padding
+    tensors = tensors_of(output)
+    if "loss" in tensors:
+        return {"loss": tensors["loss"]}
+    return {name: value[:1] for name, value in tensors.items()}  # the first sequence has no padding
 
 
 def _evaluated(make: Any, device: torch.device) -> Any:
@@ -117,7 +117,7 @@ def _evaluated(make: Any, device: torch.device) -> Any:
 
 
 def model_entries() -> list[EntryPoint]:
-    found = []
+    entries = []
     for name, family in FAMILIES.items():
         head = head_of(family)
         make = functools.partial(small_model, family)
@@ -128,10 +128,10 @@ def model_entries() -> list[EntryPoint]:
         }
         limited = "max_predictions" in inspect.signature(family.models[head].forward).parameters
         packed = {**shared, "inputs": functools.partial(packed_inputs, head, limited)}
-        found.append(EntryPoint(f"models.{name}", functools.partial(seeded, make), call=train, **packed))
+        entries.append(EntryPoint(f"models.{name}", functools.partial(seeded, make), call=train, **packed))
         without = functools.partial(_evaluated, make)
-        found.append(EntryPoint(f"models.{name}, inference", without, call=evaluate, **shared))
-    return found
+        entries.append(EntryPoint(f"models.{name}, inference", without, call=evaluate, **shared))
+    return entries
 
 
 # ---- patched models of transformers ----------------------------------------------------------------------------------

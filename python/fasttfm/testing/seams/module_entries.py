@@ -42,10 +42,10 @@ def run_module(call: Call, module: torch_nn.Module, inputs: Inputs) -> Tensors:
     """Outputs and gradients of a call, and the outputs of one without gradients."""
     leaves = as_leaves(inputs)
     parameters = dict(module.named_parameters())
-    found = with_gradients(tensors_of(call(module, leaves)), {**_tensors(leaves), **parameters})
+    results = with_gradients(tensors_of(call(module, leaves)), {**_tensors(leaves), **parameters})
     with torch.no_grad():
-        found |= {f"{name} without gradients": value for name, value in tensors_of(call(module, inputs)).items()}
-    return found
+        results |= {f"{name} without gradients": value for name, value in tensors_of(call(module, inputs)).items()}
+    return results
 
 
 def _tensors(inputs: Inputs) -> Tensors:
@@ -89,8 +89,8 @@ def _labelled_sequences(seed: int, device: torch.device) -> Inputs:
 
 
 def _entities(seed: int, device: torch.device) -> Inputs:
-    found = _packed(seed, device)
-    return {**found, "entities": rows(seed, device, 5, 16)}
+    inputs = _packed(seed, device)
+    return {**inputs, "entities": rows(seed, device, 5, 16)}
 
 
 def _aligned(device: torch.device) -> nn.AlignedEntities:
@@ -138,8 +138,8 @@ def _causal_lm(module: Any, inputs: Inputs) -> Any:
 
 def _knowledge(module: Any, inputs: Inputs) -> Any:
     aligned = _ALIGNED[inputs["x"].device]
-    given = (inputs["x"], inputs["cu_seqlens"], inputs["max_seqlen"])
-    return module(*given, entities=inputs["entities"], aligned=aligned)
+    packed = (inputs["x"], inputs["cu_seqlens"], inputs["max_seqlen"])
+    return module(*packed, entities=inputs["entities"], aligned=aligned)
 
 
 def _reason(module: Any, inputs: Inputs) -> Any:

@@ -116,12 +116,12 @@ class SharedByCopies(Plain):
 class KeepsFirstDevice(Plain):
     """Computes with memory that it found at its first call: moving the module is not seen."""
 
-    found: Any = None
+    first_weight: Any = None
 
     def kept(self) -> Tensor:
-        if self.found is None:
-            self.__dict__["found"] = self.weight
-        return self.weight + (self.found.detach().to(self.weight) - self.weight.detach())
+        if self.first_weight is None:
+            self.__dict__["first_weight"] = self.weight
+        return self.weight + (self.first_weight.detach().to(self.weight) - self.weight.detach())
 
 
 # ---- functions with state --------------------------------------------------------------------------------------------

@@ -41,18 +41,18 @@ def _dtype(case: OpCase, device: torch.device) -> torch.dtype:
 def _inputs(spec: OpSpec, case: OpCase, seed: int, device: torch.device) -> Inputs:
     """Tensors of the spec, and ``max_seqlen``, which boundaries.py changes. Boundaries are those of the case for every
     seed."""
-    found: Inputs = dict(draw_inputs(spec, case, _dtype(case, device), device, SEED + seed).items())
+    inputs: Inputs = dict(draw_inputs(spec, case, _dtype(case, device), device, SEED + seed).items())
     if case.options.get(BOUND) is not None:
-        found[BOUND] = case.options[BOUND]
-    return found
+        inputs[BOUND] = case.options[BOUND]
+    return inputs
 
 
 def _call(spec: OpSpec, case: OpCase, backend: str | None, _: Any, inputs: Inputs) -> Tensors:
     leaves = as_leaves(inputs, spec.differentiable)
-    found = _run(spec, functools.partial(spec.function, backend=backend), case, leaves)
+    results = _run(spec, functools.partial(spec.function, backend=backend), case, leaves)
     others = {name: value for name, value in leaves.items() if name not in spec.differentiable}
     changed = {name: value for name, value in others.items() if isinstance(value, Tensor) and value.is_floating_point()}
-    return {**found, **{f"written {name}": value for name, value in changed.items()}}
+    return {**results, **{f"written {name}": value for name, value in changed.items()}}
 
 
 def _reference(spec: OpSpec, case: OpCase, _: Any, inputs: Inputs) -> Tensors:
@@ -63,22 +63,22 @@ def _run(spec: OpSpec, function: Any, case: OpCase, leaves: Inputs) -> Tensors:
     options = {name: value for name, value in case.options.items() if name not in leaves}
     outputs = outputs_of(function(**leaves, **options))
     named = {f"output{index}": output for index, output in enumerate(outputs)}
-    return with_gradients(named, {name: leaves[name] for name in spec.differentiable if _given(leaves, name)})
+    return with_gradients(named, {name: leaves[name] for name in spec.differentiable if _is_present(leaves, name)})
 
 
-def _given(inputs: Inputs, name: str) -> bool:
+def _is_present(inputs: Inputs, name: str) -> bool:
     return isinstance(inputs.get(name), Tensor)
 
 
 def _cases(spec: OpSpec) -> list[OpCase]:
     """The typical case, and the first one with boundaries, also the first one with a bound of lengths."""
     device = torch.device("cpu")
-    found = {spec.cases[0].name: spec.cases[0]}
+    cases = {spec.cases[0].name: spec.cases[0]}
     if "cu_seqlens" in "".join(inspect.signature(spec.function).parameters):
         packed = [case for case in spec.cases if boundaries_of(_inputs(spec, case, 0, device))]
         bounded = [case for case in packed if BOUND in case.options]
-        found |= {case.name: case for case in (*packed[:1], *bounded[:1])}
-    return list(found.values())
+        cases |= {case.name: case for case in (*packed[:1], *bounded[:1])}
+    return list(cases.values())
 
 
 def _backends(spec: OpSpec, device: str) -> list[str | None]:
@@ -91,11 +91,11 @@ def _backends(spec: OpSpec, device: str) -> list[str | None]:
 
 
 def op_entries(device: str) -> list[EntryPoint]:
-    found = []
+    entries = []
     for spec in every_spec():
         for case, backend in itertools.product(_cases(spec), _backends(spec, device)):
             parts = ([] if case is spec.cases[0] else [case.name]) + ([backend] if backend and device == "cuda" else [])
-            found.append(
+            entries.append(
                 EntryPoint(
                     name=", ".join([f"ops.{spec.name}", *parts]),
                     covers=(f"ops.{spec.name}",),
@@ -106,7 +106,7 @@ def op_entries(device: str) -> list[EntryPoint]:
                     left_out=LEFT_OUT.get(spec.name, {}),
                 )
             )
-    return [*found, *_helper_entries()]
+    return [*entries, *_helper_entries()]
 
 
 # ---- public functions without a spec ---------------------------------------------------------------------------------
@@ -125,16 +125,16 @@ def _helper_inputs(seed: int, device: torch.device) -> Inputs:
 
 def _helpers() -> dict[str, Any]:
     return {
-        "attention_weights": lambda given: ops.attention_weights(given["q"], given["k"]),
-        "cu_seqlens_from_lengths": lambda given: ops.cu_seqlens_from_lengths(given["lengths"]),
-        "cu_seqlens_from_mask": lambda given: ops.cu_seqlens_from_mask(given["mask"]),
-        "position_ids_from_cu_seqlens": lambda given: ops.position_ids_from_cu_seqlens(given["bounds"], total=13),
-        "token_indices_from_mask": lambda given: ops.token_indices_from_mask(given["mask"]),
+        "attention_weights": lambda inputs: ops.attention_weights(inputs["q"], inputs["k"]),
+        "cu_seqlens_from_lengths": lambda inputs: ops.cu_seqlens_from_lengths(inputs["lengths"]),
+        "cu_seqlens_from_mask": lambda inputs: ops.cu_seqlens_from_mask(inputs["mask"]),
+        "position_ids_from_cu_seqlens": lambda inputs: ops.position_ids_from_cu_seqlens(inputs["bounds"], total=13),
+        "token_indices_from_mask": lambda inputs: ops.token_indices_from_mask(inputs["mask"]),
     }
 
 
-def _call_helper(run: Any, _: Any, given: Inputs) -> Tensors:
-    return {"output": run(given).detach()}
+def _call_helper(run: Any, _: Any, inputs: Inputs) -> Tensors:
+    return {"output": run(inputs).detach()}
 
 
 def _helper_entries() -> list[EntryPoint]:

@@ -66,19 +66,19 @@ class Seam:
 def check_reference(entry: EntryPoint, device: torch.device) -> None:
     """With nothing around it, a call agrees with other code that computes the same."""
     if entry.reference is not None:
-        found = entry.reference(entry.make(device), entry.inputs(0, device))
-        check_close(entry.expected(0, device), found, f"{entry}")
+        reference = entry.reference(entry.make(device), entry.inputs(0, device))
+        check_close(entry.expected(0, device), reference, f"{entry}")
 
 
 def _weights_variants() -> dict[str, Check]:
-    found: dict[str, Check] = {
+    checks: dict[str, Check] = {
         name: functools.partial(weights.check_changed_weights, change=name) for name in weights.CHANGES
     }
     # Forwards under autocast may keep copies of the weights in 16 bits.
     for name in ("parameter.data changed in place", "copied to under no_grad", "new parameters"):
         check = functools.partial(weights.check_changed_weights, change=name, autocast=True)
-        found[f"{name}, autocast"] = check
-    return {**found, "separate copies": weights.check_copy_is_separate}
+        checks[f"{name}, autocast"] = check
+    return {**checks, "separate copies": weights.check_copy_is_separate}
 
 
 def _one(name: str, check: Check, *devices: str) -> Seam:
@@ -99,7 +99,7 @@ def seams() -> dict[str, Seam]:
     }
     unaffected: dict[str, Check] = {"model changed, session not": weights.check_unaffected}
     bound: dict[str, Check] = {"max_seqlen": boundaries.check_lying_bound}
-    found = [
+    listed = [
         _one("reference", check_reference),
         _one("threads of one object", threads.check_threads_of_one_object),
         _one("threads of objects", threads.check_threads_of_objects),
@@ -118,7 +118,7 @@ def seams() -> dict[str, Seam]:
         Seam("boundaries", lies, applies=_has_boundaries),
         Seam("max_seqlen", bound, applies=_has_bound),
     ]
-    return {seam.name: seam for seam in found}
+    return {seam.name: seam for seam in listed}
 
 
 # A process of its own runs it (``python -m fasttfm.testing.seams``).
@@ -147,7 +147,7 @@ def _has_bound(entry: EntryPoint) -> bool:
 @functools.cache
 def entry_points(device: str) -> dict[str, EntryPoint]:
     """All entry points by name, for calls on ``cpu`` or ``cuda``."""
-    found = [
+    entries = [
         *op_entries(device),
         *module_entries(),
         *model_entries(),
@@ -156,7 +156,7 @@ def entry_points(device: str) -> dict[str, EntryPoint]:
         *generation_entries(),
         *all_training_entries(),
     ]
-    return {entry.name: entry for entry in found}
+    return {entry.name: entry for entry in entries}
 
 
 def plan(device: str) -> list[tuple[Seam, EntryPoint]]:

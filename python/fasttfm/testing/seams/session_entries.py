@@ -79,9 +79,9 @@ def _encode(opened: Opened, inputs: Inputs) -> Tensors:
 
 def _encode_once(opened: Opened, inputs: Inputs) -> Tensors:
     ids = _lists(inputs)
-    found = {"vectors": torch.from_numpy(opened.session.encode(ids))}
+    results = {"vectors": torch.from_numpy(opened.session.encode(ids))}
     states = opened.session.encode(ids, output="states")
-    return found | {f"states {index}": torch.from_numpy(rows) for index, rows in enumerate(states)}
+    return results | {f"states {index}": torch.from_numpy(rows) for index, rows in enumerate(states)}
 
 
 def _take_weights(options: dict[str, Any], opened: Opened) -> None:
@@ -100,13 +100,13 @@ def _rebuilt(name: str, options: dict[str, Any], opened: Opened, device: torch.d
 def native_int8() -> tuple[str, ...]:
     """The first family of each kind that the native call of int8 layers distinguishes: post-LN, pre-LN, shared
     layers, and both norms with rotary positions."""
-    found: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for name in _text_families():
         encoder = _int8_encoder(name, torch.device("cpu"))
         if encoder.int8 is not None:
             shared = len(encoder.layers) < len(encoder.in_order())
-            found.setdefault((encoder.final_norm is None, shared, bool(encoder.rotations())), name)
-    return tuple(found.values())
+            names.setdefault((encoder.final_norm is None, shared, bool(encoder.rotations())), name)
+    return tuple(names.values())
 
 
 def _one_by_one(opened: Opened, inputs: Inputs) -> Tensors:
@@ -125,10 +125,10 @@ def session_entries(device: str) -> list[EntryPoint]:
     plain: list[tuple[str, dict[str, Any]]] = [(name, {"dtype": dtype}) for name in _text_families()]
     int8 = native_int8() if device == "cpu" else ()
     small: list[tuple[str, dict[str, Any]]] = [(name, {"precision": "int8"}) for name in int8]
-    found = []
+    entries = []
     for name, options in [*plain, *small, (next(iter(_text_families())), FP8)]:
         precision = options.get("precision")
-        found.append(
+        entries.append(
             EntryPoint(
                 name=", ".join(["inference.Session", name, *([precision] if precision else [])]),
                 covers=("inference.Session",),
@@ -142,7 +142,7 @@ def session_entries(device: str) -> list[EntryPoint]:
                 left_out={**_SEPARATE, **_ON_HOST},
             )
         )
-    return [*found, *map(_int8_layers, int8)]
+    return [*entries, *map(_int8_layers, int8)]
 
 
 # ---- int8 layers, which sessions call with a lock --------------------------------------------------------------------
@@ -217,14 +217,14 @@ def _continue(opened: Opened, inputs: Inputs) -> Tensors:
         opened.session.submit(ids, max_new_tokens=4 + index, **options[index])
         for index, ids in enumerate(_lists(inputs))
     ]
-    return {f"tokens {i}": torch.tensor(each.result(), device="cpu") for i, each in enumerate(waiting)}
+    return {f"tokens {i}": torch.tensor(sequence.result(), device="cpu") for i, sequence in enumerate(waiting)}
 
 
 def generation_entries() -> list[EntryPoint]:
-    found = []
+    entries = []
     shared: dict[str, Any] = {"inputs": _ids}
     for name in (name for name, family in FAMILIES.items() if family.causal):
-        found.append(
+        entries.append(
             EntryPoint(
                 name=f"generate.generate, {name}",
                 covers=("generate.generate", "generate.stream", "generate.release"),
@@ -235,7 +235,7 @@ def generation_entries() -> list[EntryPoint]:
                 **shared,
             )
         )
-        found.append(
+        entries.append(
             EntryPoint(
                 name=f"generate.GenerationSession, {name}",
                 covers=("generate.GenerationSession",),
@@ -251,4 +251,4 @@ def generation_entries() -> list[EntryPoint]:
                 **shared,
             )
         )
-    return found
+    return entries

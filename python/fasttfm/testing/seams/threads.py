@@ -40,7 +40,7 @@ def check_threads_of_objects(entry: EntryPoint, device: torch.device) -> None:
 
 
 def _check_threads(entry: EntryPoint, device: torch.device, subject_of: Callable[[int], Any]) -> None:
-    given = [entry.inputs(seed, device) for seed in range(_THREADS)]
+    drawn = [entry.inputs(seed, device) for seed in range(_THREADS)]
     expected = [entry.expected(seed, device) for seed in range(2)]
     barrier = threading.Barrier(_THREADS)
     results: list[list[Tensors]] = [[] for _ in range(_THREADS)]
@@ -50,7 +50,7 @@ def _check_threads(entry: EntryPoint, device: torch.device, subject_of: Callable
         try:
             barrier.wait(_SECONDS)
             for _ in range(_ROUNDS):
-                results[index].append(entry.call(subject_of(index), given[index]))
+                results[index].append(entry.call(subject_of(index), drawn[index]))
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -67,8 +67,8 @@ def _check_threads(entry: EntryPoint, device: torch.device, subject_of: Callable
         raise SeamError(f"{entry}: a call in a thread raised {errors[0]!r}") from errors[0]
     _synchronize(device)
     for index in range(_THREADS):
-        for found in results[index]:
-            check_same(found, expected[index], f"{entry}: thread {index}")
+        for result in results[index]:
+            check_same(result, expected[index], f"{entry}: thread {index}")
 
 
 @contextlib.contextmanager
@@ -93,9 +93,9 @@ def _synchronize(device: torch.device) -> None:
 def check_streams(entry: EntryPoint, device: torch.device) -> None:
     """Two CUDA streams run calls of one object, without synchronization between them, while the first one is busy."""
     subject = entry.make(device)
-    given = [entry.inputs(seed, device) for seed in range(2)]
+    drawn = [entry.inputs(seed, device) for seed in range(2)]
     expected = [entry.expected(seed, device) for seed in range(2)]
-    entry.call(subject, given[0])
+    entry.call(subject, drawn[0])
     torch.cuda.synchronize(device)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     results: list[tuple[int, Tensors]] = []
@@ -103,10 +103,10 @@ def check_streams(entry: EntryPoint, device: torch.device) -> None:
         for index in (0, 1) if round_ % 2 else (1, 0):
             with torch.cuda.stream(streams[index]):
                 torch.cuda._sleep(2_000_000 * (1 + (index + round_) % 2))  # one is a millisecond later
-                results.append((index, entry.call(subject, given[index])))
+                results.append((index, entry.call(subject, drawn[index])))
     torch.cuda.synchronize(device)
-    for index, found in results:
-        check_same(found, expected[index], f"{entry}: stream {index}")
+    for index, result in results:
+        check_same(result, expected[index], f"{entry}: stream {index}")
 
 
 # ---- the garbage collector -------------------------------------------------------------------------------------------
@@ -126,13 +126,13 @@ def check_garbage_collection(entry: EntryPoint, device: torch.device) -> None:
         _drop_in_a_cycle(entry, device, inputs)
         gc.set_threshold(1, 5, 5)
         gc.enable()
-        found = entry.call(subject, inputs)
+        results = entry.call(subject, inputs)
     finally:
         gc.set_threshold(*before)
         (gc.enable if enabled else gc.disable)()
         gc.unfreeze()
     _synchronize(device)
-    check_same(found, expected, f"{entry}: with collections of garbage")
+    check_same(results, expected, f"{entry}: with collections of garbage")
 
 
 def _drop_in_a_cycle(entry: EntryPoint, device: torch.device, inputs: Inputs) -> None:
@@ -157,10 +157,10 @@ def check_fork(entry: EntryPoint, device: torch.device) -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        _run_child(writer, lambda: [entry.call(each, inputs) for each in (entry.make(device), subject)])
+        _run_child(writer, lambda: [entry.call(module, inputs) for module in (entry.make(device), subject)])
     os.close(writer)
-    found = _read_child(child, reader, entry)
-    for tensors in found:
+    results = _read_child(child, reader, entry)
+    for tensors in results:
         check_same(tensors, expected, f"{entry}: in a forked child")
     after = entry.call(subject, inputs)
     check_same(after, expected, f"{entry}: in the parent after a fork")
@@ -198,7 +198,7 @@ def _read_child(child: int, reader: int, entry: EntryPoint) -> list[Tensors]:
     _, status = os.waitpid(child, 0)
     if not parts:
         raise SeamError(f"{entry}: a forked child ended with status {status}")
-    found = torch.load(io.BytesIO(b"".join(parts)), weights_only=True)
-    if isinstance(found, str):
-        raise SeamError(f"{entry}: a forked child raised {found}")
-    return list(found)
+    results = torch.load(io.BytesIO(b"".join(parts)), weights_only=True)
+    if isinstance(results, str):
+        raise SeamError(f"{entry}: a forked child raised {results}")
+    return list(results)

@@ -25,8 +25,8 @@ _STATE = "a step changes the optimizer's state"
 
 def optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
     """All optimizers that the package defines."""
-    found = (each for module in (optim, optimizers) for each in vars(module).values() if isinstance(each, type))
-    kinds = (each for each in found if issubclass(each, torch.optim.Optimizer))
+    classes = (value for module in (optim, optimizers) for value in vars(module).values() if isinstance(value, type))
+    kinds = (kind for kind in classes if issubclass(kind, torch.optim.Optimizer))
     return {kind.__name__: kind for kind in kinds if kind.__module__.startswith("fasttfm.")}
 
 
@@ -153,12 +153,12 @@ def _train_step(trained: Trained, inputs: Inputs) -> Tensors:
     with torch.autocast(device.type, dtype=torch.bfloat16):
         loss = trained.model(**inputs).loss
     loss.backward()
-    found = {"loss": loss.detach()}
+    results = {"loss": loss.detach()}
     for name, parameter in trained.model.named_parameters():
         if parameter.grad is not None:
-            found[f"d{name}"] = parameter.grad.detach().clone()
+            results[f"d{name}"] = parameter.grad.detach().clone()
     trained.optimizer.step()
-    return found
+    return results
 
 
 def training_entries() -> list[EntryPoint]:

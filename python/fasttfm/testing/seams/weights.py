@@ -140,9 +140,9 @@ def check_changed_weights(entry: EntryPoint, device: torch.device, change: str, 
     assert entry.module is not None
     subject, inputs = entry.make(device), entry.inputs(0, device)
 
-    def call(each: Any) -> Tensors:
+    def call(called: Any) -> Tensors:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):  # whose end clears torch's own copies
-            return entry.call(each, inputs)
+            return entry.call(called, inputs)
 
     before = call(subject)
     original = entry.module(subject)
@@ -152,9 +152,9 @@ def check_changed_weights(entry: EntryPoint, device: torch.device, change: str, 
     if entry.refresh is not None:
         entry.refresh(subject)
     inputs = _inputs_like(inputs, entry.module(subject))
-    found, expected = call(subject), call(entry.fresh(subject, device))
-    check_same(found, expected, f"{entry}: {change}")
-    if not entry.sets_weights and not _differs(found, before):
+    results, expected = call(subject), call(entry.fresh(subject, device))
+    check_same(results, expected, f"{entry}: {change}")
+    if not entry.sets_weights and not _differs(results, before):
         raise SeamError(f"{entry}: {change}: the change of all weights does not change the result")
 
 
@@ -180,7 +180,7 @@ def _replaced(entry: EntryPoint, subject: Any, module: nn.Module) -> Any:
 
 def _inputs_like(inputs: Inputs, module: nn.Module) -> Inputs:
     """Floating-point inputs in the dtype that the parameters have now."""
-    dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), torch.float32)
+    dtype = next((parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()), torch.float32)
 
     def converted(value: Any) -> Any:
         floating = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64, torch.bfloat16)
@@ -189,10 +189,10 @@ def _inputs_like(inputs: Inputs, module: nn.Module) -> Inputs:
     return {name: converted(value) for name, value in inputs.items()}
 
 
-def _differs(found: Tensors, before: Tensors) -> bool:
+def _differs(results: Tensors, before: Tensors) -> bool:
     return any(
         value.dtype != before[name].dtype or value.shape != before[name].shape or not torch.equal(value, before[name])
-        for name, value in found.items()
+        for name, value in results.items()
         if name in before
     )
 

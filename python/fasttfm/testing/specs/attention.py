@@ -183,15 +183,15 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
 def _boundaries(layout: str, lengths: Lengths, lengths_k: Lengths, device: torch.device) -> Inputs:
     if layout == "padded":
-        given = {"lengths": torch.tensor(lengths), "lengths_k": torch.tensor(lengths_k)}
+        boundaries = {"lengths": torch.tensor(lengths), "lengths_k": torch.tensor(lengths_k)}
     elif layout in ("packed", "sliced", "fused packed"):
-        given = {name: torch.tensor([0, *x]).cumsum(0) for name, x in (("", lengths), ("_k", lengths_k))}
-        given = {f"cu_seqlens{suffix}": starts for suffix, starts in given.items()}
+        boundaries = {name: torch.tensor([0, *x]).cumsum(0) for name, x in (("", lengths), ("_k", lengths_k))}
+        boundaries = {f"cu_seqlens{suffix}": starts for suffix, starts in boundaries.items()}
     else:
         return {}
     if lengths == lengths_k:
-        given = dict(itertools.islice(given.items(), 1))
-    return {name: values.to(device, torch.int32) for name, values in given.items()}
+        boundaries = dict(itertools.islice(boundaries.items(), 1))
+    return {name: values.to(device, torch.int32) for name, values in boundaries.items()}
 
 
 # ---- costs -----------------------------------------------------------------------------------------------------------
@@ -439,15 +439,15 @@ def _other_kv_head(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, 
 def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.attention.triton_signatures import compile_signatures
 
-    found: list[dict[str, Any]] = []
+    signatures: list[dict[str, Any]] = []
     for chip in (86, 90):
         for head_dim, element in ((16, "bf16"), (64, "bf16"), (128, "fp16"), (256, "bf16"), (64, "fp32")):
             for dropout in (False, True):
-                found += compile_signatures(head_dim, element, chip == 90, dropout, BLOCK_MEMORY[chip])
+                signatures += compile_signatures(head_dim, element, chip == 90, dropout, BLOCK_MEMORY[chip])
     # Wide heads' tiles depend on the memory.
-    found += compile_signatures(256, "bf16", False, True, BLOCK_MEMORY[80])
-    found += compile_signatures(128, "fp32", False, True, BLOCK_MEMORY[86])
-    return [TritonKernel(**description) for description in found]
+    signatures += compile_signatures(256, "bf16", False, True, BLOCK_MEMORY[80])
+    signatures += compile_signatures(128, "fp32", False, True, BLOCK_MEMORY[86])
+    return [TritonKernel(**description) for description in signatures]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -464,17 +464,17 @@ def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, t
     window = window_bounds(options.get("causal", False), options.get("window"))
     rest = (*tensors, inputs["seed"] if p else None, queries, keys, *window, 0.25, p, None)
     out, lse = torch.ops.fasttfm.attention_forward(q, k, v, *rest)
-    found = [
+    calls = [
         (torch.ops.fasttfm.attention_forward.default, (q, k, v, *rest)),
         (torch.ops.fasttfm.attention_backward.default, (torch.ones_like(out), q, k, v, out, lse, *rest)),
     ]
     if inputs.get("bias") is not None:
         operator = torch.ops.fasttfm.attention_bias_backward.default
-        found.append((operator, (torch.ones_like(out), q, k, v, out, lse, *rest)))
+        calls.append((operator, (torch.ones_like(out), q, k, v, out, lse, *rest)))
     if k is None:
         operator = torch.ops.fasttfm.attention_qkv_backward.default
-        found.append((operator, (torch.ones_like(out), q, out, lse, torch.float32, *rest)))
-    return found
+        calls.append((operator, (torch.ones_like(out), q, out, lse, torch.float32, *rest)))
+    return calls
 
 
 SPEC = OpSpec(

@@ -110,12 +110,12 @@ class _DroppedTerm(torch.autograd.Function):
 def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.bias_gelu import triton as kernels
 
-    found = []
+    signatures = []
     for columns in (64, 1024, 4096):
         for element, parameter in (("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
             for kind in ("gelu", "gelu_tanh", "relu", "silu") if columns == 1024 else ("gelu",):
-                found += kernels.compile_signatures(columns, element, parameter, kind)
-    return [TritonKernel(**description) for description in found]
+                signatures += kernels.compile_signatures(columns, element, parameter, kind)
+    return [TritonKernel(**description) for description in signatures]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:

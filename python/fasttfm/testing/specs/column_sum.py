@@ -88,7 +88,7 @@ def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.column_sum import triton as kernels
 
     types = (("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"))
-    return [TritonKernel(**found) for pair in types for found in kernels.compile_signatures(*pair)]
+    return [TritonKernel(**description) for pair in types for description in kernels.compile_signatures(*pair)]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:

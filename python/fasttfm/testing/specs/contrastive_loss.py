@@ -42,8 +42,8 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 def _case(name: str, queries: int, columns: int, options: dict[str, Any] | None = None, **sizes: Any) -> OpCase:
     """Triton's kernels, which are linear_cross_entropy's, are interpreted only in the cases that differ for them."""
     dtypes, interpret = sizes.pop("dtypes", OpCase.dtypes), name in _INTERPRETED
-    given = {"temperature": 0.05, "symmetric": False, "reduction": "mean", **(options or {})}
-    return OpCase(name, {"queries": queries, "columns": columns, **sizes}, given, dtypes, interpret)
+    all_options = {"temperature": 0.05, "symmetric": False, "reduction": "mean", **(options or {})}
+    return OpCase(name, {"queries": queries, "columns": columns, **sizes}, all_options, dtypes, interpret)
 
 
 _INTERPRETED = ("typical", "more_keys", "labels", "none")
@@ -150,9 +150,9 @@ def _one_direction(**arguments: Any) -> Tensor:
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     loss = Loss(scale=1 / options["temperature"], block_bytes=1 << 20)
-    queries, wanted = inputs["queries"], [True, True, False]
+    queries, needs = inputs["queries"], [True, True, False]
     labels = torch.arange(len(queries), device=queries.device) % len(inputs["keys"])
-    call = (queries, inputs["keys"], None, labels, None, None, None, *loss, False, wanted, SPEC.name, None)
+    call = (queries, inputs["keys"], None, labels, None, None, None, *loss, False, needs, SPEC.name, None)
     return [(torch.ops.fasttfm.linear_cross_entropy_forward.default, call)]
 
 

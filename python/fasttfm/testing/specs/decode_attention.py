@@ -28,7 +28,7 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
     qkv = tensor(batch, heads + 2 * groups, width)
     q, k, v = qkv.split((heads, groups, groups), 1)  # strided, as a fused projection gives them
     if batch == 0:  # opcheck cannot copy empty views
-        q, k, v, *caches = (torch.empty(given.shape, dtype=dtype, device=device) for given in (q, k, v, *caches))
+        q, k, v, *caches = (torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in (q, k, v, *caches))
     return {
         "q": q,
         "k": k,
@@ -51,8 +51,8 @@ def _case(
     scale: float | None = None,
     **sizes: Any,
 ) -> OpCase:
-    given = {"lengths": lengths, "room": room, "heads": heads, "key_heads": key_heads, "width": width, **sizes}
-    return OpCase(name, given, {"window": window, "scale": scale})
+    all_sizes = {"lengths": lengths, "room": room, "heads": heads, "key_heads": key_heads, "width": width, **sizes}
+    return OpCase(name, all_sizes, {"window": window, "scale": scale})
 
 
 CASES = (
@@ -158,13 +158,13 @@ def _other_groups(**arguments: Any) -> Tensor:
 def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.decode_attention import triton as kernels
 
-    found = []
+    signatures = []
     for width in (32, 64, 128):
         for batch, group in ((1, 1), (128, 1), (1, 4)):
-            found += kernels.compile_signatures(batch, group, width, "bf16")
-    found += kernels.compile_signatures(1, 1, 64, "fp32")
-    found += kernels.compile_signatures(1, 1, 64, "bf16", dependent=True)
-    return [TritonKernel(**description) for description in found]
+            signatures += kernels.compile_signatures(batch, group, width, "bf16")
+    signatures += kernels.compile_signatures(1, 1, 64, "fp32")
+    signatures += kernels.compile_signatures(1, 1, 64, "bf16", dependent=True)
+    return [TritonKernel(**description) for description in signatures]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:

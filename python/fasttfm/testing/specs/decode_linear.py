@@ -47,8 +47,8 @@ def _case(
     activation: str | None = None,
     **sizes: Any,
 ) -> OpCase:
-    given = {"rows": rows, "outputs": outputs, "columns": columns, "present": present, **sizes}
-    return OpCase(name, given, {"eps": eps, "activation": activation})
+    all_sizes = {"rows": rows, "outputs": outputs, "columns": columns, "present": present, **sizes}
+    return OpCase(name, all_sizes, {"eps": eps, "activation": activation})
 
 
 CASES = (
@@ -146,13 +146,13 @@ def _residual_first(**arguments: Any) -> Tensor:
 def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.decode_linear import triton as kernels
 
-    found = []
+    signatures = []
     for rows in (1, 16):
         for outputs, columns in ((2304, 768), (768, 3072), (50257, 768)):
-            found += kernels.compile_signatures(rows, outputs, columns, "bf16", "fp32")
-        found += kernels.compile_signatures(rows, 768, 3072, "bf16", "bf16")
-        found += kernels.compile_signatures(rows, 2304, 768, "fp32", "fp32")
-    return [TritonKernel(**description) for description in found]
+            signatures += kernels.compile_signatures(rows, outputs, columns, "bf16", "fp32")
+        signatures += kernels.compile_signatures(rows, 768, 3072, "bf16", "bf16")
+        signatures += kernels.compile_signatures(rows, 2304, 768, "fp32", "fp32")
+    return [TritonKernel(**description) for description in signatures]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -23,25 +23,27 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
     longest, span = max(lengths, default=0), case.sizes["span"]
     packed, scale = case.sizes["packed"], case.sizes.get("scale", 1.0)
     shape = (sum(lengths),) if packed else (len(lengths), longest)
-    found: Inputs = {
+    inputs: Inputs = {
         name: draw(generator, *shape, heads, columns, dtype=dtype, device=device, scale=scale) for name in "qkv"
     }
-    found["distance_rows"] = log_distance_rows(max(1, longest), span, case.sizes["farthest"], device=device)
+    inputs["distance_rows"] = log_distance_rows(max(1, longest), span, case.sizes["farthest"], device=device)
     for table in _TABLES:
-        given = table in case.sizes["tables"]
-        found[table] = draw(generator, 2 * span, heads, columns, dtype=dtype, device=device) if given else None
-    found["cu_seqlens"] = cu_seqlens_from_lengths(lengths, device=device) if packed else None
+        present = table in case.sizes["tables"]
+        inputs[table] = draw(generator, 2 * span, heads, columns, dtype=dtype, device=device) if present else None
+    inputs["cu_seqlens"] = cu_seqlens_from_lengths(lengths, device=device) if packed else None
     share = case.sizes.get("share")
-    found["mask"] = None if share is None else (torch.rand(shape, generator=generator) < share).to(device)
-    found["seed"] = torch.tensor([99], device=device)
-    return found
+    inputs["mask"] = None if share is None else (torch.rand(shape, generator=generator) < share).to(device)
+    inputs["seed"] = torch.tensor([99], device=device)
+    return inputs
 
 
 def _case(name: str, lengths: Sequence[int], columns: int = 16, **sizes: Any) -> OpCase:
     interpret, dtypes = sizes.pop("interpret", True), sizes.pop("dtypes", OpCase.dtypes)
     options = {"dropout_p": sizes.pop("dropout_p", 0.0), "max_seqlen": None, "scale": sizes.pop("factor", None)}
-    own = {"heads": 2, "span": 8, "farthest": 40, "tables": _TABLES, "packed": True}
-    return OpCase(name, {"lengths": tuple(lengths), "columns": columns, **own, **sizes}, options, dtypes, interpret)
+    default_sizes = {"heads": 2, "span": 8, "farthest": 40, "tables": _TABLES, "packed": True}
+    return OpCase(
+        name, {"lengths": tuple(lengths), "columns": columns, **default_sizes, **sizes}, options, dtypes, interpret
+    )
 
 
 _SINGLE = (torch.float32,)
@@ -146,30 +148,30 @@ BAD_CALLS = (
 
 
 def _without(table: str) -> Callable[..., Tensor]:
-    def broken(**given: Any) -> Tensor:
-        scale = (given["q"].shape[-1] * 3) ** -0.5
-        return reference.disentangled_attention(**{**given, table: None, "scale": scale})
+    def broken(**inputs: Any) -> Tensor:
+        scale = (inputs["q"].shape[-1] * 3) ** -0.5
+        return reference.disentangled_attention(**{**inputs, table: None, "scale": scale})
 
     return broken
 
 
-def _keys_from_queries(**given: Any) -> Tensor:
+def _keys_from_queries(**inputs: Any) -> Tensor:
     """Distances with the other sign."""
-    return reference.disentangled_attention(**{**given, "distance_rows": given["distance_rows"].flip(0)})
+    return reference.disentangled_attention(**{**inputs, "distance_rows": inputs["distance_rows"].flip(0)})
 
 
-def _swapped(**given: Any) -> Tensor:
-    swapped = {"position_keys": given["position_queries"], "position_queries": given["position_keys"]}
-    return reference.disentangled_attention(**{**given, **swapped})
+def _swapped(**inputs: Any) -> Tensor:
+    swapped = {"position_keys": inputs["position_queries"], "position_queries": inputs["position_keys"]}
+    return reference.disentangled_attention(**{**inputs, **swapped})
 
 
-def _scale_of_contents(**given: Any) -> Tensor:
-    return reference.disentangled_attention(**{**given, "scale": given["q"].shape[-1] ** -0.5})
+def _scale_of_contents(**inputs: Any) -> Tensor:
+    return reference.disentangled_attention(**{**inputs, "scale": inputs["q"].shape[-1] ** -0.5})
 
 
-def _one_sequence(**given: Any) -> Tensor:
-    bounds = given["cu_seqlens"][[0, 1, -1]]
-    return reference.disentangled_attention(**{**given, "cu_seqlens": bounds})
+def _one_sequence(**inputs: Any) -> Tensor:
+    bounds = inputs["cu_seqlens"][[0, 1, -1]]
+    return reference.disentangled_attention(**{**inputs, "cu_seqlens": bounds})
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -186,7 +188,9 @@ def _triton_kernels() -> list[TritonKernel]:
         (64, "fp32", 90, {}),
         (128, "bf16", 90, {}),
     ]
-    return [TritonKernel(**each) for *call, options in calls for each in compile_signatures(*call, **options)]
+    return [
+        TritonKernel(**description) for *call, options in calls for description in compile_signatures(*call, **options)
+    ]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -194,8 +198,8 @@ def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, t
     seed = inputs["seed"] if options["dropout_p"] else None
     numbers = (len(inputs["distance_rows"]) // 2 + 1, 0.2, options["dropout_p"])
     out, lse = torch.ops.fasttfm.disentangled_attention_forward(*tensors, seed, *numbers, None)
-    wanted = [inputs[name] is not None for name in _TABLES]
-    backward = (torch.ones_like(out), *tensors[:3], out, lse, *tensors[3:], seed, *numbers, *wanted, None)
+    needs = [inputs[name] is not None for name in _TABLES]
+    backward = (torch.ones_like(out), *tensors[:3], out, lse, *tensors[3:], seed, *numbers, *needs, None)
     return [
         (torch.ops.fasttfm.disentangled_attention_forward.default, (*tensors, seed, *numbers, None)),
         (torch.ops.fasttfm.disentangled_attention_backward.default, backward),

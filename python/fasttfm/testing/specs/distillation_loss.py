@@ -47,8 +47,8 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
 def _case(name: str, *shape: int, vocabulary: int, options: dict[str, Any] | None = None, **sizes: Any) -> OpCase:
     dtypes, interpret = sizes.pop("dtypes", OpCase.dtypes), sizes.pop("interpret", True)
-    given = {"temperature": 1.0, "reduction": "mean", **(options or {})}
-    return OpCase(name, {"shape": shape, "vocabulary": vocabulary, **sizes}, given, dtypes, interpret)
+    all_options = {"temperature": 1.0, "reduction": "mean", **(options or {})}
+    return OpCase(name, {"shape": shape, "vocabulary": vocabulary, **sizes}, all_options, dtypes, interpret)
 
 
 _SINGLE = (torch.float32,)
@@ -148,7 +148,7 @@ def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.distillation_loss import triton as kernels
 
     calls = ((30528, "bf16"), (30528, "fp32"))
-    return [TritonKernel(**found) for call in calls for found in kernels.compile_signatures(*call)]
+    return [TritonKernel(**description) for call in calls for description in kernels.compile_signatures(*call)]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -156,8 +156,8 @@ def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, t
     count = hidden.shape[:-1].numel() if positions is None else positions.numel()
     names = ("student_hidden", "student_weight", "student_bias", "teacher", "teacher_weight", "teacher_bias")
     counted = torch.ones(count, dtype=torch.int32) if inputs["mask"] is None else inputs["mask"].flatten().int()
-    wanted = [True, True, inputs["student_bias"] is not None]
-    rest = (counted, positions, None, options["temperature"], wanted, None)
+    needs = [True, True, inputs["student_bias"] is not None]
+    rest = (counted, positions, None, options["temperature"], needs, None)
     return [(torch.ops.fasttfm.distillation_loss_forward.default, (*(inputs[name] for name in names), *rest))]
 
 

@@ -200,11 +200,11 @@ def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.dropout_add_layer_norm import triton as kernels
 
     types = (("bf16", "bf16", "bf16"), ("bf16", "fp32", "fp32"), ("fp16", "fp16", "fp16"), ("fp32", "fp32", "fp32"))
-    found = []
+    signatures = []
     for columns in (64, 768, 1024, 4096, 8192):
         for element, stream, parameter in types:
-            found += kernels.compile_signatures(columns, element, stream, parameter)
-    return [TritonKernel(**description) for description in found]
+            signatures += kernels.compile_signatures(columns, element, stream, parameter)
+    return [TritonKernel(**description) for description in signatures]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -215,12 +215,12 @@ def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, t
     forward = (x, residual, *parameters, *dropout, options["eps"])
     _, z, statistics = reference.dropout_add_layer_norm_forward(*forward, True)
     dy, dz = torch.ones_like(x), torch.ones_like(z) if options["prenorm"] else None
-    wanted = [parameter is not None for parameter in parameters]
+    needs = [parameter is not None for parameter in parameters]
     return [
         (torch.ops.fasttfm.dropout_add_layer_norm_forward.default, (*forward, options["prenorm"], None)),
         (
             torch.ops.fasttfm.dropout_add_layer_norm_backward.default,
-            (dy, dz, z, statistics, *parameters, *dropout, wanted, None),
+            (dy, dz, z, statistics, *parameters, *dropout, needs, None),
         ),
     ]
 

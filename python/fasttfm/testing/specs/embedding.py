@@ -39,41 +39,41 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
     tables: Inputs = {"word_table": tensor(sizes["words"], columns, dtype=table_dtype) + sizes.get("offset", 0.0)}
     parameters: Inputs = {}
-    given: Inputs = {"ids": indices(sizes.get("distinct", sizes["words"]))}
+    inputs: Inputs = {"ids": indices(sizes.get("distinct", sizes["words"]))}
     for name in ("position", "segment"):
         if f"{name}s" in sizes:
             tables[f"{name}_table"] = tensor(sizes[f"{name}s"], columns, dtype=table_dtype)
-            if f"{name}_ids" in sizes["given"]:
-                given[f"{name}_ids"] = indices(sizes[f"{name}s"])
+            if f"{name}_ids" in sizes["present"]:
+                inputs[f"{name}_ids"] = indices(sizes[f"{name}s"])
     for name in ("weight", "bias"):
-        if name in sizes["given"]:
+        if name in sizes["present"]:
             parameters[name] = tensor(columns, dtype=parameter_dtype)
     if lengths is not None:
-        given["cu_seqlens"] = cu_seqlens_of(lengths, device)
-    if "seed" in sizes["given"]:
-        given["seed"] = torch.tensor([0x123456789ABCDEF], device=device)
+        inputs["cu_seqlens"] = cu_seqlens_of(lengths, device)
+    if "seed" in sizes["present"]:
+        inputs["seed"] = torch.tensor([0x123456789ABCDEF], device=device)
     if table_dtype != dtype:
-        given["dtype"] = dtype
+        inputs["dtype"] = dtype
     # The harness rounds incoming gradients to the first floating type it meets: the output's.
     floating = {**tables, **parameters} if table_dtype == dtype else {**parameters, **tables}
-    return {**floating, **given}
+    return {**floating, **inputs}
 
 
 _ALL = ("weight", "bias", "segment_ids", "seed")
 _TABLES = {"words": 11, "positions": 9, "segments": 2}
 
 
-def _case(name: str, *shape: int, columns: int = 64, given: tuple[str, ...] = _ALL, **sizes: Any) -> OpCase:
+def _case(name: str, *shape: int, columns: int = 64, present: tuple[str, ...] = _ALL, **sizes: Any) -> OpCase:
     options: dict[str, Any] = {
         name: sizes.pop(name) for name in ("p", "eps", "padding_idx", "layer_norm") if name in sizes
     }
-    return OpCase(name, {"shape": shape, "columns": columns, "given": given, **(_TABLES | sizes)}, options)
+    return OpCase(name, {"shape": shape, "columns": columns, "present": present, **(_TABLES | sizes)}, options)
 
 
 def _bench_case(name: str, *shape: int, columns: int, **sizes: Any) -> OpCase:
-    given = ("weight", "bias", "segment_ids")
+    present = ("weight", "bias", "segment_ids")
     return _case(
-        name, *shape, columns=columns, given=given, words=VOCABULARY, positions=512, segments=2, p=0.1, **sizes
+        name, *shape, columns=columns, present=present, words=VOCABULARY, positions=512, segments=2, p=0.1, **sizes
     )
 
 
@@ -81,8 +81,8 @@ CASES = (
     _case("typical", 3, 5, p=0.1),
     _case("no_dropout", 3, 5),
     _case("packed", lengths=(4, 0, 9, 1), p=0.25),
-    _case("packed_given_positions", lengths=(4, 3), given=(*_ALL, "position_ids"), p=0.25),
-    _case("given_positions", 2, 7, given=(*_ALL, "position_ids")),
+    _case("packed_given_positions", lengths=(4, 3), present=(*_ALL, "position_ids"), p=0.25),
+    _case("given_positions", 2, 7, present=(*_ALL, "position_ids")),
     _case("odd", 3, 7, columns=33, p=0.5),
     _case("one_token", 1, 1, columns=100),
     _case("one_column", 1, 5, columns=1),
@@ -93,10 +93,10 @@ CASES = (
     _case("one_word", 5, 9, distinct=1),
     _case("many_tokens", 33, 9, columns=48, words=300, p=0.1),
     _case("wide", 2, 3, columns=1543, p=0.1),
-    _case("plain_layer_norm", 3, 5, given=("segment_ids",), layer_norm=True),
-    _case("no_layer_norm", 3, 5, given=("segment_ids", "seed"), p=0.1),
-    _case("segment_zero", 3, 5, given=("weight", "bias")),
-    _case("segment_zero_of_many", 3, 5, given=("weight", "bias"), segments=7),
+    _case("plain_layer_norm", 3, 5, present=("segment_ids",), layer_norm=True),
+    _case("no_layer_norm", 3, 5, present=("segment_ids", "seed"), p=0.1),
+    _case("segment_zero", 3, 5, present=("weight", "bias")),
+    _case("segment_zero_of_many", 3, 5, present=("weight", "bias"), segments=7),
     _case("many_segments", 4, 6, segments=7, columns=40),
     _case("padding", 4, 6, padding_idx=3),
     _case("fp32_parameters", 3, 5, parameter_dtype=torch.float32, p=0.1),
@@ -104,7 +104,7 @@ CASES = (
     _case("int32", 3, 5, index_dtype=torch.int32),
     _case("large_mean", 4, 6, offset=100.0),
     _case("everything_dropped", 2, 3, p=1.0),
-    OpCase("words_only", {"shape": (3, 5), "columns": 64, "given": (), "words": 11}),
+    OpCase("words_only", {"shape": (3, 5), "columns": 64, "present": (), "words": 11}),
 )
 
 
@@ -112,7 +112,7 @@ def _random_case(source: random.Random) -> OpCase:
     packed = source.random() < 0.4
     lengths = random_lengths(source, longest=9)
     sizes: dict[str, Any] = {"words": random_size(source, 60), "positions": 9, "segments": source.randint(1, 3)}
-    given = some_of(source, ("weight", "bias", "segment_ids", "position_ids"))
+    present = some_of(source, ("weight", "bias", "segment_ids", "position_ids"))
     if packed:
         sizes["lengths"] = lengths
     shape = () if packed else (source.randint(0, 6), source.randint(0, 9))
@@ -120,9 +120,9 @@ def _random_case(source: random.Random) -> OpCase:
         "random",
         *shape,
         columns=NORMALISED - 1 + random_size(source),
-        given=(*given, "seed"),
+        present=(*present, "seed"),
         p=source.choice((0.0, 0.1, 0.5)),
-        layer_norm=source.random() < 0.7 or bool({"weight", "bias"} & set(given)),
+        layer_norm=source.random() < 0.7 or bool({"weight", "bias"} & set(present)),
         table_dtype=source.choice((torch.float32, None)),
         parameter_dtype=source.choice((torch.float32, None)),
         scale=random_scale(source),
@@ -282,14 +282,24 @@ def _signatures(columns: int, table: str, element: str, parameter: str) -> list[
 
     t, e, w, f, i, j = f"*{table}", f"*{element}", f"*{parameter}", "*fp32", "*i64", "*i32"
     tables = {"word_table": t, "position_table": t, "segment_table": t}
-    given = {"ids": i, "position_ids": t, "segment_ids": i, "cu_seqlens": j}
+    indices = {"ids": i, "position_ids": t, "segment_ids": i, "cu_seqlens": j}
     sizes = dict.fromkeys(("N", "C", "V", "position_rows", "segment_rows", "sequences", "tokens_per_sequence"), "i32")
     loop = dict.fromkeys(("padding_idx", "groups", "members", "splits"), "i32")
     dropout = {"threshold": "i32", "scale": "fp32"}
     rows = {"keys": j, "row_indices": j, "terms": f}
     constants = {"LAYER_NORM": True, "HAS_WEIGHT": True, "DROPOUT": True, "POSITIONS": "own", "SEGMENTS": "given"}
-    forward = {**tables, **given, "weight": w, "bias": w, "seed": i, "y": e, "statistics": f, "errors": i, **sizes}
-    backward = {"dy": e, **tables, **given, "weight": w, "seed": i, "statistics": f, **rows, "dposition": t, "parts": f}
+    forward = {**tables, **indices, "weight": w, "bias": w, "seed": i, "y": e, "statistics": f, "errors": i, **sizes}
+    backward = {
+        "dy": e,
+        **tables,
+        **indices,
+        "weight": w,
+        "seed": i,
+        "statistics": f,
+        **rows,
+        "dposition": t,
+        "parts": f,
+    }
     table_backward = {"dy": e, **tables, "weight": w, "seed": i, **rows, "order": i, "dtable": t, "parts": f}
     by_position = {"BY_POSITION": True, "FUSED_SEGMENTS": 2, "NO_ROW": 2**31 - 1}
 
@@ -331,10 +341,10 @@ def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, t
     layer_norm = options.get("layer_norm", False) or inputs.get("weight") is not None
     dtype = inputs.get("dtype", inputs["word_table"].dtype)
     y, statistics = reference.embedding_forward(tables, indices, *tensors[6:], layer_norm, 1e-5, p, dtype)
-    wanted = [tensor is not None for tensor in (*tables, *tensors[7:9])]
+    needs = [tensor is not None for tensor in (*tables, *tensors[7:9])]
     *others, seed = tensors
     padding_idx = options.get("padding_idx")
-    numbers = (layer_norm, p, padding_idx, dtype, *wanted, None)
+    numbers = (layer_norm, p, padding_idx, dtype, *needs, None)
     return [
         (torch.ops.fasttfm.embedding_forward.default, (*tensors, layer_norm, 1e-5, p, dtype, padding_idx, None)),
         (torch.ops.fasttfm.embedding_backward.default, (torch.ones_like(y), *others, statistics, seed, *numbers)),

@@ -155,13 +155,13 @@ class _DerivativeOfOne(torch.autograd.Function):
 def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.gated_activation import triton as kernels
 
-    found = []
+    signatures = []
     for columns in (64, 1024):
         for element, parameter in (("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
-            found += kernels.compile_signatures(columns, element, parameter, "gelu")
+            signatures += kernels.compile_signatures(columns, element, parameter, "gelu")
     for kind in ("gelu_tanh", "relu", "silu"):
-        found += kernels.compile_signatures(1024, "bf16", "fp32", kind)
-    return [TritonKernel(**description) for description in found]
+        signatures += kernels.compile_signatures(1024, "bf16", "fp32", kind)
+    return [TritonKernel(**description) for description in signatures]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:

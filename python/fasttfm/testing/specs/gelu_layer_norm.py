@@ -137,35 +137,35 @@ class _LinearBiasBeforeGelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, linear_bias, *parameters = ctx.saved_tensors
-        wanted = [parameter is not None for parameter in (linear_bias, *parameters[:2])]
-        dx, _, dweight, dbias = reference.gelu_layer_norm_backward(dy, x, linear_bias, *parameters, ctx.kind, *wanted)
+        needs = [parameter is not None for parameter in (linear_bias, *parameters[:2])]
+        dx, _, dweight, dbias = reference.gelu_layer_norm_backward(dy, x, linear_bias, *parameters, ctx.kind, *needs)
         u = x if linear_bias is None else x + linear_bias
         wrong = (dx / (derivative(u, ctx.kind) + 1e-3)).reshape(-1, x.shape[-1]).sum(dim=0)
-        kept = [gradient if want else None for gradient, want in zip((wrong, dweight, dbias), wanted, strict=True)]
+        kept = [gradient if want else None for gradient, want in zip((wrong, dweight, dbias), needs, strict=True)]
         return dx, *kept, None, None
 
 
 def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.gelu_layer_norm import triton as kernels
 
-    found = []
+    signatures = []
     for columns in (64, 768, 1024, 4096, 8192):
         for element, parameter in (("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
             for kind in ("gelu", "gelu_tanh") if columns == 1024 else ("gelu",):
-                found += kernels.compile_signatures(columns, element, parameter, kind)
-    return [TritonKernel(**description) for description in found]
+                signatures += kernels.compile_signatures(columns, element, parameter, kind)
+    return [TritonKernel(**description) for description in signatures]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     x, parameters = inputs["x"], [inputs[name] for name in _PARAMETERS]
     kind, eps = _KINDS[options["approximate"]], options["eps"]
     _, statistics = reference.gelu_layer_norm_forward(x, *parameters, kind, eps)
-    wanted = [parameter is not None for parameter in parameters]
+    needs = [parameter is not None for parameter in parameters]
     return [
         (torch.ops.fasttfm.gelu_layer_norm_forward.default, (x, *parameters, kind, eps, None)),
         (
             torch.ops.fasttfm.gelu_layer_norm_backward.default,
-            (torch.ones_like(x), x, *parameters, statistics, kind, *wanted, None),
+            (torch.ones_like(x), x, *parameters, statistics, kind, *needs, None),
         ),
     ]
 

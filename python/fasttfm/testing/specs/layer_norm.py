@@ -105,8 +105,8 @@ class _DroppedTerm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, statistics = ctx.saved_tensors
-        wanted = (weight is not None, bias is not None)
-        _, dweight, dbias = reference.layer_norm_backward(dy, x, weight, bias, statistics, *wanted)
+        needs = (weight is not None, bias is not None)
+        _, dweight, dbias = reference.layer_norm_backward(dy, x, weight, bias, statistics, *needs)
         g = dy if weight is None else dy * weight
         dx = statistics[1].reshape(*x.shape[:-1], 1) * (g - g.mean(-1, keepdim=True))
         return dx, None if weight is None else dweight, None if bias is None else dbias, None
@@ -115,11 +115,11 @@ class _DroppedTerm(torch.autograd.Function):
 def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.layer_norm import triton as kernels
 
-    found = []
+    signatures = []
     for columns in (64, 768, 1024, 4096, 8192):
         for element, parameter in (("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
-            found += kernels.compile_signatures(columns, element, parameter)
-    return [TritonKernel(**description) for description in found]
+            signatures += kernels.compile_signatures(columns, element, parameter)
+    return [TritonKernel(**description) for description in signatures]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:

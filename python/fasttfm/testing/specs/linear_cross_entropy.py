@@ -27,8 +27,8 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
 def _case(name: str, *shape: int, vocabulary: int, options: dict[str, Any] | None = None, **sizes: Any) -> OpCase:
     dtypes, interpret = sizes.pop("dtypes", OpCase.dtypes), sizes.pop("interpret", True)
-    given = {"reduction": "mean", **(options or {})}
-    return OpCase(name, {"shape": shape, "vocabulary": vocabulary, **sizes}, given, dtypes, interpret)
+    all_options = {"reduction": "mean", **(options or {})}
+    return OpCase(name, {"shape": shape, "vocabulary": vocabulary, **sizes}, all_options, dtypes, interpret)
 
 
 CASES = (
@@ -157,14 +157,14 @@ def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.linear_cross_entropy import triton as kernels
     from fasttfm.kernels.vocabulary import triton_pick_rows, triton_scale, triton_tail
 
-    found = []
+    signatures = []
     for element, everything in (("bf16", False), ("bf16", True), ("fp32", True)):
-        found += kernels.compile_signatures(30528, element, everything=everything)
+        signatures += kernels.compile_signatures(30528, element, everything=everything)
     for columns, element in ((64, "fp32"), (768, "bf16")):
-        found += triton_pick_rows.compile_signatures(columns, element)
-        found += triton_tail.compile_signatures(columns, element, 2)
-        found += triton_scale.compile_signatures("fp32", element)
-    return [TritonKernel(**description) for description in found]
+        signatures += triton_pick_rows.compile_signatures(columns, element)
+        signatures += triton_tail.compile_signatures(columns, element, 2)
+        signatures += triton_scale.compile_signatures("fp32", element)
+    return [TritonKernel(**description) for description in signatures]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
@@ -177,14 +177,14 @@ def native_ops(
     """The engine's calls, forward and backward, for opcheck."""
     loss = Loss(options.get("ignore_index", IGNORED), options.get("label_smoothing", 0.0), options.get("z_loss", 0.0))
     tensors = (inputs["hidden"], inputs["weight"], inputs["bias"], inputs["labels"].flatten(), positions)
-    wanted = [True, True, inputs["bias"] is not None]
-    call = (*tensors, None, None, *loss, False, wanted, op, None)
+    needs = [True, True, inputs["bias"] is not None]
+    call = (*tensors, None, None, *loss, False, needs, op, None)
     *_, dh, dweight, dbias = torch.ops.fasttfm.linear_cross_entropy_forward(*call)
     hidden = inputs["hidden"]
     back = (dh, dweight, dbias, torch.ones(()), tensors[3], positions, hidden.shape, hidden.dtype, loss.ignore_index)
     return [
         (torch.ops.fasttfm.linear_cross_entropy_forward.default, call),
-        (torch.ops.fasttfm.linear_cross_entropy_backward.default, (*back, wanted, op, None)),
+        (torch.ops.fasttfm.linear_cross_entropy_backward.default, (*back, needs, op, None)),
     ]
 
 

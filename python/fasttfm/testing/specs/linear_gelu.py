@@ -76,8 +76,8 @@ def torch_activation(activation: str) -> Callable[[Tensor], Tensor]:
     kind = ACTIVATIONS[activation]
     if kind == "gelu_tanh":
         return lambda x: torch.nn.functional.gelu(x, approximate="tanh")
-    found: Callable[[Tensor], Tensor] = getattr(torch.nn.functional, kind)
-    return found
+    function: Callable[[Tensor], Tensor] = getattr(torch.nn.functional, kind)
+    return function
 
 
 def _torch_linear(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
@@ -137,12 +137,12 @@ def _other_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str)
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     x, weight, bias, kind = inputs["x"], inputs["weight"], inputs["bias"], ACTIVATIONS[options["activation"]]
     y, h = reference.linear_gelu_forward(x, weight, bias, kind)
-    wanted = [True, True, bias is not None]
+    needs = [True, True, bias is not None]
     return [
         (torch.ops.fasttfm.linear_gelu_forward.default, (x, weight, bias, kind, None)),
         (
             torch.ops.fasttfm.linear_gelu_backward.default,
-            (torch.ones_like(y), x, weight, bias, h, kind, wanted, None),
+            (torch.ones_like(y), x, weight, bias, h, kind, needs, None),
         ),
     ]
 

@@ -23,14 +23,14 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
     inputs = draw_hidden(case, dtype, device, generator)
     vocabulary = case.sizes["vocabulary"]
     leading = tuple(inputs["hidden"].shape[:-1])
-    given = case.sizes.get("positions")  # how many, or the rows themselves; None: found by the labels
-    if given is None:
+    chosen = case.sizes.get("positions")  # how many, or the rows themselves; None: found by the labels
+    if chosen is None:
         labels = draw_labels(leading, case.sizes.get("share", 0.3), vocabulary, generator, device)
         return {**inputs, "labels": labels, "positions": None}
-    if isinstance(given, int):
-        positions = torch.randperm(torch.Size(leading).numel(), generator=generator)[:given].sort().values
+    if isinstance(chosen, int):
+        positions = torch.randperm(torch.Size(leading).numel(), generator=generator)[:chosen].sort().values
     else:
-        positions = torch.tensor(given, dtype=torch.int64)
+        positions = torch.tensor(chosen, dtype=torch.int64)
     share = case.sizes.get("share", 1.0)
     labels = draw_labels(tuple(positions.shape), share, vocabulary, generator, device)
     return {**inputs, "labels": labels, "positions": positions.to(device)}
@@ -38,8 +38,8 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
 def _case(name: str, *shape: int, vocabulary: int, options: dict[str, Any] | None = None, **sizes: Any) -> OpCase:
     dtypes, interpret = sizes.pop("dtypes", OpCase.dtypes), sizes.pop("interpret", True)
-    given = {"reduction": "mean", **(options or {})}
-    return OpCase(name, {"shape": shape, "vocabulary": vocabulary, **sizes}, given, dtypes, interpret)
+    all_options = {"reduction": "mean", **(options or {})}
+    return OpCase(name, {"shape": shape, "vocabulary": vocabulary, **sizes}, all_options, dtypes, interpret)
 
 
 _SINGLE = (torch.float32,)

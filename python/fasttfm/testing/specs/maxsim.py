@@ -22,23 +22,23 @@ _LAYOUTS = ("dense", "lengths", "packed")
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
     columns, scale = case.sizes["columns"], case.sizes.get("scale", 1.0)
-    found: Inputs = {}
+    inputs: Inputs = {}
     for side_name, plural in (("query", "queries"), ("document", "documents")):
         lengths, layout = case.sizes[plural], case.sizes[f"{side_name}_layout"]
         shape = (sum(lengths),) if layout == "packed" else (len(lengths), max(lengths, default=0))
-        found[plural] = draw(generator, *shape, columns, dtype=dtype, device=device, scale=scale * columns**-0.25)
-        found |= {f"{side_name}_lengths": None, f"{side_name}_cu_seqlens": None, f"{side_name}_mask": None}
+        inputs[plural] = draw(generator, *shape, columns, dtype=dtype, device=device, scale=scale * columns**-0.25)
+        inputs |= {f"{side_name}_lengths": None, f"{side_name}_cu_seqlens": None, f"{side_name}_mask": None}
         if layout == "packed":
-            found[f"{side_name}_cu_seqlens"] = cu_seqlens_from_lengths(lengths, device=device)
+            inputs[f"{side_name}_cu_seqlens"] = cu_seqlens_from_lengths(lengths, device=device)
         elif layout == "lengths":
-            found[f"{side_name}_lengths"] = torch.tensor(lengths, dtype=torch.int64, device=device)
+            inputs[f"{side_name}_lengths"] = torch.tensor(lengths, dtype=torch.int64, device=device)
         share = case.sizes.get(f"{side_name}_share")  # of the tokens that count; the first two of a sequence always do
         if share is not None:
             starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
             mask = torch.rand(shape, generator=generator) < share
             mask[torch.cat([starts, starts + 1]) if layout == "packed" else (..., slice(2))] = True
-            found[f"{side_name}_mask"] = mask.to(device)
-    return found
+            inputs[f"{side_name}_mask"] = mask.to(device)
+    return inputs
 
 
 def _case(name: str, queries: Sequence[int], documents: Sequence[int], columns: int = 24, **sizes: Any) -> OpCase:
@@ -46,8 +46,8 @@ def _case(name: str, queries: Sequence[int], documents: Sequence[int], columns: 
     dtypes, pairs = sizes.pop("dtypes", OpCase.dtypes), sizes.pop("pairs", False)
     layout = sizes.pop("layout", "packed")
     layouts = {"query_layout": layout, "document_layout": layout}
-    found = {"queries": tuple(queries), "documents": tuple(documents), "columns": columns, **layouts, **sizes}
-    return OpCase(name, found, {"pairs": pairs}, dtypes, interpret)
+    all_sizes = {"queries": tuple(queries), "documents": tuple(documents), "columns": columns, **layouts, **sizes}
+    return OpCase(name, all_sizes, {"pairs": pairs}, dtypes, interpret)
 
 
 _SINGLE = (torch.float32,)
@@ -129,23 +129,23 @@ BAD_CALLS = (
 # ---- broken copies ---------------------------------------------------------------------------------------------------
 
 
-def _all_tokens_count(**given: Any) -> Tensor:
-    return reference.maxsim(**{**given, "query_mask": None, "document_mask": None})
+def _all_tokens_count(**inputs: Any) -> Tensor:
+    return reference.maxsim(**{**inputs, "query_mask": None, "document_mask": None})
 
 
-def _padding_counts(**given: Any) -> Tensor:
-    return reference.maxsim(**{**given, "query_lengths": None, "document_lengths": None})
+def _padding_counts(**inputs: Any) -> Tensor:
+    return reference.maxsim(**{**inputs, "query_lengths": None, "document_lengths": None})
 
 
-def _mean_of_maxima(**given: Any) -> Tensor:
-    return reference.maxsim(**given) / given["queries"].shape[-2]
+def _mean_of_maxima(**inputs: Any) -> Tensor:
+    return reference.maxsim(**inputs) / inputs["queries"].shape[-2]
 
 
-def _documents_first(**given: Any) -> Tensor:
+def _documents_first(**inputs: Any) -> Tensor:
     """The maximum over the query's tokens, summed over the document's."""
     names = {"queries": "documents"} | {f"query_{x}": f"document_{x}" for x in ("lengths", "cu_seqlens", "mask")}
-    swapped = {name: given[names[name]] for name in names} | {names[name]: given[name] for name in names}
-    return reference.maxsim(**swapped, pairs=given["pairs"]).t()
+    swapped = {name: inputs[names[name]] for name in names} | {names[name]: inputs[name] for name in names}
+    return reference.maxsim(**swapped, pairs=inputs["pairs"]).t()
 
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
@@ -155,19 +155,19 @@ def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.maxsim import triton as kernels
 
     calls = ((128, "bf16"), (768, "bf16"), (128, "fp32"))
-    return [TritonKernel(**found) for call in calls for found in kernels.compile_signatures(*call)]
+    return [TritonKernel(**description) for call in calls for description in kernels.compile_signatures(*call)]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
     sides = [
-        side(name, inputs[plural], *(inputs[f"{name}_{each}"] for each in ("lengths", "cu_seqlens", "mask")))
+        side(name, inputs[plural], *(inputs[f"{name}_{part}"] for part in ("lengths", "cu_seqlens", "mask")))
         for name, plural in (("query", "queries"), ("document", "documents"))
     ]
-    given = arguments(*sides)
-    scores, index = torch.ops.fasttfm.maxsim_forward(*given, options["pairs"], True, None)
+    call = arguments(*sides)
+    scores, index = torch.ops.fasttfm.maxsim_forward(*call, options["pairs"], True, None)
     return [
-        (torch.ops.fasttfm.maxsim_forward.default, (*given, options["pairs"], True, None)),
-        (torch.ops.fasttfm.maxsim_backward.default, (torch.ones_like(scores), *given[:3], index, True, True, None)),
+        (torch.ops.fasttfm.maxsim_forward.default, (*call, options["pairs"], True, None)),
+        (torch.ops.fasttfm.maxsim_backward.default, (torch.ones_like(scores), *call[:3], index, True, True, None)),
     ]
 
 

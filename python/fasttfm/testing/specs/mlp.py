@@ -144,14 +144,14 @@ class _SameActivation(torch.autograd.Function):
         x, w1, b1, w2, b2, kind = arguments
         y, h, _ = reference.mlp_forward(x, w1, b1, w2, b2, kind, False)
         ctx.save_for_backward(x, w1, b1, w2, h)
-        ctx.kind, ctx.wanted = kind, [True, True, b1 is not None, True, b2 is not None]
+        ctx.kind, ctx.needs = kind, [True, True, b1 is not None, True, b2 is not None]
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, w1, b1, w2, h = ctx.saved_tensors
-        gradients = reference.mlp_backward(dy, x, w1, b1, w2, h, h, ctx.kind, ctx.wanted)
-        return *(found if want else None for found, want in zip(gradients, ctx.wanted, strict=True)), None
+        gradients = reference.mlp_backward(dy, x, w1, b1, w2, h, h, ctx.kind, ctx.needs)
+        return *(gradient if want else None for gradient, want in zip(gradients, ctx.needs, strict=True)), None
 
 
 def _wrong_activation(activation: str, recompute: bool, **tensors: Any) -> Tensor:

@@ -167,7 +167,7 @@ def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.pack import triton as kernels
 
     calls = ((1, "i64"), (768, "bf16"), (1024, "fp32"), (4096, "bf16"))
-    return [TritonKernel(**found) for call in calls for found in kernels.compile_signatures(*call)]
+    return [TritonKernel(**description) for call in calls for description in kernels.compile_signatures(*call)]
 
 
 def _native_pack(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:

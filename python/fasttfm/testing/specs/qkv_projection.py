@@ -245,16 +245,16 @@ def _mutant(**parts: Any) -> Callable[..., Tensor]:
 def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.qkv_projection import triton as kernels
 
-    found = kernels.compile_signatures("fp16", 32768, 12, 64)
+    signatures = kernels.compile_signatures("fp16", 32768, 12, 64)
     for element in ("bf16", "fp32"):
-        found += kernels.compile_signatures(element, 32768, 12, 64)
-        found += kernels.compile_signatures(element, 32768, 12, 64, pairs=32)
-        found += kernels.compile_signatures(element, 32768, 12, 64, pairs=32, interleaved=True)
-    found += kernels.compile_signatures("bf16", 16, 12, 64, pairs=32)
-    found += kernels.compile_signatures("bf16", 64, 12, 64, pairs=32)
-    found += kernels.compile_signatures("bf16", 4096, 8, 80, pairs=16)  # partly rotated
-    found += kernels.compile_signatures("bf16", 4096, 3, 33, pairs=16)  # odd, and a last part of the sum
-    return [TritonKernel(**description) for description in found]
+        signatures += kernels.compile_signatures(element, 32768, 12, 64)
+        signatures += kernels.compile_signatures(element, 32768, 12, 64, pairs=32)
+        signatures += kernels.compile_signatures(element, 32768, 12, 64, pairs=32, interleaved=True)
+    signatures += kernels.compile_signatures("bf16", 16, 12, 64, pairs=32)
+    signatures += kernels.compile_signatures("bf16", 64, 12, 64, pairs=32)
+    signatures += kernels.compile_signatures("bf16", 4096, 8, 80, pairs=16)  # partly rotated
+    signatures += kernels.compile_signatures("bf16", 4096, 3, 33, pairs=16)  # odd, and a last part of the sum
+    return [TritonKernel(**description) for description in signatures]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:

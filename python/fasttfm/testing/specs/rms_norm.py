@@ -115,11 +115,11 @@ class _DroppedTerm(torch.autograd.Function):
 def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.rms_norm import triton as kernels
 
-    found = []
+    signatures = []
     for columns in (64, 1024, 8192):
         for element, parameter in (("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
-            found += kernels.compile_signatures(columns, element, parameter)
-    return [TritonKernel(**description) for description in found]
+            signatures += kernels.compile_signatures(columns, element, parameter)
+    return [TritonKernel(**description) for description in signatures]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:

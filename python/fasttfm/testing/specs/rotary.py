@@ -97,8 +97,8 @@ def _cost(case: OpCase, dtype: torch.dtype) -> Cost:
 
 
 def _torch_rotary(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
-    turn = torch_rotary(inputs)
-    return lambda: turn(inputs["x"])
+    rotate = torch_rotary(inputs)
+    return lambda: rotate(inputs["x"])
 
 
 def torch_rotary(inputs: Inputs) -> Callable[[Tensor], Tensor]:
@@ -164,11 +164,11 @@ def _every_head(x: Tensor, *, rotary_heads: int | None, **named: Any) -> Tensor:
 def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.rotary import triton as kernels
 
-    found = []
+    signatures = []
     for element in ("bf16", "fp16", "fp32"):
         for columns, pairs, interleaved in ((64, 32, False), (64, 32, True), (128, 64, False), (80, 16, False)):
-            found += kernels.compile_signatures(element, columns, pairs, interleaved)
-    return [TritonKernel(**description) for description in found]
+            signatures += kernels.compile_signatures(element, columns, pairs, interleaved)
+    return [TritonKernel(**description) for description in signatures]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -17,7 +17,7 @@ from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, Tr
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
     rows, words = case.sizes["rows"], case.sizes["words"]
 
-    def each(name: str, dtype: torch.dtype) -> Tensor:
+    def values_of(name: str, dtype: torch.dtype) -> Tensor:
         """The values of the case in turn."""
         values = case.sizes[name]
         return torch.tensor([values[row % len(values)] for row in range(rows)], dtype=dtype, device=device)
@@ -26,9 +26,9 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
         "logits": draw(generator, rows, words, dtype=dtype, device=device, scale=2.0),
         "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator).to(device),
         "positions": torch.arange(rows, dtype=torch.int32, device=device) * 7,
-        "temperature": each("temperature", torch.float32),
-        "top_k": each("top_k", torch.int32),
-        "top_p": each("top_p", torch.float32),
+        "temperature": values_of("temperature", torch.float32),
+        "top_k": values_of("top_k", torch.int32),
+        "top_p": values_of("top_p", torch.float32),
     }
 
 
@@ -99,7 +99,11 @@ def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Ten
 def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.sample_tokens import triton as kernels
 
-    return [TritonKernel(**found) for element in ("fp32", "bf16") for found in kernels.compile_signatures(element)]
+    return [
+        TritonKernel(**description)
+        for element in ("fp32", "bf16")
+        for description in kernels.compile_signatures(element)
+    ]
 
 
 def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
