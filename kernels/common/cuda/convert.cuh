@@ -28,10 +28,10 @@ __device__ __forceinline__ void store_packed(T* to, const Packed<T>& value) {
   *reinterpret_cast<Packed<T>*>(to) = value;
 }
 
-// Loads from global memory with predicated instructions; if not `wanted`, every word is `otherwise`. A branch around
+// Loads from global memory with predicated instructions; if not `loads`, every word is `otherwise`. A branch around
 // each vector of a row would cost about as much as the conversion of its elements.
 template <class T>
-__device__ __forceinline__ Packed<T> load_packed_if(bool wanted, const T* from, uint32_t otherwise = 0) {
+__device__ __forceinline__ Packed<T> load_packed_if(bool loads, const T* from, uint32_t otherwise = 0) {
   Packed<T> value;
   auto* word = reinterpret_cast<uint32_t*>(&value);
 #pragma unroll
@@ -39,16 +39,16 @@ __device__ __forceinline__ Packed<T> load_packed_if(bool wanted, const T* from, 
     asm("{ .reg .pred p; setp.ne.b32 p, %4, 0; mov.b32 %0, %6; mov.b32 %1, %6; mov.b32 %2, %6; mov.b32 %3, %6;"
         " @p ld.global.v4.b32 {%0, %1, %2, %3}, [%5]; }"
         : "=&r"(word[4 * i]), "=&r"(word[4 * i + 1]), "=&r"(word[4 * i + 2]), "=&r"(word[4 * i + 3])
-        : "r"(static_cast<int>(wanted)), "l"(reinterpret_cast<const char*>(from) + 16 * i), "r"(otherwise));
+        : "r"(static_cast<int>(loads)), "l"(reinterpret_cast<const char*>(from) + 16 * i), "r"(otherwise));
   return value;
 }
 template <class T>
-__device__ __forceinline__ void store_packed_if(bool wanted, T* to, const Packed<T>& value) {
+__device__ __forceinline__ void store_packed_if(bool stores, T* to, const Packed<T>& value) {
   const auto* word = reinterpret_cast<const uint32_t*>(&value);
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(value)) / 16; ++i)
     asm volatile("{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"(
-                     static_cast<int>(wanted)),
+                     static_cast<int>(stores)),
                  "l"(reinterpret_cast<char*>(to) + 16 * i), "r"(word[4 * i]), "r"(word[4 * i + 1]),
                  "r"(word[4 * i + 2]), "r"(word[4 * i + 3])
                  : "memory");
@@ -145,11 +145,11 @@ __device__ __forceinline__ uint32_t word_of(float value, T type) {
   return narrow_word(value, value, type);
 }
 
-// Loads a parameter vector; `fallback` if the pointer is null or the vector is not `wanted`.
+// Loads a parameter vector; `fallback` if the pointer is null or `loads` is false.
 template <class P>
-__device__ __forceinline__ void load_parameter(bool wanted, const P* from, int offset, float fallback,
+__device__ __forceinline__ void load_parameter(bool loads, const P* from, int offset, float fallback,
                                                float (&to)[kVector]) {
-  widen(load_packed_if(wanted && from != nullptr, from + offset, word_of(fallback, P{})), to);
+  widen(load_packed_if(loads && from != nullptr, from + offset, word_of(fallback, P{})), to);
 }
 
 // Loads a parameter vector whose type is only known at run time.

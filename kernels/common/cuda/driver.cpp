@@ -20,14 +20,14 @@ bool find(void* library, const char* name, Function* function) {
 
 // Null without a driver, or with one that is older than CUDA 12.
 const Functions* functions() {
-  static Functions found{};
+  static Functions loaded{};
   static const bool complete = [] {
     void* library = dlopen("libcuda.so.1", RTLD_LAZY);
-    return library != nullptr && find(library, "cuCtxGetDevice", &found.get_device) &&
-           find(library, "cuGetErrorString", &found.get_error_string) &&
-           find(library, "cuLaunchKernelEx", &found.launch);
+    return library != nullptr && find(library, "cuCtxGetDevice", &loaded.get_device) &&
+           find(library, "cuGetErrorString", &loaded.get_error_string) &&
+           find(library, "cuLaunchKernelEx", &loaded.launch);
   }();
-  return complete ? &found : nullptr;
+  return complete ? &loaded : nullptr;
 }
 
 }  // namespace
@@ -39,8 +39,8 @@ int current_device() {
 }
 
 Status launch_function(const DriverLaunch& p) {
-  const Functions* found = functions();
-  if (found == nullptr) return {StatusCode::cuda_error, "there is no CUDA driver of version 12 or later"};
+  const Functions* driver_api = functions();
+  if (driver_api == nullptr) return {StatusCode::cuda_error, "there is no CUDA driver of version 12 or later"};
   driver::Attribute attributes[2] = {};
   driver::Config config{};
   for (int i = 0; i < 3; ++i) config.grid[i] = p.grid[i];
@@ -51,10 +51,10 @@ Status launch_function(const DriverLaunch& p) {
   config.attributes = attributes;
   if (p.dependent) attributes[config.attribute_count++] = {driver::kProgrammaticStreamSerialization, 0, {1}};
   if (p.cooperative) attributes[config.attribute_count++] = {driver::kCooperative, 0, {1}};
-  const int error = found->launch(&config, p.function, p.parameters, nullptr);
+  const int error = driver_api->launch(&config, p.function, p.parameters, nullptr);
   if (error == 0) return {};
   const char* text = nullptr;
-  if (found->get_error_string(error, &text) != 0 || text == nullptr) text = "an unknown error of the CUDA driver";
+  if (driver_api->get_error_string(error, &text) != 0 || text == nullptr) text = "an unknown error of the CUDA driver";
   return {StatusCode::cuda_error, text};
 }
 

@@ -24,7 +24,7 @@
 #include "common/cuda/dependent.cuh"
 #include "common/cuda/hopper.cuh"
 #include "common/cuda/hopper_fp8.cuh"
-#include "common/cuda/product_turns.h"
+#include "common/cuda/product_schedule.h"
 #include "common/cuda/reduce.cuh"
 #include "common/cuda/rows.cuh"
 #include "common/dtype.h"
@@ -82,24 +82,26 @@ struct alignas(1024) ProductMemory {
 // The tiles of a block, one after another.
 template <class S>
 struct ProductTileScheduler {
-  int turn;         // the cluster's
-  int row, column;  // of the tile's first element
+  int cluster_tile;  // index of the cluster's tile
+  int row, column;   // of the block's first element
 
   __device__ __forceinline__ explicit ProductTileScheduler(const ProductSizes& p)
-      : turn(static_cast<int>(blockIdx.x) / S::kCluster) {
+      : cluster_tile(static_cast<int>(blockIdx.x) / S::kCluster) {
     place(p);
   }
-  __device__ __forceinline__ bool valid(const ProductSizes& p) const { return turn < p.turns; }
+  __device__ __forceinline__ bool valid(const ProductSizes& p) const { return cluster_tile < p.cluster_tiles; }
   __device__ __forceinline__ void next(const ProductSizes& p) {
-    turn = turn_after(turn, static_cast<int>(gridDim.x) / S::kCluster);
+    cluster_tile = next_cluster_tile(cluster_tile, static_cast<int>(gridDim.x) / S::kCluster);
     place(p);
   }
   // The number of 64-column parts that the block computes.
-  __device__ __forceinline__ int parts(const ProductSizes& p) const { return turn_parts<S>(p, turn, column); }
+  __device__ __forceinline__ int parts(const ProductSizes& p) const {
+    return cluster_tile_parts<S>(p, cluster_tile, column);
+  }
 
  private:
   __device__ __forceinline__ void place(const ProductSizes& p) {
-    const Turn at = turn_at<S>(p, turn);
+    const ClusterTile at = cluster_tile_at<S>(p, cluster_tile);
     row = at.row + static_cast<int>(blockIdx.x) % S::kCluster * S::kRows;
     column = at.column;
   }
@@ -186,23 +188,23 @@ struct ProductConsumer {
 };
 
 template <class S>
-__device__ __forceinline__ void pass_result(ProductMemory<S>& memory, ProductConsumer<S>& own) {
-  arrive_warp(memory.result_full[own.to.slot]);
-  own.to.next();
+__device__ __forceinline__ void pass_result(ProductMemory<S>& memory, ProductConsumer<S>& state) {
+  arrive_warp(memory.result_full[state.to.slot]);
+  state.to.next();
 }
 
 // Rounds a warpgroup's accumulators and stores them in its 64 rows of the first PARTS parts of the result, each slot as
 // soon as it is empty. Passes the slots to the epilogue if they are not whole tiles.
 template <class T, class S, int PARTS>
-__device__ __forceinline__ void store_result(ProductMemory<S>& memory, ProductConsumer<S>& own,
+__device__ __forceinline__ void store_result(ProductMemory<S>& memory, ProductConsumer<S>& state,
                                              const float (&d)[PARTS * kTileColumns / 2]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, row = 16 * (static_cast<int>(threadIdx.x) / 32 % 4) + lane % 16;
-  const uint32_t rows = shared_address(memory.result) + own.group * 64 * kTileRowBytes;
+  const uint32_t rows = shared_address(memory.result) + state.group * 64 * kTileRowBytes;
   const uint32_t first = rows + row * kTileRowBytes + (((lane / 16) ^ (row % 8)) << 4);
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
-    if (part % S::kSlotParts == 0) memory.result_empty[own.to.slot].wait(own.to.parity ^ 1);
-    const uint32_t slot = S::kWholeTiles ? first : first + own.to.slot * S::kPartBytes;
+    if (part % S::kSlotParts == 0) memory.result_empty[state.to.slot].wait(state.to.parity ^ 1);
+    const uint32_t slot = S::kWholeTiles ? first : first + state.to.slot * S::kPartBytes;
 #pragma unroll
     for (int i = 0; i < kTileColumns / 8; i += 2) {  // columns 8 * i to 8 * i + 15 of the part
       uint32_t word[4];
@@ -213,7 +215,7 @@ __device__ __forceinline__ void store_result(ProductMemory<S>& memory, ProductCo
       }
       stmatrix_x4((slot ^ (i << 4)) + part % S::kSlotParts * S::kPartBytes, word);
     }
-    if constexpr (!S::kWholeTiles) pass_result(memory, own);
+    if constexpr (!S::kWholeTiles) pass_result(memory, state);
   }
 }
 
@@ -231,16 +233,16 @@ __device__ __forceinline__ void release(Mbarrier& empty) {
 // Computes a warpgroup's 64 rows of the tile's first PARTS parts, or of fewer if the tile is narrower. All widths use
 // the same accumulators `sums`; otherwise ptxas would allocate registers for each.
 template <class T, class S, Major B, int PARTS = S::kParts, class P>
-__device__ __forceinline__ void multiply_tile(const P& p, ProductMemory<S>& memory, ProductConsumer<S>& own, int parts,
-                                              float (&sums)[S::kColumns / 2]) {
+__device__ __forceinline__ void multiply_tile(const P& p, ProductMemory<S>& memory, ProductConsumer<S>& state,
+                                              int parts, float (&sums)[S::kColumns / 2]) {
   if constexpr (PARTS > 1) {
-    if (parts < PARTS) return multiply_tile<T, S, B, PARTS - 1>(p, memory, own, parts, sums);
+    if (parts < PARTS) return multiply_tile<T, S, B, PARTS - 1>(p, memory, state, parts, sums);
   }
   auto& d = reinterpret_cast<float (&)[PARTS * kTileColumns / 2]>(sums);
   for (int step = 0; step < p.steps; ++step) {
-    memory.full[own.at.slot].wait(own.at.parity);
-    const uint64_t a = k_major(shared_address(memory.a[own.at.slot]) + own.group * 64 * kTileRowBytes);
-    const uint32_t b_tile = shared_address(memory.b[own.at.slot]);
+    memory.full[state.at.slot].wait(state.at.parity);
+    const uint64_t a = k_major(shared_address(memory.a[state.at.slot]) + state.group * 64 * kTileRowBytes);
+    const uint32_t b_tile = shared_address(memory.b[state.at.slot]);
     const uint64_t b = B == Major::k ? k_major(b_tile) : mn_major(b_tile, kTileColumns * kTileRowBytes);
     wgmma_fence();
 #pragma unroll
@@ -255,43 +257,43 @@ __device__ __forceinline__ void multiply_tile(const P& p, ProductMemory<S>& memo
     wgmma_commit();
     if (step > 0) {
       wgmma_wait<1>();
-      release<S>(memory.empty[own.last]);
+      release<S>(memory.empty[state.last]);
     }
-    own.last = own.at.slot;
-    own.at.next();
+    state.last = state.at.slot;
+    state.at.next();
   }
   wgmma_wait<0>();
   fence_operand(d);
-  release<S>(memory.empty[own.last]);
-  store_result<ProductSum<T>, S, PARTS>(memory, own, d);
+  release<S>(memory.empty[state.last]);
+  store_result<ProductSum<T>, S, PARTS>(memory, state, d);
 }
 
 template <class T, class S, Major B, class P>
 __device__ __forceinline__ void consume(const P& p, ProductMemory<S>& memory, int group) {
-  ProductConsumer<S> own = {group};
+  ProductConsumer<S> state = {group};
   float sums[S::kColumns / 2];
   for (ProductTileScheduler<S> tile(p); tile.valid(p); tile.next(p)) {
-    multiply_tile<T, S, B>(p, memory, own, tile.parts(p), sums);
-    if constexpr (S::kWholeTiles) pass_result(memory, own);
+    multiply_tile<T, S, B>(p, memory, state, tile.parts(p), sums);
+    if constexpr (S::kWholeTiles) pass_result(memory, state);
   }
 }
 
 // ---- epilogue -------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void store_vector_if(bool wanted, void* to, uint4 v) {
+__device__ __forceinline__ void store_vector_if(bool stores, void* to, uint4 v) {
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.global.v4.b32 [%1], {%2, %3, %4, %5}; }" ::"r"(
-                   static_cast<int>(wanted)),
+                   static_cast<int>(stores)),
                "l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 // Loads data that is read once, without allocating it in L1.
-__device__ __forceinline__ uint4 load_stream_if(bool wanted, const void* from) {
+__device__ __forceinline__ uint4 load_stream_if(bool loads, const void* from) {
   uint4 v;
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %4, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
       " @p ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%5]; }"
       : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "r"(static_cast<int>(wanted)), "l"(from));
+      : "r"(static_cast<int>(loads)), "l"(from));
   return v;
 }
 // Eight elements of the bias in their storage type, loaded ahead of their use; zeros if there is no bias.
@@ -449,9 +451,10 @@ Status launch_product(const ProductOperands& operands, typename E::Params p, int
   if (status.code == StatusCode::ok) status = make_tensor_map(&b_map, b_view);
   if (status.code != StatusCode::ok) return status;
   const int clusters = multiprocessors / S::kCluster;
-  plan_turns<S>(&p, inner, clusters);
-  return launch_after(operands.dependent, product_kernel<T, S, E>, dim3(std::min(clusters, p.turns) * S::kCluster),
-                      dim3(S::kThreads), kMemory, operands.stream, a_map, b_map, p);
+  plan_cluster_tiles<S>(&p, inner, clusters);
+  return launch_after(operands.dependent, product_kernel<T, S, E>,
+                      dim3(std::min(clusters, p.cluster_tiles) * S::kCluster), dim3(S::kThreads), kMemory,
+                      operands.stream, a_map, b_map, p);
 }
 
 // Checks the requirements of the kernels. `tensors`: the other tensors that are accessed, which must be aligned to 16

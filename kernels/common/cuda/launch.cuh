@@ -31,15 +31,15 @@ inline Status count_multiprocessors(int device, int* count) {
 // null if the driver does not have it.
 template <class Function>
 Function driver_function(const char* name) {
-  void* found = nullptr;
+  void* function = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &found, 12000, cudaEnableDefault, &result);
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result);
 #else
-  const cudaError_t error = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+  const cudaError_t error = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &result);
 #endif
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) found = nullptr;
-  return reinterpret_cast<Function>(found);
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) function = nullptr;
+  return reinterpret_cast<Function>(function);
 }
 
 // The calling thread's CUDA context; null if it has none.
@@ -74,7 +74,7 @@ class DeviceGuard {
   Status status_;
 };
 
-// The largest dynamic shared memory that kernels have been allowed to use, each in a context.
+// The largest dynamic shared memory that each kernel has been allowed to use in each context.
 struct AllowedMemory {
   struct Entry {
     const void* kernel;
@@ -84,8 +84,8 @@ struct AllowedMemory {
   std::vector<Entry> entries;
 
   size_t& of(const void* kernel, CUcontext context) {
-    for (Entry& each : entries)
-      if (each.kernel == kernel && each.context == context) return each.bytes;
+    for (Entry& entry : entries)
+      if (entry.kernel == kernel && entry.context == context) return entry.bytes;
     entries.push_back({kernel, context, 0});
     return entries.back().bytes;
   }
@@ -100,14 +100,14 @@ inline cudaError_t allow_memory(const void* kernel, size_t memory) {
   static AllowedMemory allowed;
   static std::mutex mutex;
   const CUcontext context = current_context();
-  size_t& own = known.of(kernel, context);
-  if (own >= memory && context != nullptr) return cudaSuccess;
+  size_t& known_bytes = known.of(kernel, context);
+  if (known_bytes >= memory && context != nullptr) return cudaSuccess;
   const std::lock_guard<std::mutex> lock(mutex);
-  size_t& all = allowed.of(kernel, context);
-  const size_t wanted = std::max(all, memory);
+  size_t& allowed_bytes = allowed.of(kernel, context);
+  const size_t bytes = std::max(allowed_bytes, memory);
   const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(wanted));
-  if (error == cudaSuccess) own = all = wanted;
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (error == cudaSuccess) known_bytes = allowed_bytes = bytes;
   return error;
 }
 

@@ -203,8 +203,8 @@ Status norm_backward(const WithBlockMemory<Params>& p, SumOutput dbias) {
     using T = decltype(element);
     return for_row_shape_within<NormBackwardPlan<T>>(p.columns, p.block_memory, [&](auto shape) {
       using S = decltype(shape);
-      const int64_t wanted = (p.rows + S::kGroups - 1) / S::kGroups;
-      const int blocks = wanted < p.blocks ? static_cast<int>(wanted) : p.blocks;
+      const int64_t row_blocks = (p.rows + S::kGroups - 1) / S::kGroups;
+      const int blocks = row_blocks < p.blocks ? static_cast<int>(row_blocks) : p.blocks;
       const Params& params = p;
       const Status status = blocks == 0 ? Status{}
                                         : launch(norm_backward_kernel<T, S, Params>, blocks, S::kBlock,

@@ -159,12 +159,12 @@ struct RowRing {
     }
   }
 
-  // Starts copying the walks' next rows into `slot` and advances the walks. Past the last row (`wanted` is false) it
+  // Starts copying the walks' next rows into `slot` and advances the walks. Past the last row (`copies` is false) it
   // commits an empty cp.async group, so that there is one group per row.
   template <class... Walks>
-  __device__ __forceinline__ void start(bool wanted, int columns, int slot, Walks&... walks) {
+  __device__ __forceinline__ void start(bool copies, int columns, int slot, Walks&... walks) {
     static_assert(sizeof...(Walks) == TENSORS, "one walk per tensor");
-    if (wanted) {
+    if (copies) {
       const uint32_t first = shared_address(&vector[slot][0][0][threadIdx.x]);
 #pragma unroll
       for (int v = 0; v < S::kVectors; ++v) {

@@ -1,11 +1,11 @@
-// Enumerates the turns of the Hopper GEMM's clusters on the host: together they compute every part of 64 columns of all
-// rows once, and in the last round every cluster has at most one turn.
+// Enumerates the tiles of the Hopper GEMM's clusters on the host: together they compute every part of 64 columns of all
+// rows once, and in the last round every cluster has at most one tile.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
-#include "common/cuda/product_turns.h"
+#include "common/cuda/product_schedule.h"
 
 using namespace fasttfm::cuda;
 
@@ -24,26 +24,27 @@ void require(bool holds, const char* what, const ProductSizes& p) {
 
 template <class S>
 void check(int rows, int columns, int multiprocessors) {
-  constexpr int kTurnRows = S::kRows * S::kCluster;
+  constexpr int kTileRows = S::kRows * S::kCluster;
   const int clusters = multiprocessors / S::kCluster;
   ProductSizes p = {};
   p.rows = rows;
   p.columns = columns;
-  plan_turns<S>(&p, 768, clusters);
-  const int groups = (rows + kTurnRows - 1) / kTurnRows, parts = (columns + 63) / 64;
-  const int launched = clusters < p.turns ? clusters : p.turns;
+  plan_cluster_tiles<S>(&p, 768, clusters);
+  const int groups = (rows + kTileRows - 1) / kTileRows, parts = (columns + 63) / 64;
+  const int launched = clusters < p.cluster_tiles ? clusters : p.cluster_tiles;
   std::vector<int> computed(static_cast<size_t>(groups) * parts);
   for (int cluster = 0; cluster < launched; ++cluster) {
     int in_last = 0;
-    for (int turn = cluster; turn < p.turns; turn = turn_after(turn, launched)) {
-      const Turn at = turn_at<S>(p, turn);
-      const int count = turn_parts<S>(p, turn, at.column), first = at.column / 64;
-      require(at.row >= 0 && at.row % kTurnRows == 0 && at.row < rows, "a turn outside of the rows", p);
-      require(at.column % 64 == 0 && count > 0 && first + count <= parts, "a turn outside of the columns", p);
-      for (int part = first; part < first + count; ++part) ++computed[at.row / kTurnRows * parts + part];
-      in_last += turn >= p.whole ? 1 : 0;
+    for (int cluster_tile = cluster; cluster_tile < p.cluster_tiles;
+         cluster_tile = next_cluster_tile(cluster_tile, launched)) {
+      const ClusterTile at = cluster_tile_at<S>(p, cluster_tile);
+      const int count = cluster_tile_parts<S>(p, cluster_tile, at.column), first = at.column / 64;
+      require(at.row >= 0 && at.row % kTileRows == 0 && at.row < rows, "a tile outside of the rows", p);
+      require(at.column % 64 == 0 && count > 0 && first + count <= parts, "a tile outside of the columns", p);
+      for (int part = first; part < first + count; ++part) ++computed[at.row / kTileRows * parts + part];
+      in_last += cluster_tile >= p.whole ? 1 : 0;
     }
-    require(in_last <= 1, "a cluster with two turns in the last round", p);
+    require(in_last <= 1, "a cluster with two tiles in the last round", p);
   }
   for (const int times : computed) require(times == 1, "a part that is not computed once", p);
 }
