@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "attention/hopper/sharing.h"
+#include "attention/hopper/work_partition.h"
 #include "binding.h"
 
 namespace fasttfm {
@@ -139,7 +139,7 @@ FASTTFM_FUNCTION(int64_t, attention_backward_efficiency, int64_t sequences, int6
   if (sequences * heads == 0 || max_seqlen_k == 0 || processors == 0) return 1000;  // no work
   const int most = static_cast<int>(std::min<int64_t>(processors, cuda::hopper_backward::kMaxBlocks));
   const cuda::hopper_backward::Units units{sequences * heads, 1, max_seqlen, max_seqlen_k};
-  return static_cast<int64_t>(1000 * cuda::hopper_backward::sharing_of(units, false, false, most).efficiency);
+  return static_cast<int64_t>(1000 * cuda::hopper_backward::partition_of(units, false, false, most).efficiency);
 }
 
 // How many heads dk and dv should have in Hopper's backward if heads of q share those of k and v: see

@@ -250,8 +250,8 @@ FASTTFM_KERNEL void load_queries(const AttentionBackward& p, const Sequence& s, 
   load_rows(dout_tile, count, p.head_dim, 1.0f, a.dout);
   row_products(dout_tile, out_tile, count, p.head_dim, a.scores, a.delta);  // a.scores is scratch memory here
   for (int64_t i = 0; i < count; ++i) {
-    const float found = lse[queries.first + i];
-    a.lse[i] = found == -kInfinity ? 0.0f : found;  // all keys are masked
+    const float row_lse = lse[queries.first + i];
+    a.lse[i] = row_lse == -kInfinity ? 0.0f : row_lse;  // all keys are masked
   }
 }
 

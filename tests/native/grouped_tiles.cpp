@@ -1,27 +1,27 @@
 // Checks how the attention backward numbers the query tiles of heads that share k and v: split() in
-// attention/hopper/sharing.h.
+// attention/hopper/work_partition.h.
 #include <cstdint>
 #include <cstdio>
 #include <initializer_list>
 
-#include "attention/hopper/sharing.h"
+#include "attention/hopper/work_partition.h"
 
 using namespace fasttfm::cuda::hopper_backward;
 
 namespace {
 
-bool is_exact(int64_t tile, int member, int together) {
-  const int64_t index = tile * together + member;
-  const HeadTile found = split(static_cast<int>(index), together, half_reciprocal(together));
-  return found.tile == tile && found.member == member;
+bool is_exact(int64_t tile, int member, int heads_per_unit) {
+  const int64_t index = tile * heads_per_unit + member;
+  const HeadTile head_tile = split(static_cast<int>(index), heads_per_unit, half_reciprocal(heads_per_unit));
+  return head_tile.tile == tile && head_tile.member == member;
 }
 
 // The number of query tiles up to which can_number() accepts them.
-int64_t most_tiles(int64_t together) {
+int64_t most_tiles(int64_t heads_per_unit) {
   int64_t low = 0, high = int64_t{1} << 31;
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
-    (can_number({1, together, middle * kQueries, 1}) ? low : high) = middle;
+    (can_number({1, heads_per_unit, middle * kQueries, 1}) ? low : high) = middle;
   }
   return low;
 }
@@ -29,13 +29,13 @@ int64_t most_tiles(int64_t together) {
 }  // namespace
 
 int main() {
-  for (int together = 1; together <= 300; ++together) {
-    const int64_t most = most_tiles(together);
+  for (int heads_per_unit = 1; heads_per_unit <= 300; ++heads_per_unit) {
+    const int64_t most = most_tiles(heads_per_unit);
     for (int64_t first : {int64_t{0}, most / 3, most / 2, most - 200})
       for (int64_t tile = first < 0 ? 0 : first; tile < first + 200 && tile < most; ++tile)
-        for (int member = 0; member < together; ++member)
-          if (!is_exact(tile, member, together)) {
-            std::printf("tile %lld, head %d of %d\n", static_cast<long long>(tile), member, together);
+        for (int member = 0; member < heads_per_unit; ++member)
+          if (!is_exact(tile, member, heads_per_unit)) {
+            std::printf("tile %lld, head %d of %d\n", static_cast<long long>(tile), member, heads_per_unit);
             return 1;
           }
   }

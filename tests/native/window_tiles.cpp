@@ -119,11 +119,11 @@ void check_chunks(const std::vector<Lengths>& batch, const Window& window, bool 
           continue;
         }
         ring.erase(place);
-        require(!(step.given && step.received), "chunks: a tile of queries in three chunks");
-        if (step.given) {
+        require(!(step.sends_partial_sum && step.adds_partial_sum), "chunks: a tile of queries in three chunks");
+        if (step.sends_partial_sum) {
           ++arrivals[name];
         } else {
-          require(arrivals[name] == (step.received ? 1 : 0), "chunks: a part of the sum is missing or unused");
+          require(arrivals[name] == (step.adds_partial_sum ? 1 : 0), "chunks: a part of the sum is missing or unused");
           ++stored[name];
         }
       }

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreadsD128, 1) backward_kernel_d128(const __
   } else {
     setmaxnreg_inc<kConsumerRegistersD128>();
     KeyWarpgroupD128<T, DROPOUT, MASK, GROUPED, NARROW> keys(p, memory, warpgroup - 1);
-    if (warpgroup == 2) keys.pass_turn();
+    if (warpgroup == 2) keys.scheduler_barrier_arrive();
     for (int round = 0;; ++round) {
       const int index = unit_of_round(round, blockIdx.x / p.blocks, gridDim.x / p.blocks);
       if (index >= p.sequences * gradient_heads<GROUPED>(p)) break;
@@ -129,11 +129,11 @@ Status launch_d128(const AttentionBackward& call, Parameters& p) {
   if (call.head_dim < kHeadDim128 && (has_window(call) || call.seed != nullptr))
     return bad_size("attention: head dims 80 and 96 have neither dropout nor windows");
   float* statistics = statistics_in(call, 0);
-  status = is_grouped(call) ? launch_statistics<T, T, kHeadDim128, true>(call, p, statistics, p.turns)
-                            : launch_statistics<T, T, kHeadDim128>(call, p, statistics, p.turns);
+  status = is_grouped(call) ? launch_statistics<T, T, kHeadDim128, true>(call, p, statistics, p.dq_semaphores)
+                            : launch_statistics<T, T, kHeadDim128>(call, p, statistics, p.dq_semaphores);
   if (status.code != StatusCode::ok) return status;
-  const Units units = units_of(call, p.grouping.together);
-  p.blocks = sharing_of_d128(units, attending_fraction(call), processors).blocks;
+  const Units units = units_of(call, p.grouping.heads_per_unit);
+  p.blocks = partition_of_d128(units, attending_fraction(call), processors).blocks;
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(units.count, processors / p.blocks) * p.blocks));
   const auto start = [&](auto* kernel) {
     const dim3 block(kThreadsD128);
@@ -169,7 +169,7 @@ Status attention_backward_d128(const AttentionBackward& call) {
   p.order = order_in(call, 0);
   p.statistics = statistics_in(call, 0);
   p.sums = statistics_in(call, 0) + tiles * 2 * kQueries;
-  p.turns = reinterpret_cast<int*>(p.sums + (call.max_seqlen_k > kKeys ? tiles * kSumFloatsD128 : 0));
+  p.dq_semaphores = reinterpret_cast<int*>(p.sums + (call.max_seqlen_k > kKeys ? tiles * kSumFloatsD128 : 0));
   return call.dtype == DType::bf16  ? launch_d128<bf16_t>(call, p)
          : call.dtype == DType::f16 ? launch_d128<f16_t>(call, p)
                                     : unknown_dtype();

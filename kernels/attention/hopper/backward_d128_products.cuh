@@ -139,7 +139,7 @@ struct KeyWarpgroupD128 {
   // writes it if it is the last addition. BEFORE: it is the query tile before `present`.
   template <bool BEFORE>
   __device__ __forceinline__ void accumulate_dq(float (&dq)[32], int present, uint32_t slot) {
-    const TurnUnit<MASK, GROUPED>& unit = memory.unit[number];
+    const SplitUnit<MASK, GROUPED>& unit = memory.unit[number];
     arrive_warp(memory.dscores_empty[slot]);
     memory.staging_free[number].wait(slot);
     const int use = memory.staging_use;
@@ -174,7 +174,7 @@ struct KeyWarpgroupD128 {
   // Computes P^T = exp(S^T - lse) of a query tile in 16 bits, and `left`, the same after dropout.
   __device__ __forceinline__ void compute_weights(float (&scores)[32], uint32_t (&weights)[16], uint32_t (&left)[16],
                                                   int key, int tile, uint32_t q_slot, uint32_t slot) {
-    const TurnUnit<MASK, GROUPED>& unit = memory.unit[number];
+    const SplitUnit<MASK, GROUPED>& unit = memory.unit[number];
     mask_scores<MASK>(scores, key, tile_of<GROUPED>(p, tile) * kQueries, unit, whole);
     const float2* statistics = reinterpret_cast<const float2*>(memory.lse[q_slot]) + threadIdx.x % 4;
 #pragma unroll
@@ -229,11 +229,11 @@ struct KeyWarpgroupD128 {
   }
 
   // The two warpgroups alternate: one issues wgmma while the other does elementwise work.
-  __device__ __forceinline__ void wait_for_turn() const {
-    named_barrier_sync(kBackwardD128Turn + number, 2 * kWarpgroup);
+  __device__ __forceinline__ void scheduler_barrier_sync() const {
+    named_barrier_sync(kBackwardD128WarpScheduler + number, 2 * kWarpgroup);
   }
-  __device__ __forceinline__ void pass_turn() const {
-    named_barrier_arrive(kBackwardD128Turn + 1 - number, 2 * kWarpgroup);
+  __device__ __forceinline__ void scheduler_barrier_arrive() const {
+    named_barrier_arrive(kBackwardD128WarpScheduler + 1 - number, 2 * kWarpgroup);
   }
 
   // Stores dS^T in shared memory for both warpgroups.
@@ -250,13 +250,13 @@ struct KeyWarpgroupD128 {
 
   // Processes a query tile. FIRST: it is the first one of the key tile. AFTER: the number of query tiles that follow
   // (2: two or more). On entry its weights are complete; its dP^T (in `dweights`), dV, and S^T of the next tile (in
-  // `scores`) are in flight. Computes dS and the weights of the next tile. After wait_for_turn() it issues dK, dQ of
-  // the previous tile, dP and dV of the next tile, and S of the tile after that.
+  // `scores`) are in flight. Computes dS and the weights of the next tile. After scheduler_barrier_sync() it issues dK,
+  // dQ of the previous tile, dP and dV of the next tile, and S of the tile after that.
   template <bool FIRST, int AFTER>
   __device__ __forceinline__ void process_query_tile(float (&dweights)[32], float (&scores)[32],
                                                      uint32_t (&weights)[16], uint32_t (&left)[16], int key, int tile) {
     constexpr bool LAST = AFTER == 0;
-    const TurnUnit<MASK, GROUPED>& unit = memory.unit[number];
+    const SplitUnit<MASK, GROUPED>& unit = memory.unit[number];
     uint32_t dscores[16];
     wgmma_wait<LAST ? 0 : 1>();
     fence_operand(dweights);
@@ -272,14 +272,14 @@ struct KeyWarpgroupD128 {
       fence_operand(scores);
       compute_weights(scores, weights, left, key, unit.after(p, tile), q_slot_before(1), next.slot);
     }
-    wait_for_turn();
+    scheduler_barrier_sync();
     begin_dk(q_slot, !FIRST);
     if constexpr (!FIRST) begin_dq(scores, previous);
     wgmma_commit();
     if constexpr (LAST) {
       begin_dq(dweights, stage);
       wgmma_commit();
-      pass_turn();
+      scheduler_barrier_arrive();
     } else {
       begin_dweights(dweights, next);
       begin_dv(weights, left, next, true);
@@ -299,14 +299,14 @@ struct KeyWarpgroupD128 {
         begin_scores(scores);
         wgmma_commit();
       }
-      pass_turn();
+      scheduler_barrier_arrive();
     }
     stage = next;
   }
 
   // Processes one key tile.
   __device__ __forceinline__ void process_key_tile(int key_tile) {
-    const TurnUnit<MASK, GROUPED>& unit = memory.unit[number];
+    const SplitUnit<MASK, GROUPED>& unit = memory.unit[number];
     const int key = key_tile * kKeys + number * 64;
     int tile = unit.first(p, key_tile),
         after = warp_uniform(unit.count_steps(p, key_tile) - 1);  // number of query tiles that follow
@@ -327,7 +327,7 @@ struct KeyWarpgroupD128 {
     fence_operand(scores);
     compute_weights(scores, weights, left, key, tile, q_slot_before(1), stage.slot);
     memory.v_full.wait(k_stage.slot);  // one stage, so its parity is that of the number of key tiles
-    wait_for_turn();
+    scheduler_barrier_sync();
     begin_dweights(dweights, stage);
     begin_dv(weights, left, stage, false);
     wgmma_commit();
@@ -342,12 +342,12 @@ struct KeyWarpgroupD128 {
     constexpr std::integral_constant<int, 1> one_after;
     constexpr std::integral_constant<int, 2> more_after;
     if (after == 0) {
-      pass_turn();
+      scheduler_barrier_arrive();
       over(first, last);
     } else {
       begin_scores(scores);
       wgmma_commit();
-      pass_turn();
+      scheduler_barrier_arrive();
       if (after == 1) {
         over(first, one_after);
       } else {
@@ -371,7 +371,7 @@ struct KeyWarpgroupD128 {
   }
 
   // Writes zeros to the gradients of `rows` keys from `key` on.
-  __device__ __forceinline__ void store_zero_keys(const TurnUnit<MASK, GROUPED>& unit, int key, int rows) {
+  __device__ __forceinline__ void store_zero_keys(const SplitUnit<MASK, GROUPED>& unit, int key, int rows) {
     const int more = more_columns();
     store_zeros_d128(row_of<T>(p.dk, p, unit.sequence, gradient_head<GROUPED>(p, unit.head), unit.k.first + key),
                      p.dk.token, rows, more);
@@ -381,9 +381,9 @@ struct KeyWarpgroupD128 {
 
   __device__ __forceinline__ void process_unit(int index) {
     named_barrier_sync(kBackwardD128Unit + number, kWarpgroup);
-    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = TurnUnit<MASK, GROUPED>(p, index);
+    if (threadIdx.x % kWarpgroup == 0) memory.unit[number] = SplitUnit<MASK, GROUPED>(p, index);
     named_barrier_sync(kBackwardD128Unit + number, kWarpgroup);
-    const TurnUnit<MASK, GROUPED>& unit = memory.unit[number];
+    const SplitUnit<MASK, GROUPED>& unit = memory.unit[number];
     for (int round = 0; round < unit.rounds(); ++round)
       if (unit.has_tile(round)) process_key_tile(unit.key_tile(round));
     if (unit.part > 0) return;

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "attention/hopper/backward_d128.h"
+#include "attention/hopper/backward_split_units.cuh"
 #include "attention/hopper/backward_tiles.cuh"
-#include "attention/hopper/backward_turns.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -32,7 +32,7 @@ struct MemoryD128 {
   Mbarrier q_full[kQueryStages], q_empty[kQueryStages], dout_full[kGradientStages], dout_empty[kGradientStages],
       k_full[kKeyStages], k_empty[kKeyStages], v_full, v_empty, raw, dscores_full[kScoreStages],
       dscores_empty[kScoreStages], staging_free[2], staging_done[2], kept_full[2], kept_empty[2];
-  TurnUnit<MASK, GROUPED> unit[2];  // for warpgroups 1 and 2, to save registers
+  SplitUnit<MASK, GROUPED> unit[2];  // for warpgroups 1 and 2, to save registers
   int staging_use;
   Publications publications;
 };
@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_tiles_d128(const Parameters& p, MemoryD128<
   bool values_due = false;  // v is loaded after the first query tile, because the query tile's stage is free earlier
   for_each_step<MASK, GROUPED>(
       p,
-      [&](const TurnUnit<MASK, GROUPED>& unit, int round) {
+      [&](const SplitUnit<MASK, GROUPED>& unit, int round) {
         const int key_tile = unit.key_tile(round);
         memory.k_empty[k_stage.slot].wait(k_stage.parity ^ 1);
         start_loads(p.k, memory.k_full[k_stage.slot], memory.k[k_stage.slot], key_head<GROUPED>(p, unit.head),
@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_tiles_d128(const Parameters& p, MemoryD128<
         k_stage.next();
         values_due = true;
       },
-      [&](const TurnUnit<MASK, GROUPED>& unit, int round, int tile) {
+      [&](const SplitUnit<MASK, GROUPED>& unit, int round, int tile) {
         const int key_tile = unit.key_tile(round), head = query_head<GROUPED>(p, unit.head, tile);
         const int batch = p.cu_seqlens == nullptr ? unit.sequence : 0;
         const int valid = unit.q.length - tile_of<GROUPED>(p, tile) * kQueries,
@@ -125,35 +125,35 @@ __device__ __forceinline__ void sum_dq_d128(const Parameters& p, MemoryD128<MASK
     if (!DROPOUT && p.blocks > 1) memory.publications.send(counter, done, &publication);
     counter = nullptr;
   };
-  const auto wait_for = [&](const int* turns, int turn) {
+  const auto wait_for = [&](const int* semaphore, int addition) {
     if (p.blocks > 1) {
-      while (load_acquire(turns) < turn) {
+      while (load_acquire(semaphore) < addition) {
       }
     }
     fence_proxy_async_global();
   };
   for_each_step<MASK, GROUPED>(
-      p, [](const TurnUnit<MASK, GROUPED>&, int) {},
-      [&](const TurnUnit<MASK, GROUPED>& unit, int round, int tile) {
-        const int turn = unit.turn(p, round, tile), stored = stored_tile<GROUPED>(p, tile);
-        int* turns = p.turns + unit.tile + stored;
+      p, [](const SplitUnit<MASK, GROUPED>&, int) {},
+      [&](const SplitUnit<MASK, GROUPED>& unit, int round, int tile) {
+        const int addition = unit.addition(p, round, tile), stored = stored_tile<GROUPED>(p, tile);
+        int* semaphore = p.dq_semaphores + unit.tile + stored;
         float* sums = p.sums + static_cast<int64_t>(unit.tile + stored) * kSumFloatsD128;
-        const bool last = turn == unit.last_turn(p, tile);
+        const bool last = addition == unit.last_addition(p, tile);
         for (int half = 0; half < 2; ++half) {
           float* to = sums + half * (kSumFloatsD128 / 2);
-          memory.staging_use = !last ? kAdded : turn == 0 ? kAlone : kLast;
-          if (!last || turn == 0) memory.staging_free[half].arrive();
+          memory.staging_use = !last ? kAdded : addition == 0 ? kAlone : kLast;
+          if (!last || addition == 0) memory.staging_free[half].arrive();
           if (half == 0) {
             finish();
-            if (turn > 0) wait_for(turns, turn);
+            if (addition > 0) wait_for(semaphore, addition);
           }
-          if (last && turn > 0) {
+          if (last && addition > 0) {
             bulk_load(memory.staging_free[half], staging, to, kSumBytesD128 / 2);
             memory.staging_free[half].arrive_expect_tx(kSumBytesD128 / 2);
           }
           memory.staging_done[half].wait(step.parity);
           if (last) continue;
-          if (turn == 0)
+          if (addition == 0)
             bulk_store(to, staging, kSumBytesD128 / 2);
           else
             bulk_reduce_add(to, staging, kSumBytesD128 / 2);
@@ -161,8 +161,8 @@ __device__ __forceinline__ void sum_dq_d128(const Parameters& p, MemoryD128<MASK
           bulk_wait_read<0>();
         }
         if (!last) {
-          counter = turns;
-          done = turn + 1;
+          counter = semaphore;
+          done = addition + 1;
         }
         step.next();
       });
@@ -185,8 +185,8 @@ __device__ __forceinline__ void draw_keep_bits_d128(const Parameters& p, MemoryD
   auto* bytes = reinterpret_cast<uint8_t*>(memory.kept[number]) + 4 * t + part;
   uint32_t parity = 1;  // of kept_empty
   for_each_step<MASK, false>(
-      p, [](const TurnUnit<MASK, false>&, int) {},
-      [&](const TurnUnit<MASK, false>& unit, int round, int tile) {
+      p, [](const SplitUnit<MASK, false>&, int) {},
+      [&](const SplitUnit<MASK, false>& unit, int round, int tile) {
         const uint32_t block = unit.key_tile(round) * 2 + number, query = tile * kQueries + 16 * part + 2 * t;
 #pragma unroll 1
         for (int task = 0; task < 2; ++task) {

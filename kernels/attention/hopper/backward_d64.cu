@@ -171,7 +171,7 @@ Status launch_typed(const AttentionBackward& call, Parameters p) {
   if (status.code != StatusCode::ok) return status;
   processors = std::min(processors, kMaxBlocks);
   const bool causal = mask_of(call) == Mask::causal;
-  p.blocks = has_window(call) ? 1 : sharing_of(units_of(call, 1), causal, false, processors).blocks;
+  p.blocks = has_window(call) ? 1 : partition_of(units_of(call, 1), causal, false, processors).blocks;
   status = initialize_sums(call, p);
   if (status.code == StatusCode::ok)
     status = launch_statistics<T, G, HEAD_DIM>(call, p, statistics_in(call, kMaxBlocks), p.arrivals);
@@ -190,7 +190,7 @@ int64_t attention_backward_workspace(int64_t sequences, int64_t heads, int64_t h
   if (head_dim > kHeadDim) return attention_backward_d128_workspace(sequences, heads, tokens, longest);
   const int64_t tiles = tiles_of(sequences, tokens, true);  // at least as many as for dense sequences
   const bool sums = grouped || longest > kOnChipQueries;
-  const int64_t of_tile = 2 * kQueries + (sums ? kSumFloats + 1 : 0);  // 1: Parameters::arrivals or turns
+  const int64_t of_tile = 2 * kQueries + (sums ? kSumFloats + 1 : 0);  // 1: Parameters::arrivals or dq_semaphores
   return (Count(heads) * tiles * of_tile + kMaxBlocks + order_floats(sequences)).value;
 }
 
@@ -217,11 +217,11 @@ Status attention_backward(const AttentionBackward& call) {
   if (call.sequences > 65535 || call.heads > 65535) return bad_size("more than 65535 sequences or heads");
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
-  const bool together = gradient_heads_of(call) != call.heads;
-  if (call.head_dim == kHeadDim && (together || call.max_seqlen > kOnChipQueries) && call.seed == nullptr &&
+  const bool several_heads = gradient_heads_of(call) != call.heads;
+  if (call.head_dim == kHeadDim && (several_heads || call.max_seqlen > kOnChipQueries) && call.seed == nullptr &&
       !has_window(call))
     return attention_backward_long(call);
-  if (together) return bad_size("attention: this Hopper backward has one query head per head of dk and dv");
+  if (several_heads) return bad_size("attention: this Hopper backward has one query head per head of dk and dv");
   Parameters p{};
   status = set_parameters_d64(call, &p);
   if (status.code != StatusCode::ok) return status;

@@ -160,9 +160,11 @@ class KeyTiles {
   }
 
   // The two warpgroups alternate in computing weights, so that the wgmma of one overlap with the other's exponentials.
-  __device__ __forceinline__ void wait_for_turn() const { named_barrier_sync(kBackwardTurn + number, 2 * kWarpgroup); }
-  __device__ __forceinline__ void pass_turn() const {
-    named_barrier_arrive(kBackwardTurn + 1 - number, 2 * kWarpgroup);
+  __device__ __forceinline__ void scheduler_barrier_sync() const {
+    named_barrier_sync(kBackwardWarpScheduler + number, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void scheduler_barrier_arrive() const {
+    named_barrier_arrive(kBackwardWarpScheduler + 1 - number, 2 * kWarpgroup);
   }
 
   // Performs the synchronization of a key tile that has no keys for this warpgroup: arrives at the same mbarriers and
@@ -185,8 +187,8 @@ class KeyTiles {
     for (; left > 0; --left) {  // the task may be overwritten after the last step
       each_step();
       memory.stage_full[stage.slot].wait(stage.parity);
-      wait_for_turn();
-      pass_turn();
+      scheduler_barrier_sync();
+      scheduler_barrier_arrive();
       store_dscores(nothing);
       arrive_warp(memory.stage_empty[stage.slot]);
       stage.next();

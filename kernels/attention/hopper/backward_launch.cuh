@@ -28,11 +28,11 @@ __device__ __forceinline__ void rank_sequence(const Parameters& p, int sequence)
     const StoredSpan k = span_of(p.cu_seqlens_k, p.lengths_k, which, p.keys, p.max_seqlen_k);
     return divide_up(k.length, kKeys) * (divide_up(q.length, kQueries) + 1);
   };
-  const int own = work(sequence);
+  const int tiles = work(sequence);
   int rank = 0;
   for (int first = 0; first < p.sequences; first += kStatisticsThreads) {
-    const int other = first + threadIdx.x, its = other < p.sequences ? work(other) : -1;
-    rank += __syncthreads_count(its > own || (its == own && other < sequence));
+    const int other = first + threadIdx.x, other_tiles = other < p.sequences ? work(other) : -1;
+    rank += __syncthreads_count(other_tiles > tiles || (other_tiles == tiles && other < sequence));
   }
   if (threadIdx.x == 0) p.order[rank] = sequence;
 }
@@ -71,12 +71,13 @@ __device__ __forceinline__ void store_rows_after_last(const Parameters& p, int h
 
 // Computes lse in units of log2 (+infinity for rows that attend to no keys or are past the end) and delta = sum(out *
 // dout) / dropout_scale, with one block per query tile of each head and 8 elements per thread. It also zeros
-// p.progress, turns[tile] and the head's partial column sums where they are used, ranks the sequences in p.order, and
-// zeros the gradients, of type G, of rows that belong to no sequence. p.head_dim may be smaller than HEAD_DIM.
+// p.progress, dq_semaphores[tile] and the head's partial column sums where they are used, ranks the sequences in
+// p.order, and zeros the gradients, of type G, of rows that belong to no sequence. p.head_dim may be smaller than
+// HEAD_DIM.
 template <class T, class G, int HEAD_DIM, bool GROUPED>
 __global__ void __launch_bounds__(kStatisticsThreads)
-    statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics, int* turns,
-                      float delta_scale) {
+    statistics_kernel(Parameters p, const T* dout, const T* out, const float* lse, float* statistics,
+                      int* dq_semaphores, float delta_scale) {
   constexpr int kRow = HEAD_DIM / kVector;  // threads per row
   const int head = blockIdx.y, sequence = blockIdx.z;
   const StoredSpan q = span_of(p.cu_seqlens, p.lengths, sequence, p.queries, p.max_seqlen);
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
                                                         : static_cast<int64_t>(head) * p.queries + q.first);
   const int64_t tile = head * p.tiles + first_tile(p.cu_seqlens, sequence, q.first, p.queries) + blockIdx.x;
   float* to = statistics + tile * 2 * kQueries;
-  if (turns != nullptr && threadIdx.x == 0) turns[tile] = 0;
+  if (dq_semaphores != nullptr && threadIdx.x == 0) dq_semaphores[tile] = 0;
 #pragma unroll
   for (int part = 0; part < kQueries * kRow / kStatisticsThreads; ++part) {
     const int i = part * kStatisticsThreads + threadIdx.x, row = i / kRow;
@@ -143,13 +144,13 @@ inline float* statistics_in(const AttentionCall& call, int64_t before) {
 }
 
 template <class T, class G, int HEAD_DIM, bool GROUPED = false>
-Status launch_statistics(const AttentionBackward& call, const Parameters& p, float* statistics, int* turns) {
+Status launch_statistics(const AttentionBackward& call, const Parameters& p, float* statistics, int* dq_semaphores) {
   const int64_t tiles = (std::min(call.max_seqlen, call.queries) + kQueries - 1) / kQueries;
   const dim3 grid(static_cast<unsigned>(std::max<int64_t>(tiles, 1)), static_cast<unsigned>(call.heads),
                   static_cast<unsigned>(call.sequences));
   const float delta_scale = call.dropout_scale > 0 ? 1 / call.dropout_scale : 0.0f;
   return launch(statistics_kernel<T, G, HEAD_DIM, GROUPED>, grid, dim3(kStatisticsThreads), 0, call.stream, p,
-                static_cast<const T*>(call.dout), static_cast<const T*>(call.out), call.lse, statistics, turns,
+                static_cast<const T*>(call.dout), static_cast<const T*>(call.out), call.lse, statistics, dq_semaphores,
                 delta_scale);
 }
 
@@ -170,8 +171,8 @@ inline Status check_heads(const AttentionBackward& call) {
     return bad_size("attention: column sums and FP8 gradients require as many heads of k and v as of q");
   if (call.seed != nullptr || call.head_dim < kHeadDim)
     return bad_size("attention: dropout and head dim 32 require as many heads of k and v as of q");
-  const int64_t together = call.heads / gradient_heads;
-  if (!can_number(units_of(call, together)) || call.heads * together > 1 << 30)
+  const int64_t heads_per_unit = call.heads / gradient_heads;
+  if (!can_number(units_of(call, heads_per_unit)) || call.heads * heads_per_unit > 1 << 30)
     return bad_size("attention: too many query tiles of heads that share k and v");
   return {};
 }
@@ -214,8 +215,9 @@ inline Status set_parameters(const AttentionBackward& call, Parameters* p, int k
   p->seed = call.seed;
   p->sequences = static_cast<int>(call.sequences);
   p->heads = static_cast<int>(call.heads);
-  const int gradient_heads = static_cast<int>(gradient_heads_of(call)), together = p->heads / gradient_heads;
-  p->grouping = {static_cast<int>(call.heads / call.kv_heads), gradient_heads, together, half_reciprocal(together)};
+  const int gradient_heads = static_cast<int>(gradient_heads_of(call)), heads_per_unit = p->heads / gradient_heads;
+  p->grouping = {static_cast<int>(call.heads / call.kv_heads), gradient_heads, heads_per_unit,
+                 half_reciprocal(heads_per_unit)};
   p->head_dim = static_cast<int>(call.head_dim);
   p->queries = static_cast<int>(call.queries);
   p->keys = static_cast<int>(call.keys);

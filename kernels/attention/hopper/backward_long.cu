@@ -9,9 +9,9 @@
 //   3  dQ = dS K of all 128 keys
 //
 // dQ of a query tile is accumulated in the workspace by TMA reductions. Several blocks process the key tiles of one
-// pair, and counters order their additions (backward_turns.cuh). The block whose addition is the last one loads the sum
-// and writes dQ. Because blocks wait for one another, the launch is cooperative. Every sum is accumulated in a fixed
-// order.
+// pair, and semaphores order their additions (backward_split_units.cuh). The block whose addition is the last one loads
+// the sum and writes dQ. Because blocks wait for one another, the launch is cooperative. Every sum is accumulated in a
+// fixed order.
 #include "attention/hopper/backward_long.h"
 
 #include <algorithm>
@@ -71,9 +71,9 @@ Status launch_long(const AttentionBackward& call, Parameters p) {
   Status status = count_multiprocessors(call.device, &processors);
   if (status.code != StatusCode::ok) return status;
   const bool causal = mask_of(call) == Mask::causal;
-  const Units units = units_of(call, p.grouping.together);
-  p.blocks = sharing_of(units, causal, true, processors).blocks;
-  status = launch_statistics<T, G, kHeadDim, GROUPED>(call, p, statistics_in(call, kMaxBlocks), p.turns);
+  const Units units = units_of(call, p.grouping.heads_per_unit);
+  p.blocks = partition_of(units, causal, true, processors).blocks;
+  status = launch_statistics<T, G, kHeadDim, GROUPED>(call, p, statistics_in(call, kMaxBlocks), p.dq_semaphores);
   if (status.code != StatusCode::ok) return status;
   const int64_t groups = std::min<int64_t>(units.count, processors / p.blocks);
   const dim3 grid(static_cast<unsigned>(groups * p.blocks)), block(kThreads);
@@ -95,7 +95,7 @@ Status attention_backward_long(const AttentionBackward& call) {
   Parameters p{};
   const Status status = set_parameters_d64(call, &p);
   if (status.code != StatusCode::ok) return status;
-  p.turns = reinterpret_cast<int*>(p.sums + call.heads * static_cast<int64_t>(p.tiles) * kSumFloats);
+  p.dq_semaphores = reinterpret_cast<int*>(p.sums + call.heads * static_cast<int64_t>(p.tiles) * kSumFloats);
   if (call.fp8.scale != nullptr) return launch_long<bf16_t, fp8_t, false>(call, p);
   if (is_grouped(call))
     return call.dtype == DType::bf16 ? launch_long<bf16_t, bf16_t, true>(call, p)

@@ -20,14 +20,14 @@ __device__ __forceinline__ void multiply_dq_long(const Parameters& p, LongMemory
   for (;;) {
     memory.k_full[k_stage.slot].wait(k_stage.parity);
     const LongTask<MASK, GROUPED>& task = memory.task[k_stage.slot];
-    const TurnUnit<MASK, GROUPED>& unit = task.unit;
+    const SplitUnit<MASK, GROUPED>& unit = task.unit;
     const int key_tile = task.key_tile;
     if (key_tile < 0) return;
     int tile = unit.first(p, key_tile);
     for (int left = unit.count_steps(p, key_tile); left > 0;
          --left, tile = unit.after(p, tile), step.next(), staged.next()) {
-      const int turn = unit.turn(p, task.round, tile);
-      const bool last = turn == unit.last_turn(p, tile);
+      const int addition = unit.addition(p, task.round, tile);
+      const bool last = addition == unit.last_addition(p, tile);
       float dq[32];
       multiply_dscores<T>(dq, memory, k_stage.slot, step, false);
       memory.staging_empty[staged.slot].wait(staged.parity ^ 1);
@@ -38,7 +38,7 @@ __device__ __forceinline__ void multiply_dq_long(const Parameters& p, LongMemory
         arrive_warp(memory.staging_full[staged.slot]);
         continue;
       }
-      if (turn > 0) {
+      if (addition > 0) {
         memory.loaded[staged.slot].wait(loaded_parity >> staged.slot & 1);
         loaded_parity ^= 1 << staged.slot;
         float sum[32];
@@ -76,8 +76,9 @@ template <class T, class G, Mask MASK, bool GROUPED>
 class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK, GROUPED>> {
   static constexpr int kStages = LongMemory<MASK, GROUPED>::kStages;
   using Base = KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK, GROUPED>>;
-  using Base::first_key, Base::pass_turn, Base::has_keys, Base::load_values, Base::next_key_tile, Base::key_rows,
-      Base::store_dscores, Base::store_gradient, Base::wait_for_turn, Base::unit, Base::q_address, Base::dout_address;
+  using Base::first_key, Base::scheduler_barrier_arrive, Base::has_keys, Base::load_values, Base::next_key_tile,
+      Base::key_rows, Base::store_dscores, Base::store_gradient, Base::scheduler_barrier_sync, Base::unit,
+      Base::q_address, Base::dout_address;
   using Base::k, Base::key_tile, Base::memory, Base::number, Base::p, Base::stage, Base::step, Base::v, Base::whole;
 
  public:
@@ -85,7 +86,7 @@ class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK, GROUPED
       : Base(p, memory, number) {}
 
   __device__ __forceinline__ void run() {
-    if (number == 1) pass_turn();
+    if (number == 1) scheduler_barrier_arrive();
     next_key_tile();
     while (key_tile >= 0) {
       if (has_keys()) {
@@ -122,23 +123,24 @@ class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK, GROUPED
         step.next();
         continue;
       }
-      const GradientRows own = key_rows();
+      const GradientRows gradient_rows = key_rows();
       store_dscores(dscores);
       start_dk(slot, first);
       step.next();
       next_key_tile();
       if (key_tile < 0 || !has_keys()) {
         finish_gradients(slot);
-        store_gradients(own);
+        store_gradients(gradient_rows);
         return;
       }
       load_values(stage);
       stage.next();
       finish_gradients(slot);
-      if (kFp8<G>) store_gradients(own);  // before S and dP have accumulators, because rounding needs their registers
+      if (kFp8<G>)
+        store_gradients(gradient_rows);  // before S and dP have accumulators, because rounding needs their registers
       start_scores();
       wgmma_commit();  // an empty wgmma group in place of that of dK
-      if (!kFp8<G>) store_gradients(own);
+      if (!kFp8<G>) store_gradients(gradient_rows);
       tile = unit().first(p, key_tile);
       left = unit().count_steps(p, key_tile);
       first = true;
@@ -210,12 +212,12 @@ class LongKeyWarpgroup : KeyTiles<T, G, kHeadDim, MASK, LongMemory<MASK, GROUPED
     fence_operand(scores);
     fence_operand(weights);
     load_statistics(lse, slot, 0);
-    wait_for_turn();
+    scheduler_barrier_sync();
     mask_scores<MASK>(scores, first_key(), query, unit(), whole);
 #pragma unroll
     for (int i = 0; i < 32; ++i) scores[i] = exp2_approx(scores[i] * p.score_scale - lse[i / 4 * 2 + i % 2]);
     prevent_hoist(scores[31]);
-    pass_turn();
+    scheduler_barrier_arrive();
 #pragma unroll
     for (int i = 0; i < 16; ++i) weights[i] = narrow_word(scores[2 * i], scores[2 * i + 1], T{});
   }

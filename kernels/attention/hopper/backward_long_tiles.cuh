@@ -2,8 +2,8 @@
 // loads tiles and adds to dQ.
 #pragma once
 
+#include "attention/hopper/backward_split_units.cuh"
 #include "attention/hopper/backward_tiles.cuh"
-#include "attention/hopper/backward_turns.cuh"
 
 namespace fasttfm {
 namespace cuda {
@@ -12,7 +12,7 @@ namespace hopper_backward {
 // A key tile for this block.
 template <Mask MASK, bool GROUPED>
 struct LongTask {
-  TurnUnit<MASK, GROUPED> unit;
+  SplitUnit<MASK, GROUPED> unit;
   int key_tile;  // -1: there are no more
   int round;     // of the unit
 };
@@ -69,12 +69,12 @@ __device__ __forceinline__ void load_tiles_long(const Parameters& p, LongMemory<
   TileLoader<LongMemory<MASK, GROUPED>> loader(p, memory);
   for_each_step<MASK, GROUPED>(
       p,
-      [&](const TurnUnit<MASK, GROUPED>& unit, int round) {
+      [&](const SplitUnit<MASK, GROUPED>& unit, int round) {
         loader.template load_keys<GROUPED>(unit, unit.key_tile(round), [&](int slot) {
           if (threadIdx.x % 32 == 0) memory.task[slot] = {unit, unit.key_tile(round), round};
         });
       },
-      [&](const TurnUnit<MASK, GROUPED>& unit, int, int tile) {
+      [&](const SplitUnit<MASK, GROUPED>& unit, int, int tile) {
         loader.load_queries(unit, tile_of<GROUPED>(p, tile), member_of<GROUPED>(p, tile));
       });
   loader.finish([&](int slot) {
@@ -93,20 +93,20 @@ __device__ __forceinline__ void add_dq_long(const Parameters& p, LongMemory<MASK
   uint32_t parity = 0;
   int skipped = slot;  // steps of the other threads before the next one of this thread
   for_each_step<MASK, GROUPED>(
-      p, [](const TurnUnit<MASK, GROUPED>&, int) {},
-      [&](const TurnUnit<MASK, GROUPED>& unit, int round, int tile) {
+      p, [](const SplitUnit<MASK, GROUPED>&, int) {},
+      [&](const SplitUnit<MASK, GROUPED>& unit, int round, int tile) {
         if (skipped-- > 0) return;
         skipped = LongMemory<MASK, GROUPED>::kStagings - 1;
-        const int turn = unit.turn(p, round, tile), stored = stored_tile<GROUPED>(p, tile);
-        int* turns = p.turns + unit.tile + stored;
+        const int addition = unit.addition(p, round, tile), stored = stored_tile<GROUPED>(p, tile);
+        int* semaphore = p.dq_semaphores + unit.tile + stored;
         float* sums = p.sums + static_cast<int64_t>(unit.tile + stored) * kSumFloats;
-        const bool last = turn == unit.last_turn(p, tile);
-        if (turn > 0) {
-          while (load_acquire(turns) < turn) {
+        const bool last = addition == unit.last_addition(p, tile);
+        if (addition > 0) {
+          while (load_acquire(semaphore) < addition) {
           }
           fence_proxy_async_global();
         }
-        if (last && turn > 0) {
+        if (last && addition > 0) {
           bulk_load(memory.loaded[slot], staging, sums, 4 * kSumFloats);
           memory.loaded[slot].arrive_expect_tx(4 * kSumFloats);
         }
@@ -116,7 +116,7 @@ __device__ __forceinline__ void add_dq_long(const Parameters& p, LongMemory<MASK
           memory.staging_empty[slot].arrive();
           return;
         }
-        if (turn == 0)
+        if (addition == 0)
           bulk_store(sums, staging, 4 * kSumFloats);
         else
           bulk_reduce_add(sums, staging, 4 * kSumFloats);
@@ -124,7 +124,7 @@ __device__ __forceinline__ void add_dq_long(const Parameters& p, LongMemory<MASK
         bulk_wait_read<0>();
         memory.staging_empty[slot].arrive();
         bulk_wait<0>();
-        store_release(turns, turn + 1);
+        store_release(semaphore, addition + 1);
       });
 }
 

@@ -14,8 +14,9 @@ template <class T, class G, int HEAD_DIM, bool DROPOUT, Mask MASK, bool ON_CHIP>
 class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
   static constexpr int kStages = Memory<ON_CHIP, MASK>::kStages;
   using Base = KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>>;
-  using Base::first_key, Base::pass_turn, Base::has_keys, Base::load_values, Base::next_key_tile, Base::key_rows,
-      Base::store_dscores, Base::store_gradient, Base::wait_for_turn, Base::unit, Base::q_address, Base::dout_address;
+  using Base::first_key, Base::scheduler_barrier_arrive, Base::has_keys, Base::load_values, Base::next_key_tile,
+      Base::key_rows, Base::store_dscores, Base::store_gradient, Base::scheduler_barrier_sync, Base::unit,
+      Base::q_address, Base::dout_address;
   using Base::k, Base::key_tile, Base::memory, Base::number, Base::p, Base::stage, Base::step, Base::v, Base::whole;
 
  public:
@@ -23,7 +24,7 @@ class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
       : Base(p, memory, number) {}
 
   __device__ __forceinline__ void run() {
-    if (number == 1) pass_turn();
+    if (number == 1) scheduler_barrier_arrive();
     next_key_tile();
     while (key_tile >= 0) {
       if (has_keys()) {
@@ -60,21 +61,21 @@ class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
       const bool first = tile == task_begin(unit(), key_tile);
       compute(slot, key, tile * kQueries, first);
       const bool last = tile + 1 == task_end(unit(), key_tile);
-      GradientRows own;
+      GradientRows gradient_rows;
       stage.next();
       const RingPosition<kStages> values = stage;  // stage of v, if there is a next key tile
       if (last) {
         stage.next();
-        own = key_rows();
+        gradient_rows = key_rows();
         next_key_tile();
         if (key_tile < 0 || !has_keys()) {
           stage = values;
           store_dscores(operand);
           wgmma_fence();
           start_dk(slot, first);
-          store_dv(own);
+          store_dv(gradient_rows);
           wgmma_wait<0>();
-          store_dk(own, slot);
+          store_dk(gradient_rows, slot);
           step.next();
           return;
         }
@@ -100,8 +101,8 @@ class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
         wgmma_wait<0>();  // also for dP of the next step; otherwise ptxas assumes that its accumulators are read here
         fence_operand(scores);
         fence_operand(dweights);
-        store_dk(own, slot);
-        store_dv(own);
+        store_dk(gradient_rows, slot);
+        store_dv(gradient_rows);
       }
       tile = last ? task_begin(unit(), key_tile) : tile + 1;
       step.next();
@@ -126,12 +127,12 @@ class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
   __device__ __forceinline__ void compute_weights(const float2* lse, uint32_t dropped) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float2 own = lse[4 * i];
+      const float2 lse_pair = lse[4 * i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float* pair = scores + 4 * i + 2 * half;
-        pair[0] = exp2_approx(pair[0] * p.score_scale - own.x);
-        pair[1] = exp2_approx(pair[1] * p.score_scale - own.y);
+        pair[0] = exp2_approx(pair[0] * p.score_scale - lse_pair.x);
+        pair[1] = exp2_approx(pair[1] * p.score_scale - lse_pair.y);
         if constexpr (DROPOUT) {
           const int bit = i / 2 * 8 + (1 - half) * 4 + i % 2 * 2;
           pair[0] = __uint_as_float(__float_as_uint(pair[0]) | (dropped << (31 - bit) & 0x80000000u));
@@ -164,7 +165,7 @@ class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
     fence_operand(scores);
     const auto give_free = [&] { arrive_warp(memory.stage_empty[slot == 0 ? kStages - 1 : slot - 1]); };
     if (ON_CHIP && !first) give_free();  // dK of the previous step has read the stage
-    wait_for_turn();
+    scheduler_barrier_sync();
     mask_scores<MASK>(scores, key, query, unit(), whole);
     compute_weights(statistics, dropped);
     if constexpr (!ON_CHIP) {
@@ -176,7 +177,7 @@ class KeyWarpgroup : KeyTiles<T, G, HEAD_DIM, MASK, Memory<ON_CHIP, MASK>> {
     for (int i = 0; i < 16; ++i)
       operand[i] = DROPOUT ? narrow_relu(scores[2 * i], scores[2 * i + 1], T{})
                            : narrow_word(scores[2 * i], scores[2 * i + 1], T{});
-    pass_turn();
+    scheduler_barrier_arrive();
     float2 delta[8];  // loaded before the wgmma, which would delay the loads
 #pragma unroll
     for (int i = 0; i < 8; ++i) delta[i] = statistics[kQueries / 2 + 4 * i];

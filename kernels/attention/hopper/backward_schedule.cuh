@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "attention/hopper/seqlen.cuh"
-#include "attention/hopper/sharing.h"
 #include "attention/hopper/window.h"
+#include "attention/hopper/work_partition.h"
 #include "common/cuda/hopper.cuh"
 #include "common/packed.h"
 
@@ -38,13 +38,13 @@ struct Fp8Output {
   int e5m2;
 };
 
-// Of calls in which query heads share k and v, for kernels with GROUPED. A unit of work is then a (sequence, head of dk
-// and dv) pair with `together` consecutive query heads.
+// The grouping of query heads that share k and v, for kernels with GROUPED. A unit of work is then a (sequence, head of
+// dk and dv) pair with `heads_per_unit` consecutive query heads.
 struct Grouping {
   int group;                 // heads / kv_heads
   int gradient_heads;        // of dk and dv
-  int together;              // heads / gradient_heads
-  uint32_t half_reciprocal;  // of together: see split()
+  int heads_per_unit;        // heads / gradient_heads
+  uint32_t half_reciprocal;  // of heads_per_unit: see split()
 };
 
 struct Parameters {
@@ -55,7 +55,7 @@ struct Parameters {
   const float* statistics;  // [heads, tiles, 2, kQueries]: lse in units of log2, and delta
   float* sums;              // [heads, tiles, kSumFloats]: partial sums of dQ, unless they are in shared memory
   uint32_t* progress;       // [kMaxBlocks]: progress of each block's additions to the sums: see OrderedSums
-  int* turns;               // [heads, tiles]: the number of completed additions to a tile of the sums: see TurnUnit
+  int* dq_semaphores;       // [heads, tiles]: the number of completed additions to a tile of the sums: see SplitUnit
   int* order;               // [sequences]: sequences sorted by decreasing work; null: not sorted
   int* taken;               // counter from which blocks fetch (sequence, head) pairs; null: the assignment is static
   int sequences, heads, head_dim, queries, keys, max_seqlen, max_seqlen_k, tiles;
@@ -99,15 +99,15 @@ __device__ __forceinline__ int first_tile(const int32_t* cu_seqlens, int sequenc
 // What is known without GROUPED is a constant here, so that kernels without it have no code for groups.
 template <bool GROUPED>
 __device__ __forceinline__ int heads_of_unit(const Parameters& p) {
-  return GROUPED ? p.grouping.together : 1;
+  return GROUPED ? p.grouping.heads_per_unit : 1;
 }
-// Calls each(0), each(1) and so on for the query heads of a unit.
-template <bool GROUPED, class Each>
-__device__ __forceinline__ void for_each_head(const Parameters& p, Each each) {
+// Calls body(0), body(1) and so on for the query heads of a unit.
+template <bool GROUPED, class Body>
+__device__ __forceinline__ void for_each_head(const Parameters& p, Body body) {
   if constexpr (GROUPED)
-    for (int member = 0; member < p.grouping.together; ++member) each(member);
+    for (int member = 0; member < p.grouping.heads_per_unit; ++member) body(member);
   else
-    each(0);
+    body(0);
 }
 template <bool GROUPED>
 __device__ __forceinline__ int gradient_heads(const Parameters& p) {
@@ -121,12 +121,12 @@ __device__ __forceinline__ int key_head(const Parameters& p, int head) {
 // A unit's query tile: its index among the tiles of its head, and which of the unit's query heads it is.
 template <bool GROUPED>
 __device__ __forceinline__ int tile_of(const Parameters& p, int tile) {
-  if constexpr (GROUPED) return split(tile, p.grouping.together, p.grouping.half_reciprocal).tile;
+  if constexpr (GROUPED) return split(tile, p.grouping.heads_per_unit, p.grouping.half_reciprocal).tile;
   return tile;
 }
 template <bool GROUPED>
 __device__ __forceinline__ int member_of(const Parameters& p, int tile) {
-  if constexpr (GROUPED) return split(tile, p.grouping.together, p.grouping.half_reciprocal).member;
+  if constexpr (GROUPED) return split(tile, p.grouping.heads_per_unit, p.grouping.half_reciprocal).member;
   return 0;
 }
 // The query head of a query tile, of a unit whose first query head is `head`.

@@ -68,7 +68,7 @@ class SharedSums {
 template <Mask MASK>
 struct DqStep {
   bool follows, last;
-  static constexpr bool given = false, received = false;
+  static constexpr bool sends_partial_sum = false, adds_partial_sum = false;
   __device__ __forceinline__ DqStep(const Unit<MASK>& unit, int key_tile, int tile)
       : follows(key_tile > 0), last(key_tile == unit.last_key_tile(tile)) {}
 };
@@ -177,9 +177,9 @@ __device__ __forceinline__ void sum_dq(const Parameters& p, Memory<ON_CHIP, MASK
       }
       multiply_dscores<T>(dq, memory, k_stage.slot, step, load);
       if constexpr (MASK == Mask::window) {
-        if (last && dq_step.received) add_partial_sum(dq, sum, p.arrivals + unit.tile + tile);
+        if (last && dq_step.adds_partial_sum) add_partial_sum(dq, sum, p.arrivals + unit.tile + tile);
       }
-      if (last && dq_step.given) {
+      if (last && dq_step.sends_partial_sum) {
         if constexpr (MASK == Mask::window) store_partial_sum(dq, sum, p.arrivals + unit.tile + tile);
       } else if (last) {
         const int query = tile * kQueries;

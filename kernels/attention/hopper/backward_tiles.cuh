@@ -256,7 +256,7 @@ __device__ __forceinline__ void draw_keep_bits(const Parameters& p, Memory<ON_CH
   const uint32_t any = p.threshold < 256 ? 0xf0f0f0f0u : 0u;
   RingPosition<Memory<ON_CHIP, MASK>::kBuffers> step;
   RingPosition<2> k_stage;
-  int turn = warp;
+  int tasks_to_skip = warp;
   for (;; k_stage.next()) {
     memory.task_full[k_stage.slot].wait(k_stage.parity);
     const int key_tile = memory.task[k_stage.slot].key_tile;
@@ -266,8 +266,8 @@ __device__ __forceinline__ void draw_keep_bits(const Parameters& p, Memory<ON_CH
       for (int consumer = 0; consumer < 2; ++consumer) {
         int half = -1;  // which half of the words this warp computes, if any
         for (int i = 0; i < 2; ++i)
-          if (--turn < 0) {
-            turn = 2;
+          if (--tasks_to_skip < 0) {
+            tasks_to_skip = 2;
             half = i;
           }
         const int d = half * 2 + lane / 16, t = lane / 4 % 4, part = lane % 4;

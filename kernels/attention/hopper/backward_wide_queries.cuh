@@ -127,9 +127,10 @@ struct WideQueriesWarpgroup {
     for (int half = 0; half < 2; ++half) {
       const int row = row_in_group() + 8 * half;
       const bool there = first + row < unit.q.length;
-      const float* own = p.statistics + static_cast<int64_t>(unit.tile + first / kWideRows) * (2 * kWideRows) + row;
-      lse[half] = there ? own[0] : __int_as_float(0x7f800000);
-      delta[half] = there ? own[kWideRows] : 0.0f;
+      const float* row_statistics =
+          p.statistics + static_cast<int64_t>(unit.tile + first / kWideRows) * (2 * kWideRows) + row;
+      lse[half] = there ? row_statistics[0] : __int_as_float(0x7f800000);
+      delta[half] = there ? row_statistics[kWideRows] : 0.0f;
     }
   }
 

@@ -36,16 +36,17 @@ __device__ __forceinline__ TaskPlace place_of(const Parameters& p, int index) {
   constexpr bool kCausal = MASK == Mask::causal, kReversed = kCausal && !OF_KEYS;
   const int32_t* bounds = OF_KEYS ? p.cu_seqlens_k : p.cu_seqlens;
   const int size = OF_KEYS ? p.keys : p.queries;
-  const int heads = gradient_heads < OF_KEYS && GROUPED > (p), together = heads_of_unit < OF_KEYS && GROUPED > (p);
+  const int heads = gradient_heads < OF_KEYS && GROUPED > (p),
+            heads_per_unit = heads_of_unit < OF_KEYS && GROUPED > (p);
   if (bounds != nullptr) {
     const int head = index / p.slots, slot = index - head * p.slots;
     const Chunk chunk =
         chunk_of_slot(bounds, p.sequences, size, kTaskRows<OF_KEYS>, kReversed ? p.slots - 1 - slot : slot);
-    return {chunk.sequence, head * together, chunk.index};
+    return {chunk.sequence, head * heads_per_unit, chunk.index};
   }
   const int tiles = divide_up(size, kTaskRows<OF_KEYS>), units = p.sequences * heads;
   const int tile = kCausal ? index / units : index % tiles, unit = kCausal ? index % units : index / tiles;
-  return {unit / heads, unit % heads * together, kReversed ? tiles - 1 - tile : tile};
+  return {unit / heads, unit % heads * heads_per_unit, kReversed ? tiles - 1 - tile : tile};
 }
 
 template <Mask MASK, bool OF_KEYS, bool GROUPED>
@@ -61,8 +62,8 @@ __device__ __forceinline__ Tiles queries_of_task(const Parameters& p, const Wide
   const Unit<MASK>& unit = task.unit;
   if (task.first < 0 || task.first >= unit.k.length) return {0, 0};
   const int begin = MASK == Mask::causal ? max(task.first - unit.offset(), 0) / kWideRows : 0;
-  const int together = heads_of_unit<GROUPED>(p);
-  return {min(begin, unit.query_tiles) * together, unit.query_tiles * together};
+  const int heads_per_unit = heads_of_unit<GROUPED>(p);
+  return {min(begin, unit.query_tiles) * heads_per_unit, unit.query_tiles * heads_per_unit};
 }
 template <Mask MASK>
 __device__ __forceinline__ Tiles keys_of_task(const WideTask<MASK>& task) {

@@ -21,8 +21,8 @@ __device__ __forceinline__ void halve(float (&sum)[16], int bit) {
     const float low = sum[i], high = sum[COUNT + i];
     // The unary plus makes the operands values. If they were variables, the compiler could select between their
     // addresses, which would put sum into local memory.
-    const float kept = upper ? +high : +low, given = upper ? +low : +high;
-    sum[i] = kept + __shfl_xor_sync(0xffffffffu, given, bit);
+    const float kept = upper ? +high : +low, sent = upper ? +low : +high;
+    sum[i] = kept + __shfl_xor_sync(0xffffffffu, sent, bit);
   }
 }
 

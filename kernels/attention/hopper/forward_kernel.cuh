@@ -35,7 +35,7 @@ template <class S>
 struct QueryCopies {
   ForwardMemory<S>& memory;
   const CUtensorMap* q_map;
-  uint32_t number = 0, turn = 0;  // see Consumer
+  uint32_t number = 0, first_group = 0;  // see Consumer
 
   // Publishes a tile and loads its queries, unless it has no keys; `row` is the row of its first query. Waits until the
   // queries in their slot have been released, kQuerySlots tiles before.
@@ -47,7 +47,7 @@ struct QueryCopies {
       Mbarrier& full = memory.q_full[slot][i];
       memory.q_empty[slot][i].wait(parity ^ 1);
       if (i == 0) memory.tile_of(number) = tile;
-      const int first = S::kSplitQueries ? part_of<S>(i, turn) : 0;
+      const int first = S::kSplitQueries ? part_of<S>(i, first_group) : 0;
       const int end = S::kSplitQueries ? min(first + 1, parts) : parts;
       if (first < end)
         full.arrive_expect_tx((end - first) * S::kParts * 64 * kTileRowBytes);
@@ -58,7 +58,7 @@ struct QueryCopies {
         tma_load_tile<S>(q_map, full, memory.q[slot] + (S::kSplitQueries ? i : part) * 64 * kTileRowBytes,
                          S::kQueryPart, tile.head, row + 64 * part, sequence);
     }
-    turn = tile.next_turn<S>(turn);
+    first_group = tile.next_first_group<S>(first_group);
     ++number;
   }
 };
@@ -136,22 +136,22 @@ __device__ __forceinline__ void produce(const ForwardParams& p, ForwardMemory<S>
 // ---- consumers ------------------------------------------------------------------------------------------------------
 
 // Orders the warpgroups: they issue wgmma one after the other, round-robin.
-template <class S, bool TURNS>
+template <class S, bool SCHEDULER_BARRIER>
 struct WarpSchedulerBarrier {
   int group;
   __device__ __forceinline__ void start() const {
-    if (TURNS && group == S::kGroups - 1) named_barrier_arrive(kForwardTurn, 2 * kWarpgroup);
+    if (SCHEDULER_BARRIER && group == S::kGroups - 1) named_barrier_arrive(kForwardWarpScheduler, 2 * kWarpgroup);
   }
-  __device__ __forceinline__ void take() const {
-    if (TURNS) named_barrier_sync(kForwardTurn + group, 2 * kWarpgroup);
+  __device__ __forceinline__ void sync() const {
+    if (SCHEDULER_BARRIER) named_barrier_sync(kForwardWarpScheduler + group, 2 * kWarpgroup);
   }
-  __device__ __forceinline__ void pass() const {
-    if (TURNS) named_barrier_arrive(kForwardTurn + (group + 1) % S::kGroups, 2 * kWarpgroup);
+  __device__ __forceinline__ void arrive_next() const {
+    if (SCHEDULER_BARRIER) named_barrier_arrive(kForwardWarpScheduler + (group + 1) % S::kGroups, 2 * kWarpgroup);
   }
 };
 
 // A consumer warpgroup, which processes 64 queries of each tile.
-template <class T, class S, Mask MASK, bool TURNS>
+template <class T, class S, Mask MASK, bool SCHEDULER_BARRIER>
 class Consumer {
   static constexpr bool kCausal = MASK == Mask::causal, kWindow = MASK == Mask::window;
   static_assert((S::kQueries - 64 + S::kKeys - 1) / S::kKeys < S::kStages, "see skip_steps()");
@@ -162,7 +162,7 @@ class Consumer {
       : p(params),
         memory(shared),
         group(number),
-        turns{number},
+        scheduler_barrier{number},
         k_tiles(static_cast<uint32_t>(k_major(shared_address(shared.k)))) {
     if (S::kDropout) dropout = WeightDropout(static_cast<uint64_t>(*p.seed), p.threshold);
   }
@@ -176,7 +176,7 @@ class Consumer {
     uint32_t weights[S::kKeys / 4], kept[S::kKeys / 8];
     RunningSoftmax softmax;
     ResultRows<T> results;
-    turns.start();
+    scheduler_barrier.start();
     bool starts = find_tile();
     while (starts) {
       begin_tile(s, weights, kept, softmax);
@@ -208,7 +208,7 @@ class Consumer {
 
   // The same without overlap between tiles (see ForwardShape::kOverlapTiles).
   __device__ __forceinline__ void run_sequential() {
-    turns.start();
+    scheduler_barrier.start();
     while (true) {
       q_full().wait(q_at.parity);
       if (memory.tile_of(number).sequence < 0) return;
@@ -236,7 +236,7 @@ class Consumer {
 
  private:
   // The index of the warpgroup's 64 queries within the tile; they may be past its end.
-  __device__ __forceinline__ int part() const { return part_of<S>(group, turn); }
+  __device__ __forceinline__ int part() const { return part_of<S>(group, first_group); }
   __device__ __forceinline__ Mbarrier& q_full() const { return memory.q_full[q_at.slot][S::kSplitQueries ? group : 0]; }
   __device__ __forceinline__ Mbarrier& q_empty() const {
     return memory.q_empty[q_at.slot][S::kSplitQueries ? group : 0];
@@ -278,18 +278,18 @@ class Consumer {
 
   // Finds the warpgroup's steps among those of the tile. Other warpgroups may have steps before and after them.
   __device__ __forceinline__ bool find_window_steps(const QueryTile& tile) {
-    const Tiles own = tile.window_steps<S>(p.window, first, 64);
-    if (own.begin == own.end) return false;
-    const Tiles all = tile.window_steps<S>(p.window, tile.first, S::kQueries);
-    block = own.end - 1;
-    low = own.begin;
-    absent = all.end - own.end;
-    after = own.begin - all.begin;
+    const Tiles steps = tile.window_steps<S>(p.window, first, 64);
+    if (steps.begin == steps.end) return false;
+    const Tiles tile_steps = tile.window_steps<S>(p.window, tile.first, S::kQueries);
+    block = steps.end - 1;
+    low = steps.begin;
+    absent = tile_steps.end - steps.end;
+    after = steps.begin - tile_steps.begin;
     return true;
   }
 
   __device__ __forceinline__ void count_tile() {
-    turn = memory.tile_of(number).template next_turn<S>(turn);
+    first_group = memory.tile_of(number).template next_first_group<S>(first_group);
     ++number;
     q_at.next();
   }
@@ -341,10 +341,10 @@ class Consumer {
                                              uint32_t (&kept)[S::kKeys / 8], RunningSoftmax& softmax) {
     skip_steps(absent);
     memory.k_full[at.slot].wait(at.parity);
-    turns.take();
+    scheduler_barrier.sync();
     wgmma_fence();
     issue_scores<T, S>(s, q_tile, k_tile(at.slot));
-    turns.pass();
+    scheduler_barrier.arrive_next();
     draw(kept);
     softmax = RunningSoftmax();
     wgmma_wait<0>();
@@ -361,7 +361,7 @@ class Consumer {
                                        uint32_t (&weights)[S::kKeys / 4], uint32_t (&kept)[S::kKeys / 8],
                                        RunningSoftmax& softmax) {
     memory.k_full[at.slot].wait(at.parity);
-    turns.take();
+    scheduler_barrier.sync();
     fence_operand(o);
     fence_operand(weights);
     wgmma_fence();
@@ -370,7 +370,7 @@ class Consumer {
     wait_values(v_used);
     if (!S::kSharedStages) wgmma_fence();
     issue_values<T, S>(o, weights, v_tile(v_used));
-    turns.pass();
+    scheduler_barrier.arrive_next();
     draw(kept);
     wgmma_wait<1>();
     finish_scores<FIRST>(s);
@@ -383,8 +383,8 @@ class Consumer {
   // most kStages - 1.
   __device__ __forceinline__ void skip_steps(int count) {
     for (; count > 0; --count) {
-      turns.take();
-      turns.pass();
+      scheduler_barrier.sync();
+      scheduler_barrier.arrive_next();
       memory.k_full[at.slot].wait(at.parity);
       release_keys();
       if (!S::kSharedStages) memory.v_full[at.slot].wait(at.parity);
@@ -454,14 +454,14 @@ class Consumer {
   const ForwardParams& p;
   ForwardMemory<S>& memory;
   const int group;
-  const WarpSchedulerBarrier<S, TURNS> turns;
+  const WarpSchedulerBarrier<S, SCHEDULER_BARRIER> scheduler_barrier;
   const uint32_t k_tiles;  // low word of the descriptor of k in stage 0
   WeightDropout dropout;
   RingPosition<S::kStages> at;        // stage of the step's k and v
   uint32_t v_slot;                    // stage of v for the next wgmma with v
   uint32_t number = 0;                // index of the tile among the block's tiles
   RingPosition<S::kQuerySlots> q_at;  // slot of the tile's queries
-  uint32_t turn = 0;                  // the warpgroup that has the tile's first queries
+  uint32_t first_group = 0;           // the warpgroup that has the tile's first queries
   uint32_t q_tile;                    // low word of the descriptor of the warpgroup's queries
   int block;                          // index of the step's block of keys
   int first;                          // the warpgroup's first query of the tile
@@ -471,7 +471,7 @@ class Consumer {
   int diagonal;                       // causal, window: one past the last key to which its first query attends
 };
 
-template <class T, class S, Mask MASK, bool TURNS>
+template <class T, class S, Mask MASK, bool SCHEDULER_BARRIER>
 __global__ void __launch_bounds__(S::kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ ForwardParams p) {
@@ -492,7 +492,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if (warp == 0) produce<S, MASK>(p, memory, &q_map, &k_map, &v_map);
   } else {
     setmaxnreg_inc<S::kConsumerRegisters>();
-    Consumer<T, S, MASK, TURNS> consumer(p, memory, warp / 4 - 1);
+    Consumer<T, S, MASK, SCHEDULER_BARRIER> consumer(p, memory, warp / 4 - 1);
     if (S::kOverlapTiles)
       consumer.run();
     else
@@ -502,15 +502,16 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 
 // ---- launch ---------------------------------------------------------------------------------------------------------
 
-template <class T, class S, Mask MASK, bool TURNS>
+template <class T, class S, Mask MASK, bool SCHEDULER_BARRIER>
 Status launch_forward(const AttentionForward& call, int multiprocessors, const TileSchedule& schedule) {
   ForwardMaps maps;
   const Status status = make_forward_maps(&maps, call, S::kKeys);
   if (status.code != StatusCode::ok) return status;
   constexpr size_t memory = sizeof(ForwardMemory<S>) + ForwardMemory<S>::kSlack;
   static_assert(memory <= 227 * 1024, "more shared memory than an SM has");
-  return launch_after(call.dependent != 0, forward_kernel<T, S, MASK, TURNS>, dim3(multiprocessors), dim3(S::kThreads),
-                      memory, call.stream, maps.q, maps.k, maps.v, make_forward_params<S>(call, schedule));
+  return launch_after(call.dependent != 0, forward_kernel<T, S, MASK, SCHEDULER_BARRIER>, dim3(multiprocessors),
+                      dim3(S::kThreads), memory, call.stream, maps.q, maps.k, maps.v,
+                      make_forward_params<S>(call, schedule));
 }
 
 }  // namespace cuda

@@ -31,14 +31,14 @@ struct alignas(16) QueryTile {
     return max(min((q_length - first + 63) >> 6, S::kQueries / 64), 1);
   }
 
-  // The warpgroup that has the first queries of the next tile; `turn` has those of this one. Queries are assigned to
-  // warpgroups round-robin across tiles: the first queries of a tile go to the warpgroup after the one that had the
-  // last queries of the previous tile. After a tile that occupies all warpgroups the assignment also advances by one,
-  // because the warpgroups of a causal tile have unequal work.
+  // The warpgroup that has the first queries of the next tile; `first_group` has those of this one. Queries are
+  // assigned to warpgroups round-robin across tiles: the first queries of a tile go to the warpgroup after the one that
+  // had the last queries of the previous tile. After a tile that occupies all warpgroups the assignment also advances
+  // by one, because the warpgroups of a causal tile have unequal work.
   template <class S>
-  __device__ __forceinline__ uint32_t next_turn(uint32_t turn) const {
+  __device__ __forceinline__ uint32_t next_first_group(uint32_t first_group) const {
     const int count = parts<S>();
-    return (turn + static_cast<uint32_t>(count == S::kGroups ? 1 : count)) % S::kGroups;
+    return (first_group + static_cast<uint32_t>(count == S::kGroups ? 1 : count)) % S::kGroups;
   }
 
   // With a window: the steps of keys to which the `count` queries from `query` on attend.
@@ -58,10 +58,10 @@ struct alignas(16) QueryTile {
   __device__ __forceinline__ int rows(const ForwardParams& p) const { return p.packed() ? q_length : p.queries; }
 };
 
-// Which 64 queries of a tile the warpgroup has if warpgroup `turn` has the first ones.
+// Which 64 queries of a tile the warpgroup has if warpgroup `first_group` has the first ones.
 template <class S>
-__device__ __forceinline__ int part_of(int group, uint32_t turn) {
-  return static_cast<int>((static_cast<uint32_t>(group) + S::kGroups - turn) % S::kGroups);
+__device__ __forceinline__ int part_of(int group, uint32_t first_group) {
+  return static_cast<int>((static_cast<uint32_t>(group) + S::kGroups - first_group) % S::kGroups);
 }
 
 // Assigns tiles to a block in ascending order of their index. Neighbouring tiles use the same keys, which are then in

@@ -25,14 +25,14 @@ __device__ __forceinline__ float round_product(const float (&value)[32], float f
   float most = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    float own[4];
+    float numbers[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float x = value[4 * i + j] * factor;
       most = fmaxf(most, fabsf(x));
-      own[j] = scaled(x, scale);
+      numbers[j] = scaled(x, scale);
     }
-    word[i] = round_pair<E5M2>(own[0], own[1]) | round_pair<E5M2>(own[2], own[3]) << 16;
+    word[i] = round_pair<E5M2>(numbers[0], numbers[1]) | round_pair<E5M2>(numbers[2], numbers[3]) << 16;
   }
   return most;
 }
@@ -42,18 +42,18 @@ __device__ __forceinline__ void store_fp8_rows(const uint32_t (&word)[8], fp8_t*
   const int lane = reload_tid() % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    uint32_t own[4];
+    uint32_t words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) own[i] = __byte_perm(word[2 * i], word[2 * i + 1], half == 0 ? 0x5410 : 0x7632);
-    exchange(own[0], own[1], 1);
-    exchange(own[2], own[3], 1);
-    exchange(own[0], own[2], 2);
-    exchange(own[1], own[3], 2);
+    for (int i = 0; i < 4; ++i) words[i] = __byte_perm(word[2 * i], word[2 * i + 1], half == 0 ? 0x5410 : 0x7632);
+    exchange(words[0], words[1], 1);
+    exchange(words[2], words[3], 1);
+    exchange(words[0], words[2], 2);
+    exchange(words[1], words[3], 2);
     const int row = lane / 4 + 8 * half;
     if (row < rows)
       store_words(to + row * stride + lane % 4 * 16,
-                  {__byte_perm(own[0], own[1], 0x5410), __byte_perm(own[2], own[3], 0x5410),
-                   __byte_perm(own[0], own[1], 0x7632), __byte_perm(own[2], own[3], 0x7632)});
+                  {__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410),
+                   __byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632)});
   }
 }
 

@@ -31,7 +31,7 @@ struct Fp8Memory {
   __device__ __forceinline__ void init(const Fp8Output& fp8) {
     if constexpr (kFp8<G>) {
       scale = *fp8.scale;
-      for (float& each : magnitude) each = 0.0f;
+      for (float& warp_magnitude : magnitude) warp_magnitude = 0.0f;
     }
   }
   __device__ __forceinline__ float& own_magnitude() { return magnitude[reload_tid() / 32 - kWarpgroup / 32]; }

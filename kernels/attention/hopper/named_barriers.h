@@ -6,18 +6,18 @@ namespace fasttfm {
 namespace cuda {
 
 enum ForwardBarrier : int {
-  kForwardTurn = 1,    // + i: warpgroup i may issue wgmma (WarpSchedulerBarrier)
-  kForwardZeroed = 8,  // + i: warpgroup i has zeroed rows of v
+  kForwardWarpScheduler = 1,  // + i: warpgroup i may issue wgmma (WarpSchedulerBarrier)
+  kForwardZeroed = 8,         // + i: warpgroup i has zeroed rows of v
 };
 
 enum BackwardBarrier : int {
-  kBackwardSums = 1,  // warpgroup 3 has written its partial sums to shared memory (OrderedSums)
-  kBackwardTurn = 2,  // + i: warpgroup 1 + i may compute weights
+  kBackwardSums = 1,           // warpgroup 3 has written its partial sums to shared memory (OrderedSums)
+  kBackwardWarpScheduler = 2,  // + i: warpgroup 1 + i may compute weights
 };
 
 enum BackwardD128Barrier : int {
-  kBackwardD128Unit = 1,  // + i: warpgroup 1 + i has written its unit to shared memory
-  kBackwardD128Turn = 3,  // + i: warpgroup 1 + i may issue wgmma
+  kBackwardD128Unit = 1,           // + i: warpgroup 1 + i has written its unit to shared memory
+  kBackwardD128WarpScheduler = 3,  // + i: warpgroup 1 + i may issue wgmma
 };
 
 }  // namespace cuda

@@ -121,10 +121,10 @@ FASTTFM_HOST_DEVICE Chunk chunk_of_slot(const int32_t* boundaries, int sequences
 // How a block accumulates dQ of a query tile for a key tile of its chunk. If the query tile attends to two chunks, the
 // block with the lower chunk completes the sum.
 struct ChunkStep {
-  bool follows;   // the block has added to this dQ before
-  bool last;      // this is the block's last addition to it
-  bool given;     // if last: another block completes the sum
-  bool received;  // if last: another block has computed a partial sum, which this block adds
+  bool follows;            // the block has added to this dQ before
+  bool last;               // this is the block's last addition to it
+  bool sends_partial_sum;  // if last: another block completes the sum
+  bool adds_partial_sum;   // if last: another block has computed a partial sum, which this block adds
 };
 // attended: the key tiles to which the query tile attends; has_next: whether another chunk follows.
 FASTTFM_HOST_DEVICE ChunkStep chunk_step(const Tiles& attended, const Tiles& chunk, bool has_next, int key_tile) {

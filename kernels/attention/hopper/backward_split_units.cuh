@@ -1,5 +1,5 @@
-// attention backward for Hopper: the schedule of kernels in which several blocks process the key tiles of one unit and
-// add to dQ in turns.
+// attention backward for Hopper: the schedule of kernels in which several blocks process the key tiles of one unit,
+// and semaphores order their additions to dQ.
 #pragma once
 
 #include "attention/hopper/backward_schedule.cuh"
@@ -19,13 +19,13 @@ namespace hopper_backward {
 //
 // Here `tile` is an index among the query tiles of all query heads: see split().
 template <Mask MASK, bool GROUPED>
-struct TurnUnit : Unit<MASK> {
+struct SplitUnit : Unit<MASK> {
   static constexpr bool kCausal = MASK == Mask::causal, kWindow = MASK == Mask::window, kGrouped = GROUPED;
   int part, parts;
   bool spread;
 
-  TurnUnit() = default;
-  __device__ __forceinline__ TurnUnit(const Parameters& p, int unit)
+  SplitUnit() = default;
+  __device__ __forceinline__ SplitUnit(const Parameters& p, int unit)
       : Unit<MASK>(p, sequence_of<GROUPED>(p, unit), unit % gradient_heads<GROUPED>(p) * heads_of_unit<GROUPED>(p)),
         part(blockIdx.x % p.blocks),
         parts(p.blocks) {
@@ -33,12 +33,12 @@ struct TurnUnit : Unit<MASK> {
   }
 
   __device__ __forceinline__ int all_tiles(const Parameters& p) const {
-    if constexpr (GROUPED) return this->query_tiles * p.grouping.together;
+    if constexpr (GROUPED) return this->query_tiles * p.grouping.heads_per_unit;
     return this->query_tiles;
   }
   // The number of query tiles that attend to a key tile.
   __device__ __forceinline__ int count_steps(const Parameters& p, int key_tile) const {
-    if constexpr (GROUPED) return (this->end(key_tile) - this->begin(key_tile)) * p.grouping.together;
+    if constexpr (GROUPED) return (this->end(key_tile) - this->begin(key_tile)) * p.grouping.heads_per_unit;
     return this->end(key_tile) - this->begin(key_tile);
   }
 
@@ -68,7 +68,7 @@ struct TurnUnit : Unit<MASK> {
   // to the first. If the blocks are spread, those that reach the tile before they wrap around come first. With a window
   // the order is that of the keys, because the block with the next key tile has two query tiles to process before the
   // ones that both have.
-  __device__ __forceinline__ int turn(const Parameters& p, int round, int tile) const {
+  __device__ __forceinline__ int addition(const Parameters& p, int round, int tile) const {
     const int of_head = tile_of<GROUPED>(p, tile);
     if constexpr (kWindow) return key_tile(round) - this->first_key_tile(of_head);
     const int before = round * parts;
@@ -78,7 +78,8 @@ struct TurnUnit : Unit<MASK> {
     }
     return before + (round % 2 ? parts - 1 : min(parts - 1, this->last_key_tile(of_head) - before)) - part;
   }
-  __device__ __forceinline__ int last_turn(const Parameters& p, int tile) const {
+  // The index of the last addition to a tile.
+  __device__ __forceinline__ int last_addition(const Parameters& p, int tile) const {
     const int of_head = tile_of<GROUPED>(p, tile);
     return this->last_key_tile(of_head) - this->first_key_tile(of_head);
   }
@@ -90,7 +91,7 @@ __device__ __forceinline__ void for_each_step(const Parameters& p, Start start, 
   for (int unit_round = 0;; ++unit_round) {
     const int index = unit_of_round(unit_round, blockIdx.x / p.blocks, gridDim.x / p.blocks);
     if (index >= p.sequences * gradient_heads<GROUPED>(p)) break;
-    const TurnUnit<MASK, GROUPED> unit(p, index);
+    const SplitUnit<MASK, GROUPED> unit(p, index);
     for (int round = 0; round < unit.rounds(); ++round) {
       if (!unit.has_tile(round)) continue;
       start(unit, round);
