@@ -172,12 +172,12 @@ __device__ __forceinline__ bool merge_warps(float* exchange, float scale, Softma
 #pragma unroll
     for (int other = 1; other < kWarps; ++other) most = fmaxf(most, at(other, 4 * COLUMNS + row));
     const float shift = most == -INFINITY ? 0.0f : most * scale;
-    const float own = exp2_approx(fmaf(softmax.largest[row], scale, -shift));
-    softmax.total[row] *= own;
+    const float warp_factor = exp2_approx(fmaf(softmax.largest[row], scale, -shift));
+    softmax.total[row] *= warp_factor;
 #pragma unroll
     for (int n = 0; n < COLUMNS; ++n)
 #pragma unroll
-      for (int i = 2 * row; i < 2 * row + 2; ++i) out[n][i] *= own;
+      for (int i = 2 * row; i < 2 * row + 2; ++i) out[n][i] *= warp_factor;
 #pragma unroll
     for (int other = 1; other < kWarps; ++other) {
       const float factor = exp2_approx(fmaf(at(other, 4 * COLUMNS + row), scale, -shift));
@@ -251,9 +251,9 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
     int first[2], last[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int own = row + 8 * half;
-      first[half] = left < 0 ? 0 : own - left - key - warp_key;
-      last[half] = (right < 0 ? length : min(length, own + right + 1)) - key - warp_key;
+      const int query = row + 8 * half;
+      first[half] = left < 0 ? 0 : query - left - key - warp_key;
+      last[half] = (right < 0 ? length : min(length, query + right + 1)) - key - warp_key;
     }
     softmax.step(scores, first, last, scale, out);
     add_values<T, D>(scores, keys + S::kKeyBytes, out);
@@ -267,11 +267,11 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float inverse = softmax.inverse(half);
-    const int own = row + 8 * half;
-    if (own >= length) continue;
+    const int query = row + 8 * half;
+    if (query >= length) continue;
 #pragma unroll
     for (int n = 0; n < D / 8; ++n)
-      *reinterpret_cast<uint32_t*>(to + own * p.heads * D + 8 * n) =
+      *reinterpret_cast<uint32_t*>(to + query * p.heads * D + 8 * n) =
           narrow_word(out[n][2 * half] * inverse, out[n][2 * half + 1] * inverse, T{});
   }
 }
@@ -319,12 +319,12 @@ Status few_rows_attention(const FewRowsAttention& call) {
   if (status.code != StatusCode::ok) return status;
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
-  FewRowsAttention own = call;  // whose windows fit into 32 bits
-  own.window_left = std::min(call.window_left, call.max_seqlen);
-  own.window_right = std::min(call.window_right, call.max_seqlen);
-  if (is_short_attention(call.head_dim, call.max_seqlen)) return launch_short_attention(own);
-  if (call.dtype == DType::bf16) return launch_attention<bf16_t>(own);
-  return call.dtype == DType::f16 ? launch_attention<f16_t>(own) : unknown_dtype();
+  FewRowsAttention bounded = call;  // whose windows fit into 32 bits
+  bounded.window_left = std::min(call.window_left, call.max_seqlen);
+  bounded.window_right = std::min(call.window_right, call.max_seqlen);
+  if (is_short_attention(call.head_dim, call.max_seqlen)) return launch_short_attention(bounded);
+  if (call.dtype == DType::bf16) return launch_attention<bf16_t>(bounded);
+  return call.dtype == DType::f16 ? launch_attention<f16_t>(bounded) : unknown_dtype();
 }
 
 }  // namespace cuda

@@ -40,7 +40,7 @@ __device__ __forceinline__ Place place_of(const FewRowsProduct& p) {
   at.part = part;
   at.start = start;
   at.stages = end - start;
-  at.sharing = p.cluster;
+  at.multicast_blocks = p.cluster;
   at.neighbour = static_cast<int>(blockIdx.x) % p.cluster;
   at.first_rank = p.residual != nullptr ? part * p.cluster : 0;
   return at;
@@ -50,8 +50,8 @@ __device__ __forceinline__ Place place_of(const FewRowsProduct& p) {
 template <class S>
 __device__ __forceinline__ void produce(Memory<S>& memory, const Place& at, const CUtensorMap* a_map,
                                         const CUtensorMap* b_map) {
-  const int share = at.neighbour * (S::kRows / at.sharing);
-  const auto blocks = static_cast<uint16_t>(((1 << at.sharing) - 1) << at.first_rank);
+  const int share = at.neighbour * (S::kRows / at.multicast_blocks);
+  const auto blocks = static_cast<uint16_t>(((1 << at.multicast_blocks) - 1) << at.first_rank);
   const auto load_weights = [&](int stage, int slot) {
     memory.full[slot].arrive_expect_tx(S::kStageBytes);
     tma_load(b_map, memory.full[slot], shared_address(memory.stage[slot]) + S::kABytes, (at.start + stage) * kInner,
@@ -60,7 +60,7 @@ __device__ __forceinline__ void produce(Memory<S>& memory, const Place& at, cons
   const auto load_rows = [&](int stage, int slot) {
     const uint32_t to = shared_address(memory.stage[slot]) + share * kTileRowBytes;
     const int k = (at.start + stage) * kInner, row = at.row + share;
-    if (at.sharing == 1)
+    if (at.multicast_blocks == 1)
       tma_load(a_map, memory.full[slot], to, k, row, 0, 0);
     else
       tma_load_multicast(blocks, a_map, memory.full[slot], to, k, row, 0, 0);
@@ -97,7 +97,7 @@ __device__ __forceinline__ void consume(Memory<S>& memory, const Place& at, int 
     if (stage > 0) {
       wgmma_wait<1>();
       __syncwarp();
-      if (stage - 1 + S::kStages < at.stages && lane < at.sharing)
+      if (stage - 1 + S::kStages < at.stages && lane < at.multicast_blocks)
         memory.empty[last].arrive_remote(at.first_rank + lane);
     }
     last = ring.slot;
@@ -200,13 +200,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const Place at = place_of<S>(p);
   if (threadIdx.x == 0) {
     const int blocks = S::kJoined * p.part_count;
-    memory.init(at.sharing, exchanges<S>(p) ? S::kPartBytes / blocks * (blocks - 1) : 0);
+    memory.init(at.multicast_blocks, exchanges<S>(p) ? S::kPartBytes / blocks * (blocks - 1) : 0);
   }
   __syncthreads();
   // Blocks that share the rows of x multicast into each other's memory at once, those that only exchange sums later.
-  const bool waits_later = at.sharing == 1 && exchanges<S>(p);
-  if (waits_later || at.sharing > 1) cluster_arrive_initialized();
-  if (at.sharing > 1) cluster_wait();
+  const bool waits_later = at.multicast_blocks == 1 && exchanges<S>(p);
+  if (waits_later || at.multicast_blocks > 1) cluster_arrive_initialized();
+  if (at.multicast_blocks > 1) cluster_wait();
   if (warp < S::kConsumers / 32) {
     // of the stages that do not fit into the ring buffer, while the warps wait for the previous kernel
     prefetch_weights<T, S::kColumns, S::kConsumers>(p, at.column, at.start + S::kStages, at.stages - S::kStages);
@@ -316,8 +316,8 @@ Status check(const FewRowsProduct& call) {
 
 }  // namespace
 
-Status few_rows_product(const FewRowsProduct& given) {
-  FewRowsProduct call = given;
+Status few_rows_product(const FewRowsProduct& requested) {
+  FewRowsProduct call = requested;
   if (call.cluster == 0 && call.tile >= 0 && call.tile < kProductTileCount)
     call.cluster = kProductTiles[call.tile].cluster;
   const Status status = check(call);

@@ -10,9 +10,9 @@
 namespace fasttfm {
 namespace cuda {
 
-// cp.async of 16 bytes, or of zeros if not `wanted`. The address must be valid, even if it is not read.
-__device__ __forceinline__ void cp_async_zfill(bool wanted, uint32_t shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0)
+// cp.async of 16 bytes, or of zeros if `loads` is false. The address must be valid, even if it is not read.
+__device__ __forceinline__ void cp_async_zfill(bool loads, uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(loads ? 16 : 0)
                : "memory");
 }
 

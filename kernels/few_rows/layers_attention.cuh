@@ -103,7 +103,7 @@ __device__ __forceinline__ void add_values_apart(const Memory<S>& memory, const 
     if (row != begin || begin == end) continue;
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-      float own[4] = {};
+      float sums[4] = {};
       uint32_t v[4];
       ldmatrix_x4_transposed(v, gathered_chunk(memory, 2, at.lane % S::kRows, at.group * TILES + t));
 #pragma unroll
@@ -113,11 +113,11 @@ __device__ __forceinline__ void add_values_apart(const Memory<S>& memory, const 
         if (key + 1 < begin || key + 1 >= end) v[i] &= 0xffffu;
       }
 #pragma unroll
-      for (int step = 0; step < S::kRows / 16; ++step) mma_m16n8k16(own, weights[step], v + 2 * step, bf16_t{});
+      for (int step = 0; step < S::kRows / 16; ++step) mma_m16n8k16(sums, weights[step], v + 2 * step, bf16_t{});
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int query = at.row_tile * 16 + accumulator_row(at.lane) + i / 2 * 8;
-        if (query >= begin && query < end) o[t][i] = own[i];
+        if (query >= begin && query < end) o[t][i] = sums[i];
       }
     }
   }

@@ -192,10 +192,11 @@ __device__ __forceinline__ void add_parts(const Memory<S>& memory, int row, int 
 // half of the blocks. `place`: of the 16 bytes in the gather area.
 template <class S>
 __device__ __forceinline__ void send(Memory<S>& memory, const Place<S>& at, int place, const float (&value)[4]) {
-  const uint2 own = make_uint2(narrow_word(value[0], value[1], bf16_t{}), narrow_word(value[2], value[3], bf16_t{}));
-  const uint2 other = make_uint2(__shfl_xor_sync(0xffffffffu, own.x, 1), __shfl_xor_sync(0xffffffffu, own.y, 1));
+  const uint2 words = make_uint2(narrow_word(value[0], value[1], bf16_t{}), narrow_word(value[2], value[3], bf16_t{}));
+  const uint2 other = make_uint2(__shfl_xor_sync(0xffffffffu, words.x, 1), __shfl_xor_sync(0xffffffffu, words.y, 1));
   const bool odd = at.lane % 2 != 0;
-  const uint4 chunk = odd ? make_uint4(other.x, other.y, own.x, own.y) : make_uint4(own.x, own.y, other.x, other.y);
+  const uint4 chunk =
+      odd ? make_uint4(other.x, other.y, words.x, words.y) : make_uint4(words.x, words.y, other.x, other.y);
   const uint32_t to = shared_address(memory.gather) + place, barrier = memory.gathered.address();
 #pragma unroll
   for (int i = 0; i < S::kCluster / 2; ++i) {

@@ -49,11 +49,11 @@ struct Memory {
   float2 norm[S::kReadsStatistics ? S::kRows : 1];                  // mean and rstd
   alignas(1024) char stage[S::kStages][S::kStageBytes];
 
-  // `sharing`: the number of blocks that share the rows of x; `bytes` that other blocks send to this one.
-  __device__ __forceinline__ void init(int sharing, uint32_t bytes) {
+  // `multicast_blocks`: the number of blocks that share the rows of x; `bytes`: what other blocks send to this one.
+  __device__ __forceinline__ void init(int multicast_blocks, uint32_t bytes) {
     for (int slot = 0; slot < S::kStages; ++slot) {
       full[slot].init(1);
-      empty[slot].init(S::kConsumers / 32 * sharing);
+      empty[slot].init(S::kConsumers / 32 * multicast_blocks);
     }
     received.init(1);
     fence_mbarrier_init();
@@ -68,9 +68,9 @@ constexpr size_t kExchangeMemory = sizeof(Memory<S>) + (S::kExchanges ? S::kPart
 // The block's tile and part of K.
 struct Place {
   int row, column;
-  int part, start, stages;  // of K: `stages` stages from `start` on
-  int sharing, neighbour;   // the number of blocks that share the rows of x, and which of them this is
-  int first_rank;           // of these blocks in the cluster
+  int part, start, stages;          // of K: `stages` stages from `start` on
+  int multicast_blocks, neighbour;  // the number of blocks to which rows of x are multicast, and which of them this is
+  int first_rank;                   // of these blocks in the cluster
 };
 
 constexpr int kConsumerBarrier = 1;

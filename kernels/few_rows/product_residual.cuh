@@ -25,7 +25,7 @@ template <class T>
 struct HeldStatistics {
   RowStatistics statistics;
   int row;
-  float2 own[kHeldGroups];
+  float2 moments[kHeldGroups];
 
   // Loads the groups from the first-th on. The statistics are written by the previous kernel, so this follows
   // griddepcontrol_wait().
@@ -35,8 +35,8 @@ struct HeldStatistics {
 #pragma unroll
     for (int i = 0; i < kHeldGroups; ++i) {
       const int group = first + 2 * i + lane / 16;
-      own[i] = make_float2(0.0f, 0.0f);
-      if (group < statistics.count) own[i] = __ldcg(from + static_cast<int64_t>(group) * statistics.rows);
+      moments[i] = make_float2(0.0f, 0.0f);
+      if (group < statistics.count) moments[i] = __ldcg(from + static_cast<int64_t>(group) * statistics.rows);
     }
   }
   __device__ __forceinline__ RowNorm merged();
@@ -52,13 +52,13 @@ __device__ __forceinline__ RowNorm HeldStatistics<T>::merged() {
     const int count = min(2 * kHeldGroups, statistics.count - first);
     float total = 0.0f, deviations = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kHeldGroups; ++i) total += own[i].x;
+    for (int i = 0; i < kHeldGroups; ++i) total += moments[i].x;
     total += __shfl_xor_sync(0xffffffffu, total, 16);
     const float own_mean = __fdividef(total, static_cast<float>(count));
 #pragma unroll
     for (int i = 0; i < kHeldGroups; ++i) {
-      const float away = 2 * i + lane / 16 < count ? own[i].x - own_mean : 0.0f;
-      deviations += fmaf(static_cast<float>(kStatisticsColumns) * away, away, own[i].y);
+      const float away = 2 * i + lane / 16 < count ? moments[i].x - own_mean : 0.0f;
+      deviations += fmaf(static_cast<float>(kStatisticsColumns) * away, away, moments[i].y);
     }
     deviations += __shfl_xor_sync(0xffffffffu, deviations, 16);
     // merges these groups with those before
@@ -132,9 +132,9 @@ struct Residual {
   uint2 words[2];
 
   __device__ __forceinline__ void load(const FewRowsProduct& p, const Place& at, const Share& share, int round) {
-    const int own = row_of_octet<S>(round), row = at.row + share.index * share.rows + own;
+    const int share_row = row_of_octet<S>(round), row = at.row + share.index * share.rows + share_row;
     const int column = share.column + static_cast<int>(threadIdx.x) % 8 * 4;
-    const bool inside = own < share.rows && row < p.rows && column < p.columns;
+    const bool inside = share_row < share.rows && row < p.rows && column < p.columns;
     const T* from = static_cast<const T*>(p.residual) + row * p.columns + column;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -145,11 +145,11 @@ struct Residual {
 };
 
 // Stores 16 bytes in the block's own shared memory, or by st.async in that of another block.
-__device__ __forceinline__ void send(bool own, uint32_t shared, uint32_t remote, uint32_t barrier, float4 v) {
+__device__ __forceinline__ void send(bool is_local, uint32_t shared, uint32_t remote, uint32_t barrier, float4 v) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %0, 0; @p st.shared.v4.f32 [%1], {%4, %5, %6, %7};"
       " @!p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%2], {%4, %5, %6, %7}, [%3]; }" ::"r"(
-          static_cast<int>(own)),
+          static_cast<int>(is_local)),
       "r"(shared), "r"(remote), "r"(barrier), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
       : "memory");
 }
@@ -164,7 +164,8 @@ __device__ __forceinline__ void send_sums(Memory<S>& memory, const Place& at, co
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int first = warp * 16 + 8 * half, to = first / share.rows, row = first % share.rows + lane / 4;
-    const auto rank = static_cast<uint32_t>(finishing_rank(to, S::kJoined, at.sharing, at.neighbour - share.joined));
+    const auto rank =
+        static_cast<uint32_t>(finishing_rank(to, S::kJoined, at.multicast_blocks, at.neighbour - share.joined));
     const uint32_t line = share.sums + (at.part * share.rows + row) * S::kJoinedColumns * 4;
     const uint32_t line_there = mapa(line, rank), barrier = mapa(memory.received.address(), rank);
 #pragma unroll
@@ -185,18 +186,19 @@ constexpr int kPartsAtOnce = 4;  // whose loads are in flight at the same time
 // Adds the sums of all parts, bias and residual, for a row of the share; writes them and their statistics.
 template <class T, class S>
 __device__ __forceinline__ void finish_row(const FewRowsProduct& p, const Memory<S>& memory, const Place& at,
-                                           const Share& share, int own_row, const uint2 (&residual)[2]) {
-  const int lane = static_cast<int>(threadIdx.x) % 8, own = lane * 4;
+                                           const Share& share, int share_row, const uint2 (&residual)[2]) {
+  const int lane = static_cast<int>(threadIdx.x) % 8, lane_column = lane * 4;
   float4 sum[2] = {};
 #pragma unroll 1
   for (int part = 0; part < share.parts; part += kPartsAtOnce) {
     uint4 v[kPartsAtOnce][2] = {};
 #pragma unroll
     for (int i = 0; i < kPartsAtOnce; ++i) {
-      const uint32_t line = share.sums + ((part + i) * share.rows + own_row) * S::kJoinedColumns * 4;
+      const uint32_t line = share.sums + ((part + i) * share.rows + share_row) * S::kJoinedColumns * 4;
       if (part + i < share.parts)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) v[i][half] = load_vector(line + sums_offset(own_row, own / 4 + 8 * half));
+        for (int half = 0; half < 2; ++half)
+          v[i][half] = load_vector(line + sums_offset(share_row, lane_column / 4 + 8 * half));
     }
 #pragma unroll
     for (int i = 0; i < kPartsAtOnce; ++i)
@@ -208,14 +210,14 @@ __device__ __forceinline__ void finish_row(const FewRowsProduct& p, const Memory
         sum[half].w += __uint_as_float(v[i][half].w);
       }
   }
-  const int row = at.row + share.index * share.rows + own_row;
-  const float2 norm = memory.norm[own_row];
+  const int row = at.row + share.index * share.rows + share_row;
+  const float2 norm = memory.norm[share_row];
   float z[8];
   uint2 word[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float4 bias = *reinterpret_cast<const float4*>(memory.bias + own + 32 * half);
-    const float4 weight = *reinterpret_cast<const float4*>(memory.weight + own + 32 * half);
+    const float4 bias = *reinterpret_cast<const float4*>(memory.bias + lane_column + 32 * half);
+    const float4 weight = *reinterpret_cast<const float4*>(memory.weight + lane_column + 32 * half);
     const float2 low = widen_word(residual[half].x, T{}), high = widen_word(residual[half].y, T{});
     const auto add = [&](float s, float b, float r, float w) { return fmaf((r - norm.x) * norm.y, w, s + b); };
     word[half].x =
@@ -229,7 +231,7 @@ __device__ __forceinline__ void finish_row(const FewRowsProduct& p, const Memory
     z[4 * half + 3] = second.y;
   }
   const float2 statistics = group_statistics<8>(z);
-  const int column = share.column + own;
+  const int column = share.column + lane_column;
   if (row >= p.rows || column >= p.columns) return;
   T* to = static_cast<T*>(p.y) + row * p.columns + column;
 #pragma unroll
@@ -246,7 +248,7 @@ __device__ __forceinline__ void store_sums(const FewRowsProduct& p, Memory<S>& m
                                            Residual<T, S> residual) {
   const bool exchanges = S::kJoined * share.parts > 1;
   if (!exchanges) named_barrier_sync(kConsumerBarrier, S::kConsumers);  // the sums replace the last stages
-  if (exchanges && at.sharing == 1) cluster_wait();                     // all blocks have begun
+  if (exchanges && at.multicast_blocks == 1) cluster_wait();            // all blocks have begun
   send_sums<S>(memory, at, share, warp, sums);
   named_barrier_sync(kConsumerBarrier, S::kConsumers);
   if (exchanges) memory.received.wait(0);

@@ -21,13 +21,13 @@ __device__ __forceinline__ uint32_t own_result(Memory<S>& memory, int warp) {
 template <class T, class S>
 __device__ __forceinline__ void copy_result(const FewRowsProduct& p, Memory<S>& memory, const Place& at, int warp) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const uint32_t own = own_result<S>(memory, warp);
+  const uint32_t result = own_result<S>(memory, warp);
   __syncwarp();
 #pragma unroll 4
   for (int index = lane; index < 16 * S::kColumns / kChunk; index += 32) {
     const ResultVector at_warp = result_vector(index, S::kColumns);
     const int row = at.row + warp * 16 + at_warp.row, column = at.column + at_warp.column;
-    const uint4 v = load_vector(own + at_warp.row * result_pitch(S::kColumns) + at_warp.column * 2);
+    const uint4 v = load_vector(result + at_warp.row * result_pitch(S::kColumns) + at_warp.column * 2);
     if (row < p.rows && column < p.columns)
       *reinterpret_cast<uint4*>(static_cast<T*>(p.y) + row * p.columns + column) = v;
   }
@@ -92,8 +92,9 @@ __device__ __forceinline__ void store_added(const FewRowsProduct& p, Memory<S>& 
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const float2 add = *reinterpret_cast<const float2*>(bias + 8 * (i + k / 2));
-      const float2 given = widen_word(residual.words[i + k / 2][k % 2], T{});
-      word[k] = narrow_word(sums[4 * i + 2 * k] + add.x + given.x, sums[4 * i + 2 * k + 1] + add.y + given.y, T{});
+      const float2 residual_pair = widen_word(residual.words[i + k / 2][k % 2], T{});
+      word[k] = narrow_word(sums[4 * i + 2 * k] + add.x + residual_pair.x,
+                            sums[4 * i + 2 * k + 1] + add.y + residual_pair.y, T{});
       const float2 rounded = widen_word(word[k], T{});
       z[k % 2][2 * (i + k / 2)] = rounded.x;
       z[k % 2][2 * (i + k / 2) + 1] = rounded.y;

@@ -53,18 +53,18 @@ FASTTFM_HOST_DEVICE constexpr int joined_blocks(int columns) { return columns % 
 // (product_result.cuh).
 constexpr bool adds_to_one_part(const ProductTile& tile) { return tile.adds && tile.columns == kGroupColumns; }
 
-// Whether a cluster of `sharing` blocks with neighbouring columns, times `parts` parts of K, can add sums
+// Whether a cluster of `multicast_blocks` blocks with neighbouring columns, times `parts` parts of K, can add sums
 // (product_residual.cuh): the joined blocks of all parts each finish an equal share of the rows, in multiples of 8.
-constexpr bool takes_residual(const ProductTile& tile, int sharing, int parts) {
+constexpr bool takes_residual(const ProductTile& tile, int multicast_blocks, int parts) {
   const int joined = joined_blocks(tile.columns);
-  return tile.adds && sharing % joined == 0 && sharing * parts <= kMostClusterBlocks &&
+  return tile.adds && multicast_blocks % joined == 0 && multicast_blocks * parts <= kMostClusterBlocks &&
          tile.rows / 8 % (joined * parts) == 0;
 }
 
 // The rank in the cluster of the block that finishes a share of the rows: `joined` blocks, the first of which is the
-// first-th of the `sharing` with neighbouring columns, finish one share after the other, part by part.
-FASTTFM_HOST_DEVICE constexpr int finishing_rank(int share, int joined, int sharing, int first) {
-  return share / joined * sharing + first + share % joined;
+// first-th of the `multicast_blocks` with neighbouring columns, finish one share after the other, part by part.
+FASTTFM_HOST_DEVICE constexpr int finishing_rank(int share, int joined, int multicast_blocks, int first) {
+  return share / joined * multicast_blocks + first + share % joined;
 }
 
 // fp32 sums in shared memory: the byte offset of four columns in a row of a multiple of 32 columns. Neighbouring rows

@@ -68,25 +68,25 @@ struct Banks {
 // element. They are in the memory of all blocks of a cluster.
 class Exchange {
  public:
-  Exchange(const ProductTile& tile, int sharing, int parts)
-      : tile_(tile), sharing_(sharing), parts_(parts), joined_(joined_blocks(tile.columns)) {
+  Exchange(const ProductTile& tile, int multicast_blocks, int parts)
+      : tile_(tile), multicast_blocks_(multicast_blocks), parts_(parts), joined_(joined_blocks(tile.columns)) {
     rows_ = tile.rows / (joined_ * parts);
-    received_.assign(static_cast<size_t>(sharing * parts),
+    received_.assign(static_cast<size_t>(multicast_blocks * parts),
                      std::vector<int>(static_cast<size_t>(parts * rows_ * joined_ * tile.columns), -1));
   }
 
   void send() {
     for (int part = 0; part < parts_; ++part)
-      for (int neighbour = 0; neighbour < sharing_; ++neighbour)
+      for (int neighbour = 0; neighbour < multicast_blocks_; ++neighbour)
         for (int first = 0; first < tile_.rows; first += 8)
           for (int i = 0; i < tile_.columns / 8; i += 2) send_rows(part, neighbour, first, i);
   }
 
   void receive() const {
     for (int part = 0; part < parts_; ++part)
-      for (int neighbour = 0; neighbour < sharing_; ++neighbour) {
+      for (int neighbour = 0; neighbour < multicast_blocks_; ++neighbour) {
         const int share = part * joined_ + neighbour % joined_;
-        const std::vector<int>& memory = received_[static_cast<size_t>(part * sharing_ + neighbour)];
+        const std::vector<int>& memory = received_[static_cast<size_t>(part * multicast_blocks_ + neighbour)];
         for (int from = 0; from < parts_; ++from)
           for (int row = 0; row < rows_; ++row)
             for (int group = 0; group < joined_ * tile_.columns / kGroupColumns; ++group)
@@ -104,7 +104,8 @@ class Exchange {
   // second.
   void send_rows(int part, int neighbour, int first, int i) {
     const int to = first / rows_, own = neighbour % joined_;
-    std::vector<int>& memory = received_[static_cast<size_t>(finishing_rank(to, joined_, sharing_, neighbour - own))];
+    std::vector<int>& memory =
+        received_[static_cast<size_t>(finishing_rank(to, joined_, multicast_blocks_, neighbour - own))];
     for (int lane = 0; lane < 32; lane += 8) {
       Banks banks;
       for (int l = lane; l < lane + 8; ++l) {
@@ -136,7 +137,7 @@ class Exchange {
   }
 
   ProductTile tile_;
-  int sharing_, parts_, joined_, rows_;
+  int multicast_blocks_, parts_, joined_, rows_;
   std::vector<std::vector<int>> received_;
 };
 
@@ -144,10 +145,10 @@ class Exchange {
 
 int main() {
   for (const ProductTile& tile : kProductTiles) {
-    for (int sharing = 1; sharing <= kMostClusterBlocks; ++sharing)
+    for (int multicast_blocks = 1; multicast_blocks <= kMostClusterBlocks; ++multicast_blocks)
       for (int parts = 1; parts <= kMostClusterBlocks; ++parts) {
-        if (!takes_residual(tile, sharing, parts)) continue;
-        Exchange exchange(tile, sharing, parts);
+        if (!takes_residual(tile, multicast_blocks, parts)) continue;
+        Exchange exchange(tile, multicast_blocks, parts);
         exchange.send();
         exchange.receive();
       }
