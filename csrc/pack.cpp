@@ -40,7 +40,7 @@ FASTTFM_FUNCTION(Status, mask_layout_cuda, const Tensor& mask, const Tensor& cu_
   return cuda::mask_layout({
       .mask = mask.data,
       .cu_seqlens = cu_seqlens.as<int32_t>(),
-      .found = static_cast<int32_t*>(const_cast<void*>(found)),
+      .summary = static_cast<int32_t*>(const_cast<void*>(found)),
       .sequences = mask.shape[0],
       .max_seqlen = mask.shape[1],
       .element_bytes = element_bytes,

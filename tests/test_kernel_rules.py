@@ -24,7 +24,7 @@ NARROW_PRODUCTS = {
 }
 NARROW_CPP_PRODUCTS = {
     ("kernels/dropout_add_layer_norm/cuda_backward_tiles.cuh", f"{name} * columns"): "rows of a tile in shared memory"
-    for name in ("found", "together")
+    for name in ("present", "adjacent")
 }
 # The second or third dimension of a grid, which has up to 65,535 programs.
 SHORT_GRIDS = {

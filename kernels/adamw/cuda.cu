@@ -89,14 +89,14 @@ struct Chunk {
 };
 
 __device__ __forceinline__ Chunk chunk_of(const Table& table, int tensors) {
-  int found = 0;  // tensors that begin here or before
+  int begun = 0;  // tensors that begin here or before
   for (int first = 0; first < tensors; first += kThreads) {
     const int i = first + static_cast<int>(threadIdx.x);
     const int more = __syncthreads_count(i < tensors && table.first_chunk[i] <= static_cast<int>(blockIdx.x));
-    found += more;
+    begun += more;
     if (more < kThreads) break;
   }
-  const int tensor = found - 1;
+  const int tensor = begun - 1;
   const int64_t begin = static_cast<int64_t>(blockIdx.x - table.first_chunk[tensor]) * kAdamWChunk;
   const int64_t left = table.tensors[tensor].size - begin;
   return {tensor, begin, static_cast<int>(left < kAdamWChunk ? left : kAdamWChunk)};

@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(kBlock, 4) column_sum_kernel(ColumnSum p) {
   }
   store_packed(&shares[warp][in_strip], narrow<float>(sum));
   __syncthreads();
-  const int own = blockIdx.x * kColumnSumStrip + threadIdx.x;
-  if (own >= columns) return;
+  const int sum_column = blockIdx.x * kColumnSumStrip + threadIdx.x;
+  if (sum_column >= columns) return;
   float total[kWarps];
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) total[w] = shares[w][threadIdx.x];
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kBlock, 4) column_sum_kernel(ColumnSum p) {
   for (int half = kWarps / 2; half > 0; half /= 2)
 #pragma unroll
     for (int w = 0; w < half; ++w) total[w] += total[w + half];
-  p.workspace[static_cast<int64_t>(blockIdx.y) * columns + own] = total[0];
+  p.workspace[static_cast<int64_t>(blockIdx.y) * columns + sum_column] = total[0];
 }
 static_assert(kBlock == kColumnSumStrip, "each thread adds up one column of the strip");
 

@@ -46,16 +46,17 @@ FASTTFM_KERNEL void normalize_row(const DropoutAddLayerNormForward& p, int64_t r
   T* y = static_cast<T*>(p.y) + row * p.columns;
   const auto* weight = static_cast<const float*>(p.weight);
   const auto* bias = static_cast<const float*>(p.bias);
-  const Moments found = moments(p.columns, [&](int64_t c, auto n) { return load(z + c, n); });
-  const float rstd = 1.0f / std::sqrt(found.variance + p.eps);
-  const Lanes mean = broadcast(found.mean), scale = broadcast(rstd), shift = broadcast(-found.correction * rstd);
+  const Moments statistics = moments(p.columns, [&](int64_t c, auto n) { return load(z + c, n); });
+  const float rstd = 1.0f / std::sqrt(statistics.variance + p.eps);
+  const Lanes mean = broadcast(statistics.mean), scale = broadcast(rstd),
+              shift = broadcast(-statistics.correction * rstd);
   for_columns(p.columns, [&](int64_t c, auto n) {
     Lanes out = (load(z + c, n) - mean) * scale + shift;
     if (weight != nullptr) out = out * load(weight + c, n);
     if (bias != nullptr) out = out + load(bias + c, n);
     store(y + c, out, n);
   });
-  p.mean[row] = found.mean;
+  p.mean[row] = statistics.mean;
   p.rstd[row] = rstd;
 }
 

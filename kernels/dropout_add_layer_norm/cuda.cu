@@ -83,8 +83,8 @@ template <class T, class R, bool LINEAR_BIAS>
 Status launch_backward(const WithBlockMemory<DropoutAddLayerNormBackward>& p) {
   return for_row_shape_within<BackwardPlan<T, R, LINEAR_BIAS>>(p.columns, p.block_memory, [&](auto shape) {
     using S = decltype(shape);
-    const int64_t wanted = (p.rows + S::kGroups - 1) / S::kGroups;
-    const int blocks = wanted < p.blocks ? static_cast<int>(wanted) : p.blocks;
+    const int64_t row_blocks = (p.rows + S::kGroups - 1) / S::kGroups;
+    const int blocks = row_blocks < p.blocks ? static_cast<int>(row_blocks) : p.blocks;
     const Status status = blocks == 0 ? Status{}
                                       : launch(backward_kernel<T, R, S, LINEAR_BIAS>, blocks, S::kBlock,
                                                sizeof(BackwardMemory<T, R, S>), p.stream, p);

@@ -22,8 +22,8 @@ struct ParameterRow {
   __device__ __forceinline__ ParameterRow(const void* from, int columns, float fallback) {
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
-      const P* own = static_cast<const P*>(from) + column_of<S>(v);
-      vector[v] = load_packed_if(from != nullptr && in_row<S>(v, columns), own, word_of(fallback, P{}));
+      const P* start = static_cast<const P*>(from) + column_of<S>(v);
+      vector[v] = load_packed_if(from != nullptr && in_row<S>(v, columns), start, word_of(fallback, P{}));
       issue_load(vector[v]);
     }
   }
@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(S::kBlock) add_forward_kernel(DropoutAddLayerN
   const int columns = static_cast<int>(p.columns);
   const ParameterRow<P, S> linear_bias(p.linear_bias, columns, 0.0f), weight(p.weight, columns, 1.0f),
       bias(p.bias, columns, 0.0f);
-  const int64_t own = static_cast<int64_t>(blockIdx.x) * S::kGroups + group_of_thread<S>();
-  const int64_t row[1] = {griddepcontrol_wait_for(own)};
+  const int64_t group_row = static_cast<int64_t>(blockIdx.x) * S::kGroups + group_of_thread<S>();
+  const int64_t row[1] = {griddepcontrol_wait_for(group_row)};
   if (row[0] >= p.rows) return;  // whole groups return together
   float z[1][S::kVectors][kVector];
   const auto add_bias = [&](int v, bool, float (&x)[kVector]) {

@@ -61,9 +61,9 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocks) backward_kernel(Dropout
 #pragma unroll
     for (int i = 0; i < kWarpRows; ++i) {
       const int number = warp + i * kWarps, row = tiles.first_row(tile) + number;
-      const bool wanted = tile < tiles.count && number < S::kTile && row < tiles.rows;
-      mean[i] = wanted ? p.mean[row] : 0.0f;
-      rstd[i] = wanted ? p.rstd[row] : 0.0f;
+      const bool loads = tile < tiles.count && number < S::kTile && row < tiles.rows;
+      mean[i] = loads ? p.mean[row] : 0.0f;
+      rstd[i] = loads ? p.rstd[row] : 0.0f;
     }
   };
   load_statistics(0);
@@ -108,11 +108,12 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocks) backward_kernel(Dropout
       if (p.seed != nullptr) block.draw(keys, number + r, column, bytes);
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        const bool wanted = inside && first + number + r + k < tiles.rows;
+        const bool stores = inside && first + number + r + k < tiles.rows;
         const uint32_t reached[2] = {kept(bytes[k][0]), kept(bytes[k][1])};
-        const int64_t own = to + static_cast<int64_t>(r + k) * columns;
-        q[r + k] = block.vector(number + r + k, slot, column, wanted, own, weight, dz[DZ ? r + k : 0], reached, scale);
-        if (wanted) *reinterpret_cast<uint2*>(static_cast<uint8_t*>(p.as_rows) + own) = q[r + k];
+        const int64_t offset = to + static_cast<int64_t>(r + k) * columns;
+        q[r + k] =
+            block.vector(number + r + k, slot, column, stores, offset, weight, dz[DZ ? r + k : 0], reached, scale);
+        if (stores) *reinterpret_cast<uint2*>(static_cast<uint8_t*>(p.as_rows) + offset) = q[r + k];
       }
     }
     memory.staged.put(tile % S::kUnitTiles * S::kParts + part, column, q);
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(S::kBlock, S::kBlocks) backward_kernel(Dropout
   if (p.dbias != nullptr) store_part<Stripe>(block.dbias, memory.shares, sums + parts, columns);
   if (p.dlinear_bias != nullptr) {
 #pragma unroll
-    for (float& each : block.dlinear_bias[0]) each *= p.scale;
+    for (float& sum : block.dlinear_bias[0]) sum *= p.scale;
     store_part<Stripe>(block.dlinear_bias, memory.shares, sums + 2 * parts, columns);
   }
 }
@@ -160,9 +161,9 @@ Status launch_columns(const DropoutAddLayerNormBackwardFp8& p) {
 }  // namespace
 
 Status dropout_add_layer_norm_backward_fp8(const DropoutAddLayerNormBackwardFp8& p) {
-  for (const void* each :
+  for (const void* tensor :
        {p.dy, p.dz, p.z, p.weight, static_cast<const void*>(p.as_rows), static_cast<const void*>(p.as_columns)})
-    if (!rows_aligned(each, 0)) return misaligned_rows();
+    if (!rows_aligned(tensor, 0)) return misaligned_rows();
   if (p.columns < 16 || p.columns % 16 != 0 || p.columns > 1024)
     return bad_size("dropout_add_layer_norm: FP8 needs columns that are a multiple of 16, from 16 to 1024");
   if (p.rows > int64_t{1} << 30) return bad_size("dropout_add_layer_norm: the CUDA kernels take at most 2^30 rows");

@@ -66,20 +66,20 @@ struct BackwardRows {
         dbias{} {}
 
   // Starts copying the first row, and loads the weight. Called by all threads of a block together.
-  __device__ __forceinline__ void start(int row, bool wanted) {
+  __device__ __forceinline__ void start(int row, bool copies) {
     memory.rings.dy.clear_past_end(columns);
     memory.rings.z.clear_past_end(columns);
-    copy(row, wanted, 0);
+    copy(row, copies, 0);
     stage_parameter<S>(p.weight, p.weight_dtype, 1.0f, columns, memory.weight);
     __syncthreads();
   }
 
   // Starts copying a row into a slot of the ring buffers.
-  __device__ __forceinline__ void copy(int row, bool wanted, int slot) {
+  __device__ __forceinline__ void copy(int row, bool copies, int slot) {
     RowStart<const T> dy{static_cast<const T*>(p.dy) + static_cast<int64_t>(row) * columns + column_of<S>(0)};
     RowStart<const R> z{static_cast<const R*>(p.z) + static_cast<int64_t>(row) * columns + column_of<S>(0)};
-    memory.rings.dy.start(wanted, columns, slot, dy);
-    memory.rings.z.start(wanted, columns, slot, z);
+    memory.rings.dy.start(copies, columns, slot, dy);
+    memory.rings.z.start(copies, columns, slot, z);
   }
 
   // Computes the gradients of a row, whose copies were started before those of one other row. Calls meanwhile() while
@@ -95,8 +95,8 @@ struct BackwardRows {
     Packed<R> dz[S::kVectors];
 #pragma unroll
     for (int v = 0; v < S::kVectors; ++v) {
-      const bool wanted = p.dz != nullptr && in_row<S>(v, columns);
-      dz[v] = load_packed_if(wanted, static_cast<const R*>(p.dz) + row_start + column_of<S>(v));
+      const bool loads = p.dz != nullptr && in_row<S>(v, columns);
+      dz[v] = load_packed_if(loads, static_cast<const R*>(p.dz) + row_start + column_of<S>(v));
     }
     meanwhile();
     cp_async_wait<2 * (kRowStages - 1)>();  // two ring buffers, so two cp.async groups per row

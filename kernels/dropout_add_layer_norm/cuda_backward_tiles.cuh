@@ -57,8 +57,9 @@ struct alignas(16) StagedColumns {
     transpose_rows(row, transposed);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto& own = transposed[half];
-      *reinterpret_cast<uint4*>(&word[k][place(k, column + 4 * half)]) = make_uint4(own[0], own[1], own[2], own[3]);
+      const auto& words = transposed[half];
+      *reinterpret_cast<uint4*>(&word[k][place(k, column + 4 * half)]) =
+          make_uint4(words[0], words[1], words[2], words[3]);
     }
   }
 
@@ -177,8 +178,8 @@ struct BlockTiles {
 
   __device__ __forceinline__ explicit BlockTiles(int64_t all_rows) : rows(static_cast<int>(all_rows)) {
     const int units = (rows + kUnitRows - 1) / kUnitRows;
-    const int own = units > static_cast<int>(blockIdx.x) ? (units - 1 - blockIdx.x) / gridDim.x + 1 : 0;
-    count = own * S::kUnitTiles;
+    const int block_units = units > static_cast<int>(blockIdx.x) ? (units - 1 - blockIdx.x) / gridDim.x + 1 : 0;
+    count = block_units * S::kUnitTiles;
   }
   __device__ __forceinline__ int first_row(int tile) const {
     return (static_cast<int>(blockIdx.x) + tile / S::kUnitTiles * static_cast<int>(gridDim.x)) * kUnitRows +
@@ -202,14 +203,14 @@ struct TileBackward {
 
   // Starts copying the tile from row `first` on. Called by one thread.
   __device__ __forceinline__ void load(int first, int rows, int slot) {
-    const int found = max(min(rows - first, S::kTile), 0);
+    const int present = max(min(rows - first, S::kTile), 0);
     auto& full = memory.full[slot];
-    full.arrive_expect_tx(found * columns * static_cast<int>(sizeof(bf16_t) + sizeof(R)));
-    const int together = columns == S::kColumns ? found : 1;  // rows that are adjacent in shared memory too
+    full.arrive_expect_tx(present * columns * static_cast<int>(sizeof(bf16_t) + sizeof(R)));
+    const int adjacent = columns == S::kColumns ? present : 1;  // rows that are adjacent in shared memory too
 #pragma unroll 1
-    for (int row = 0; row < found; row += together) {
+    for (int row = 0; row < present; row += adjacent) {
       const int64_t offset = static_cast<int64_t>(first + row) * columns;
-      const uint32_t elements = together * columns;
+      const uint32_t elements = adjacent * columns;
       bulk_load(full, shared_address(memory.rows[slot].dy[row]), static_cast<const bf16_t*>(p.dy) + offset,
                 elements * sizeof(bf16_t));
       bulk_load(full, shared_address(memory.rows[slot].z[row]), static_cast<const R*>(p.z) + offset,
@@ -217,11 +218,11 @@ struct TileBackward {
     }
   }
 
-  // Zeroes the tile's rows from `found` on, or the columns after the last one if `found` is negative. All threads.
-  __device__ __forceinline__ void clear(int slot, int found) {
-    const int first = found < 0 ? columns : 0;
+  // Zeroes the tile's rows from `present` on, or the columns after the last one if `present` is negative. All threads.
+  __device__ __forceinline__ void clear(int slot, int present) {
+    const int first = present < 0 ? columns : 0;
 #pragma unroll 1
-    for (int row = max(found, 0); row < S::kTile; ++row)
+    for (int row = max(present, 0); row < S::kTile; ++row)
 #pragma unroll 1
       for (int column = first + kVector * static_cast<int>(threadIdx.x); column < S::kColumns;
            column += kVector * S::kBlock) {
@@ -269,7 +270,7 @@ struct TileBackward {
   }
 
   // Computes a vector of row `number` of the tile, and returns it in FP8.
-  __device__ __forceinline__ uint2 vector(int number, int slot, int column, bool wanted, int64_t to,
+  __device__ __forceinline__ uint2 vector(int number, int slot, int column, bool stores, int64_t to,
                                           const float (&weight)[kVector], const Packed<R>& dz,
                                           const uint32_t (&reached)[2], float scale) {
     const float4 terms = *reinterpret_cast<const float4*>(&memory.terms[number]);
@@ -292,7 +293,7 @@ struct TileBackward {
       for (int i = 0; i < kVector; ++i) out[i] += stream[i];
     }
     const Packed<R> rounded = narrow<R>(out);
-    store_packed_if(wanted, static_cast<R*>(p.dresidual) + to, rounded);
+    store_packed_if(stores, static_cast<R*>(p.dresidual) + to, rounded);
     keep(rounded, reached, magnitude, value);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) dlinear_bias[0][i] += value[i];

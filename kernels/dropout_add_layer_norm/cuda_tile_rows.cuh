@@ -22,7 +22,7 @@ struct alignas(16) TileRows {
   __device__ __forceinline__ uint32_t* row(int number) { return word + number * kRowWords + number / 16 * 16; }
 
   // The transpose of 16 rows, from row 16 * half on, by 4 columns.
-  __device__ __forceinline__ void columns(int group, int half, uint4 (&found)[4]) {
+  __device__ __forceinline__ void columns(int group, int half, uint4 (&transposed)[4]) {
     const uint32_t* from = row(16 * half) + group;
     uint32_t part[4][4];
 #pragma unroll
@@ -30,7 +30,7 @@ struct alignas(16) TileRows {
 #pragma unroll
     for (int i = 0; i < 4; ++i) transpose_bytes(part[i]);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) found[i] = make_uint4(part[0][i], part[1][i], part[2][i], part[3][i]);
+    for (int i = 0; i < 4; ++i) transposed[i] = make_uint4(part[0][i], part[1][i], part[2][i], part[3][i]);
   }
 };
 

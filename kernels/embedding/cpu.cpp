@@ -80,9 +80,10 @@ FASTTFM_KERNEL void forward_row(const EmbeddingForward& p, int64_t row) {
     for_dropped_columns(p, x.at, x, write);
     return;
   }
-  const Moments found = moments(p.columns, x);
-  const float rstd = 1.0f / std::sqrt(found.variance + p.eps);
-  const Lanes mean = broadcast(found.mean), scale = broadcast(rstd), shift = broadcast(-found.correction * rstd);
+  const Moments statistics = moments(p.columns, x);
+  const float rstd = 1.0f / std::sqrt(statistics.variance + p.eps);
+  const Lanes mean = broadcast(statistics.mean), scale = broadcast(rstd),
+              shift = broadcast(-statistics.correction * rstd);
   const auto normalised = [&](int64_t c, auto n) {
     Lanes out = (x(c, n) - mean) * scale + shift;
     if (p.weight != nullptr) out = out * load(p.weight + c, n);
@@ -90,7 +91,7 @@ FASTTFM_KERNEL void forward_row(const EmbeddingForward& p, int64_t row) {
     return out;
   };
   for_dropped_columns(p, x.at, normalised, write);
-  p.mean[row] = found.mean;
+  p.mean[row] = statistics.mean;
   p.rstd[row] = rstd;
 }
 

@@ -29,8 +29,8 @@ struct TokenIndices {
   __device__ __forceinline__ TokenIndices(const EmbeddingGpuRows& p, int64_t row) {
     word = inside(p.ids[row], p.word_rows, bad_word);
     if (p.position_table != nullptr) {
-      const int64_t given = p.position_ids != nullptr ? p.position_ids[row] : int64_t{positions_of(p)(row).token};
-      position = inside(given, p.position_rows, bad_position);
+      const int64_t position_id = p.position_ids != nullptr ? p.position_ids[row] : int64_t{positions_of(p)(row).token};
+      position = inside(position_id, p.position_rows, bad_position);
     }
     if (p.segment_table != nullptr && p.segment_ids != nullptr)
       segment = inside(p.segment_ids[row], p.segment_rows, bad_segment);
@@ -43,17 +43,17 @@ struct TokenIndices {
   }
 
  private:
-  static __device__ __forceinline__ int64_t inside(int64_t given, int64_t limit, bool& bad) {
-    bad = given < 0 || given >= limit;
-    return bad ? 0 : given;
+  static __device__ __forceinline__ int64_t inside(int64_t index, int64_t limit, bool& bad) {
+    bad = index < 0 || index >= limit;
+    return bad ? 0 : index;
   }
 };
 
 // Records the first row of an argument with an invalid index, in the format of common/index_errors.py.
-__device__ __forceinline__ void note(bool bad, int64_t* errors, int argument, int64_t row, int64_t given,
+__device__ __forceinline__ void note(bool bad, int64_t* errors, int argument, int64_t row, int64_t index,
                                      int64_t limit) {
   if (!bad) return;
-  const int64_t saturated = given < INT32_MIN ? INT32_MIN : given > INT32_MAX ? INT32_MAX : given;
+  const int64_t saturated = index < INT32_MIN ? INT32_MIN : index > INT32_MAX ? INT32_MAX : index;
   const auto word = static_cast<long long>((row << 32) | (saturated & 0xffffffffll));
   atomicMin(reinterpret_cast<long long*>(errors) + argument, word);
   errors[kEmbeddingTables + argument] = limit;

@@ -213,16 +213,16 @@ __global__ void __launch_bounds__(kBlock, 2) cast_many_kernel(Fp8CastMany many) 
     const int64_t middle = (low + high) / 2;
     (rows[middle].first_tile <= blockIdx.x ? low : high) = middle;
   }
-  const Fp8CastRow own = rows[low];
-  const int64_t tile = blockIdx.x - own.first_tile, across = (own.columns + kTile - 1) / kTile;
+  const Fp8CastRow matrix = rows[low];
+  const int64_t tile = blockIdx.x - matrix.first_tile, across = (matrix.columns + kTile - 1) / kTile;
   Fp8Cast p{};
-  p.x = own.x;
-  p.scale = own.scale;
-  p.amax = own.amax;
-  p.as_rows = own.as_rows;
-  p.as_columns = own.as_columns;
-  p.rows = p.padded = own.rows;
-  p.columns = p.x_stride = own.columns;
+  p.x = matrix.x;
+  p.scale = matrix.scale;
+  p.amax = matrix.amax;
+  p.as_rows = matrix.as_rows;
+  p.as_columns = matrix.as_columns;
+  p.rows = p.padded = matrix.rows;
+  p.columns = p.x_stride = matrix.columns;
   cast_tile<float, E5M2>(p, Place(tile % across, tile / across));
 }
 
@@ -283,9 +283,9 @@ __global__ void __launch_bounds__(kBlock, std::is_same_v<T, bf16_t> ? 3 : 2) gel
     Packed<T> value_packed[4], gradient_packed[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const bool wanted = inside && at.row + 4 * half + r < p.rows;
-      value_packed[r] = load_packed_if(wanted, h + (4 * half + r) * p.columns);
-      gradient_packed[r] = load_packed_if(wanted, da + (4 * half + r) * p.columns);
+      const bool loads = inside && at.row + 4 * half + r < p.rows;
+      value_packed[r] = load_packed_if(loads, h + (4 * half + r) * p.columns);
+      gradient_packed[r] = load_packed_if(loads, da + (4 * half + r) * p.columns);
     }
     uint2 again[4], gradient[4];
 #pragma unroll

@@ -257,9 +257,9 @@ struct Fp8GeluBackwardEpilogue {
       __syncwarp();
       if (kWarpArrivals > 1 || lane == 0) memory.result_empty[slot.slot].arrive();
       const float total = sum_lanes(unit.sum, lane);
-      const int own = column + sum_column(lane);
-      if (p.sums != nullptr && own < p.columns && row < p.rows)
-        p.sums[static_cast<int64_t>(row / kUnitRows) * p.columns + own] = total * inverse;
+      const int lane_column = column + sum_column(lane);
+      if (p.sums != nullptr && lane_column < p.columns && row < p.rows)
+        p.sums[static_cast<int64_t>(row / kUnitRows) * p.columns + lane_column] = total * inverse;
     }
     record_warp(p.amax, unit.most * inverse);
   }
@@ -300,12 +300,12 @@ Status fp8_gelu_product_backward(const Fp8GeluProductBackward& call) {
   p.columns = static_cast<int>(call.columns);
   p.padded = call.padded;
   p.bias_dtype = call.bias_dtype;
-  const Status found = with_activation(call.activation, [&](auto activation) {
+  const Status launched = with_activation(call.activation, [&](auto activation) {
     constexpr Activation kActivation = decltype(activation)::value;
     return call.e5m2 ? run_fp8_product<e5m2_t, Shape, Fp8GeluBackwardEpilogue<kActivation, true>>(operands, p)
                      : run_fp8_product<e4m3_t, Shape, Fp8GeluBackwardEpilogue<kActivation, false>>(operands, p);
   });
-  if (found.code != StatusCode::ok || call.dbias == nullptr) return found;
+  if (launched.code != StatusCode::ok || call.dbias == nullptr) return launched;
   return sum_parts(call.workspace, {call.dbias, call.bias_dtype}, {}, static_cast<int>(units(call.rows)), call.columns,
                    call.stream);
 }

@@ -28,16 +28,17 @@ FASTTFM_KERNEL void forward_row(const GeluLayerNormForward& p, int64_t row, floa
     if (linear_bias != nullptr) u = u + load(linear_bias + c, n);
     store(h + c, activated<A, true>(u, n).value, n);
   });
-  const Moments found = moments(p.columns, [&](int64_t c, auto n) { return load(h + c, n); });
-  const float rstd = 1.0f / std::sqrt(found.variance + p.eps);
-  const Lanes mean = broadcast(found.mean), scale = broadcast(rstd), shift = broadcast(-found.correction * rstd);
+  const Moments statistics = moments(p.columns, [&](int64_t c, auto n) { return load(h + c, n); });
+  const float rstd = 1.0f / std::sqrt(statistics.variance + p.eps);
+  const Lanes mean = broadcast(statistics.mean), scale = broadcast(rstd),
+              shift = broadcast(-statistics.correction * rstd);
   for_columns(p.columns, [&](int64_t c, auto n) {
     Lanes out = (load(h + c, n) - mean) * scale + shift;
     if (weight != nullptr) out = out * load(weight + c, n);
     if (bias != nullptr) out = out + load(bias + c, n);
     store(y + c, out, n);
   });
-  p.mean[row] = found.mean;
+  p.mean[row] = statistics.mean;
   p.rstd[row] = rstd;
 }
 

@@ -206,8 +206,8 @@ template <class T, Activation A>
 Status launch_backward(const WithBlockMemory<GeluLayerNormBackward>& p) {
   return for_row_shape_within<BackwardPlan<T>>(p.columns, p.block_memory, [&](auto shape) {
     using S = decltype(shape);
-    const int64_t wanted = (p.rows + S::kGroups - 1) / S::kGroups;
-    const int blocks = wanted < p.blocks ? static_cast<int>(wanted) : p.blocks;
+    const int64_t row_blocks = (p.rows + S::kGroups - 1) / S::kGroups;
+    const int blocks = row_blocks < p.blocks ? static_cast<int>(row_blocks) : p.blocks;
     const Status status =
         blocks == 0 ? Status{}
                     : launch(backward_kernel<T, A, S>, blocks, S::kBlock, sizeof(BackwardMemory<T, S>), p.stream, p);

@@ -76,9 +76,9 @@ __device__ __forceinline__ void finish_gated(const GeluProductParams& p, Product
   constexpr int kHalf = kVector / 2, kUpLane = 4;
   const EpilogueThread<S> thread(memory, warp);
   const bool is_up = (thread.lane & kUpLane) != 0;
-  const int own = kVector * (thread.lane % kUpLane);  // the thread's first column of 32
+  const int lane_column = kVector * (thread.lane % kUpLane);  // the thread's first column of 32
   const auto bias_of = [&](int column) {
-    return BiasVector(p, column + own < p.gate ? column + own + (is_up ? p.gate : 0) : p.columns);
+    return BiasVector(p, column + lane_column < p.gate ? column + lane_column + (is_up ? p.gate : 0) : p.columns);
   };
   uint32_t parity = 0;
   ProductTileScheduler<S> tile(p);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void finish_gated(const GeluProductParams& p, Product
 #pragma unroll 1
     for (int part = 0; part < parts; ++part) {
       const int column = (tile.column + part * kTileColumns) / 2;
-      const bool there = column + own < p.gate;
+      const bool there = column + lane_column < p.gate;
       float bias[kVector];
       bias_of(column).widen_to(bias, p.bias_dtype);
 #pragma unroll
@@ -104,7 +104,7 @@ __device__ __forceinline__ void finish_gated(const GeluProductParams& p, Product
           const float gate = is_up ? other : first, up = is_up ? second : other;
           result[i] = activated_as<A, T>(gate).value * up;
         }
-        char* to = p.activation + 2 * (static_cast<int64_t>(row) * p.gate + column + own + (is_up ? kHalf : 0));
+        char* to = p.activation + 2 * (static_cast<int64_t>(row) * p.gate + column + lane_column + (is_up ? kHalf : 0));
         const uint2 words = {narrow_word(result[0], result[1], T{}), narrow_word(result[2], result[3], T{})};
         if (there && thread.in_tile(v) && row < p.rows) *reinterpret_cast<uint2*>(to) = words;
       }
@@ -128,11 +128,11 @@ __device__ __forceinline__ void store_sums(const GeluProductParams& p, ProductMe
   auto& shares = memory.sums[buffer];
   if (thread.lane < 8) store_packed(&shares[thread.warp][thread.column], narrow<float>(sum));
   named_barrier_sync(kEpilogueSums, 32 * S::kEpilogueWarps);
-  const int own = 32 * thread.warp + thread.lane, column = tile.column + part * kTileColumns + own;
-  if (own < kTileColumns && column < p.columns && tile.row < p.rows) {
+  const int part_column = 32 * thread.warp + thread.lane, column = tile.column + part * kTileColumns + part_column;
+  if (part_column < kTileColumns && column < p.columns && tile.row < p.rows) {
     float total = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < S::kEpilogueWarps; ++warp) total += shares[warp][own];
+    for (int warp = 0; warp < S::kEpilogueWarps; ++warp) total += shares[warp][part_column];
     p.sums[static_cast<int64_t>(tile.row / S::kRows) * p.columns + column] = total;
   }
 }

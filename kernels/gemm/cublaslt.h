@@ -49,7 +49,7 @@ struct Library {
   int (*preference_init)(Descriptor*, size_t);
   int (*preference_set)(Descriptor*, int attribute, const void*, size_t);
   int (*heuristic)(Handle, Descriptor* product, Descriptor* a, Descriptor* b, Descriptor* c, Descriptor* d,
-                   Descriptor* preference, int requested, HeuristicResult*, int* found);
+                   Descriptor* preference, int requested, HeuristicResult*, int* returned);
   int (*matmul)(Handle, const Descriptor* product, const void* alpha, const void* a, const Descriptor* a_layout,
                 const void* b, const Descriptor* b_layout, const void* beta, const void* c, const Descriptor* c_layout,
                 void* d, const Descriptor* d_layout, const Algorithm*, void* workspace, size_t workspace_bytes,
@@ -64,24 +64,25 @@ bool find(void* library, const char* name, Function* function) {
 
 // The library that the process has loaded, or null. It stays loaded.
 inline const Library* library() {
-  static Library found{};
+  static Library functions{};
   static const bool complete = [] {
     for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so.11"}) {
       void* loaded = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
       if (loaded == nullptr) continue;
-      return find(loaded, "cublasLtCreate", &found.create) && find(loaded, "cublasLtGetVersion", &found.version) &&
-             find(loaded, "cublasLtGetStatusString", &found.status_text) &&
-             find(loaded, "cublasLtMatrixLayoutInit_internal", &found.layout_init) &&
-             find(loaded, "cublasLtMatmulDescInit_internal", &found.product_init) &&
-             find(loaded, "cublasLtMatmulDescSetAttribute", &found.product_set) &&
-             find(loaded, "cublasLtMatmulPreferenceInit_internal", &found.preference_init) &&
-             find(loaded, "cublasLtMatmulPreferenceSetAttribute", &found.preference_set) &&
-             find(loaded, "cublasLtMatmulAlgoGetHeuristic", &found.heuristic) &&
-             find(loaded, "cublasLtMatmul", &found.matmul);
+      return find(loaded, "cublasLtCreate", &functions.create) &&
+             find(loaded, "cublasLtGetVersion", &functions.version) &&
+             find(loaded, "cublasLtGetStatusString", &functions.status_text) &&
+             find(loaded, "cublasLtMatrixLayoutInit_internal", &functions.layout_init) &&
+             find(loaded, "cublasLtMatmulDescInit_internal", &functions.product_init) &&
+             find(loaded, "cublasLtMatmulDescSetAttribute", &functions.product_set) &&
+             find(loaded, "cublasLtMatmulPreferenceInit_internal", &functions.preference_init) &&
+             find(loaded, "cublasLtMatmulPreferenceSetAttribute", &functions.preference_set) &&
+             find(loaded, "cublasLtMatmulAlgoGetHeuristic", &functions.heuristic) &&
+             find(loaded, "cublasLtMatmul", &functions.matmul);
     }
     return false;
   }();
-  return complete ? &found : nullptr;
+  return complete ? &functions : nullptr;
 }
 
 }  // namespace cublaslt

@@ -125,12 +125,12 @@ Status choose(const cublaslt::Library& library, cublaslt::Handle handle, Prepare
   for (int attribute : {cublaslt::kAlignmentA, cublaslt::kAlignmentB, cublaslt::kAlignmentC, cublaslt::kAlignmentD})
     set(attribute, alignment);
   cublaslt::HeuristicResult result{};
-  int found = 0;
+  int returned = 0;
   if (status == 0)
     status = library.heuristic(handle, &prepared->product, &prepared->b, &prepared->a, &prepared->d, &prepared->d,
-                               &preference, 1, &result, &found);
+                               &preference, 1, &result, &returned);
   if (status != 0) return of_library(library, status);
-  if (found == 0 || result.state != 0) return bad_size("gemm: cuBLASLt has no algorithm for these sizes");
+  if (returned == 0 || result.state != 0) return bad_size("gemm: cuBLASLt has no algorithm for these sizes");
   prepared->choice = {result.algorithm, result.workspace_bytes};
   return {};
 }

@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kBlock, 1) entity_norm_backward_kernel(EntityN
     for (int column = threadIdx.x; column < columns; column += kBlock) {
       float total = 0.0f;
 #pragma unroll
-      for (int each = 0; each < kWarps; ++each) total += shares[each][column];
+      for (int part = 0; part < kWarps; ++part) total += shares[part][column];
       p.workspace[(static_cast<int64_t>(kind) * gridDim.x + blockIdx.x) * columns + column] = total;
     }
   }
@@ -288,8 +288,8 @@ Status entity_norm_forward(const EntityNormForward& call) {
 }
 
 Status entity_norm_backward(const EntityNormBackward& call) {
-  const unsigned wanted = blocks_of(call.rows), most = static_cast<unsigned>(call.blocks);
-  const unsigned blocks = wanted < most ? wanted : most;
+  const unsigned row_blocks = blocks_of(call.rows), most = static_cast<unsigned>(call.blocks);
+  const unsigned blocks = row_blocks < most ? row_blocks : most;
   const Status status = for_entity_types(call.dtype, call.columns, [&](auto type, auto count) {
     constexpr int kColumns = decltype(count)::value;
     return launch(entity_norm_backward_kernel<decltype(type), kColumns>, blocks, kBlock, 0, call.stream, call);

@@ -68,9 +68,9 @@ struct Plan {
   int64_t bytes;  // of all regions
 
   void finish(int64_t first) {
-    const int64_t own = transformer::place_regions(regions, COUNT);
+    const int64_t region_bytes = transformer::place_regions(regions, COUNT);
     start = first;
-    bytes = first == kTooMany || own == kTooMany ? kTooMany : (Count(first) + own).value;
+    bytes = first == kTooMany || region_bytes == kTooMany ? kTooMany : (Count(first) + region_bytes).value;
   }
 };
 

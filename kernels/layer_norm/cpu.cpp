@@ -20,9 +20,10 @@ FASTTFM_KERNEL void forward_row(const LayerNormForward& p, int64_t row) {
   const auto* weight = static_cast<const float*>(p.weight);
   const auto* bias = static_cast<const float*>(p.bias);
 
-  const Moments found = moments(p.columns, [&](int64_t c, auto n) { return load(x + c, n); });
-  const float rstd = 1.0f / std::sqrt(found.variance + p.eps);
-  const Lanes mean = broadcast(found.mean), scale = broadcast(rstd), shift = broadcast(-found.correction * rstd);
+  const Moments statistics = moments(p.columns, [&](int64_t c, auto n) { return load(x + c, n); });
+  const float rstd = 1.0f / std::sqrt(statistics.variance + p.eps);
+  const Lanes mean = broadcast(statistics.mean), scale = broadcast(rstd),
+              shift = broadcast(-statistics.correction * rstd);
   for_columns(p.columns, [&](int64_t c, auto n) {
     prefetch(next + c);
     Lanes out = (load(x + c, n) - mean) * scale + shift;
@@ -31,7 +32,7 @@ FASTTFM_KERNEL void forward_row(const LayerNormForward& p, int64_t row) {
     store(y + c, out, n);
   });
   if (p.mean == nullptr) return;
-  p.mean[row] = found.mean;
+  p.mean[row] = statistics.mean;
   p.rstd[row] = rstd;
 }
 

@@ -34,9 +34,9 @@ bool is_correct(const LogitRow& row, int64_t label) {
 FASTTFM_KERNEL int64_t sample(const LogitRow& row, float largest, float target) {
   int64_t token = row.vocabulary - 1;
   float before = 0.0f;
-  bool found = false;
+  bool sampled = false;
   for_columns(row.vocabulary, [&](int64_t v, auto n) {
-    if (found) return;
+    if (sampled) return;
     const Lanes shares = exp(row(v, n) - broadcast(largest));
     const float after = before + sum(shares);
     if (target < after) {
@@ -45,7 +45,7 @@ FASTTFM_KERNEL int64_t sample(const LogitRow& row, float largest, float target) 
       int lane = 0;
       for (float running = before + lanes[0]; lane < kLanes - 1 && running <= target; running += lanes[lane]) ++lane;
       token = v + lane < row.vocabulary ? v + lane : row.vocabulary - 1;
-      found = true;
+      sampled = true;
     }
     before = after;
   });

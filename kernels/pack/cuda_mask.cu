@@ -58,15 +58,15 @@ __global__ void __launch_bounds__(kThreads) mask_layout_kernel(MaskLayout p) {
   int total = 0;
   bool first = true;
   for (int start = 0; start < rows; start += kThreads) {
-    const int own = min(kThreads, rows - start);
-    for (int row = warp; row < own; row += kWarps) {
-      const RowTokens found = count_tokens(mask + static_cast<int64_t>(start + row) * columns, columns);
-      if (thread % 32 == 0) counts[row] = found.count;
-      first = first && found.first;
+    const int chunk_rows = min(kThreads, rows - start);
+    for (int row = warp; row < chunk_rows; row += kWarps) {
+      const RowTokens tokens = count_tokens(mask + static_cast<int64_t>(start + row) * columns, columns);
+      if (thread % 32 == 0) counts[row] = tokens.count;
+      first = first && tokens.first;
     }
     __syncthreads();
-    const int sum = total + prefix_sum(thread < own ? counts[thread] : 0, warps);
-    if (thread < own) p.cu_seqlens[start + thread + 1] = sum;
+    const int sum = total + prefix_sum(thread < chunk_rows ? counts[thread] : 0, warps);
+    if (thread < chunk_rows) p.cu_seqlens[start + thread + 1] = sum;
     __syncthreads();
     if (thread == kThreads - 1) warps[0] = sum;
     __syncthreads();
@@ -76,8 +76,8 @@ __global__ void __launch_bounds__(kThreads) mask_layout_kernel(MaskLayout p) {
   first = __syncthreads_and(first) != 0;
   if (thread == 0) {
     p.cu_seqlens[0] = 0;
-    p.found[0] = total;
-    p.found[1] = first;
+    p.summary[0] = total;
+    p.summary[1] = first;
   }
 }
 

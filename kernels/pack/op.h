@@ -24,7 +24,7 @@ struct PackCopy {
 struct MaskLayout {
   const void* mask;       // [B, S] integers of element_bytes bytes, contiguous; not 0 for tokens
   int32_t* cu_seqlens;    // [B + 1]
-  int32_t* found;         // [2], host memory that the GPU can write to: the number of tokens, and whether in every row
+  int32_t* summary;       // [2], host memory that the GPU can write to: the number of tokens, and whether in every row
                           // they precede the padding
   int64_t sequences;      // B
   int64_t max_seqlen;     // S

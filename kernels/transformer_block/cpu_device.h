@@ -30,8 +30,8 @@ struct Cpu {
   // Never requested on the CPU.
   static void short_attention(Steps*, const TransformerForward&, const ForwardTensors&) {}
 
-  static Status add_norm_forward(const DropoutAddLayerNormForward& given) {
-    DropoutAddLayerNormForward call = given;
+  static Status add_norm_forward(const DropoutAddLayerNormForward& original) {
+    DropoutAddLayerNormForward call = original;
     if (call.z == nullptr) call.z = call.y;  // a sum that is not needed is normalized in place
     return cpu::dropout_add_layer_norm_forward(call);
   }

@@ -43,19 +43,19 @@ struct Hopper {
 
   static void project_qkv(Steps* steps, const Gemm& product) {
     if (product.rows < kLeastProjected) return (*steps)(gemm, product);
-    QkvProjection own{};
-    own.x = product.a;
-    own.weight = product.b;
-    own.bias = product.bias;
-    own.qkv = product.d;
-    own.rows = product.rows;
-    own.inputs = own.x_stride = product.inner;
-    own.columns = product.columns;
-    own.dtype = own.bias_dtype = product.dtype;
-    own.device = product.device;
-    own.stream = product.stream;
-    own.dependent = steps->dependent();
-    (*steps)(qkv_projection, own);
+    QkvProjection projection{};
+    projection.x = product.a;
+    projection.weight = product.b;
+    projection.bias = product.bias;
+    projection.qkv = product.d;
+    projection.rows = product.rows;
+    projection.inputs = projection.x_stride = product.inner;
+    projection.columns = product.columns;
+    projection.dtype = projection.bias_dtype = product.dtype;
+    projection.device = product.device;
+    projection.stream = product.stream;
+    projection.dependent = steps->dependent();
+    (*steps)(qkv_projection, projection);
   }
 
   // Sets the counters of all layers' attention to 0.

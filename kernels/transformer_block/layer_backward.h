@@ -145,19 +145,19 @@ class Backward {
     steps_(Device::gemm, product);
   }
 
-  void add_norm(int64_t layer, const NormParameters& own, const NormTensors& tensors) {
-    auto norm = add_norm_of<WithBlockMemory<DropoutAddLayerNormBackward>>(call_, layer, own.seed_index);
+  void add_norm(int64_t layer, const NormParameters& parameters, const NormTensors& tensors) {
+    auto norm = add_norm_of<WithBlockMemory<DropoutAddLayerNormBackward>>(call_, layer, parameters.seed_index);
     norm.dy = tensors.dy;
     norm.dz = tensors.dz;
     norm.z = tensors.z;
-    norm.weight = parameter(layer, own.weight);
+    norm.weight = parameter(layer, parameters.weight);
     norm.mean = tensors.statistics;
     norm.rstd = tensors.statistics + call_.tokens;
     norm.dresidual = tensors.dstream;
     norm.dx = tensors.dbranch;
-    norm.dweight = gradient(layer, own.weight);
-    norm.dbias = gradient(layer, own.bias);
-    norm.dlinear_bias = gradient(layer, own.linear_bias);
+    norm.dweight = gradient(layer, parameters.weight);
+    norm.dbias = gradient(layer, parameters.bias);
+    norm.dlinear_bias = gradient(layer, parameters.linear_bias);
     norm.workspace = static_cast<float*>(workspace());
     norm.weight_dtype = norm.bias_dtype = norm.linear_bias_dtype = call_.parameter_dtype;
     norm.blocks = static_cast<int>(call_.processors);
@@ -191,19 +191,19 @@ class Backward {
 
   void attention(int64_t layer) {
     void* to = scratch(kDqkv);
-    auto own = attention_of<AttentionBackward>(call_, layer, kept(layer, kKeptQkv), workspace());
+    auto call = attention_of<AttentionBackward>(call_, layer, kept(layer, kKeptQkv), workspace());
     const int64_t part = call_.width * size_of(call_.dtype);
-    own.dout = scratch(kDout);
-    own.out = kept(layer, kKeptOut);
-    own.lse = statistics(layer, kKeptLse);
-    own.dq = to;
-    own.dk = at(to, part);
-    own.dv = at(to, 2 * part);
-    own.dq_token_stride = own.dk_token_stride = own.dv_token_stride = 3 * call_.width;
-    own.dq_head_stride = own.dk_head_stride = own.dv_head_stride = own.head_dim;
+    call.dout = scratch(kDout);
+    call.out = kept(layer, kKeptOut);
+    call.lse = statistics(layer, kKeptLse);
+    call.dq = to;
+    call.dk = at(to, part);
+    call.dv = at(to, 2 * part);
+    call.dq_token_stride = call.dk_token_stride = call.dv_token_stride = 3 * call_.width;
+    call.dq_head_stride = call.dk_head_stride = call.dv_head_stride = call.head_dim;
     void* sums = gradient(layer, kQkvBias);
-    if (sums != nullptr && sums_come_along()) Device::set_column_sums(call_, sums, &own);
-    steps_(Device::attention_backward, own);
+    if (sums != nullptr && sums_come_along()) Device::set_column_sums(call_, sums, &call);
+    steps_(Device::attention_backward, call);
   }
 
   void column_sums(int64_t layer) {

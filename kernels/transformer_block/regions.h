@@ -40,20 +40,20 @@ inline int64_t place_regions(Region* regions, int count) {
   std::stable_sort(order, order + count, [&](int a, int b) { return regions[a].bytes > regions[b].bytes; });
   int64_t end = 0;
   for (; placed < count; ++placed) {
-    Region& own = regions[order[placed]];
-    own.offset = 0;
+    Region& region = regions[order[placed]];
+    region.offset = 0;
     for (bool moved = true; moved;) {
       moved = false;
       for (int i = 0; i < placed; ++i) {
         const Region& other = regions[order[i]];
-        if (!lifetimes_meet(own, other) || own.bytes == 0 || other.bytes == 0) continue;
-        if (own.offset < other.offset + other.bytes && other.offset < own.offset + own.bytes) {
-          own.offset = other.offset + other.bytes;
+        if (!lifetimes_meet(region, other) || region.bytes == 0 || other.bytes == 0) continue;
+        if (region.offset < other.offset + other.bytes && other.offset < region.offset + region.bytes) {
+          region.offset = other.offset + other.bytes;
           moved = true;
         }
       }
     }
-    end = std::max(end, own.offset + own.bytes);
+    end = std::max(end, region.offset + region.bytes);
   }
   return end;
 }

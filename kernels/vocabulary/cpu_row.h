@@ -36,9 +36,9 @@ struct LogitRow {
 };
 
 FASTTFM_KERNEL inline float largest_of(const LogitRow& row) {
-  Lanes found = broadcast(-kInfinity);
-  for_columns(row.vocabulary, [&](int64_t v, auto n) { found = larger(found, row(v, n)); });
-  return largest(found);
+  Lanes maxima = broadcast(-kInfinity);
+  for_columns(row.vocabulary, [&](int64_t v, auto n) { maxima = larger(maxima, row(v, n)); });
+  return largest(maxima);
 }
 
 // The sum of exp(x - shift).
