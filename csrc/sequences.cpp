@@ -39,7 +39,7 @@ bool read_array(const py::array& array, Ids& ids) {
   return true;
 }
 
-// Only of these types themselves: a subclass may have other elements than its memory.
+// Accepts only these types themselves: a subclass may have other elements than its memory.
 bool read_ids(PyObject* object, Ids& ids) {
   if (PyList_CheckExact(object)) {
     ids.list = object;
@@ -71,7 +71,7 @@ bool copy_elements(const Ids& ids, int64_t limit, int64_t* target) {
   return signs >> 63 == 0;
 }
 
-// -1 for an integer that does not fit 64 bits.
+// Returns -1 for an integer that does not fit 64 bits.
 int64_t value_of(PyObject* integer) {
 #if PY_VERSION_HEX >= 0x030C0000  // inline functions
   const auto* small = reinterpret_cast<const PyLongObject*>(integer);
@@ -163,28 +163,28 @@ void write_bucket(Buffer buffer, const py::array& ids, const py::object& segment
 
 // ---- sequences -------------------------------------------------------------------------------------------------------
 
-// Sequences of ids as they were given, in the order of their lengths, longest first; those of the same length in the
-// given order, and those without ids left out. The ids are read when they are written.
+// Sequences of ids in the order of their lengths, longest first; those of the same length keep the order of the inputs,
+// and those without ids are left out. The ids are read when they are written.
 class Sequences {
  public:
-  // None if one is neither a list nor an array of integers, or has more than max_length.
-  static py::object of(const py::handle& given, int64_t max_length) {
-    const bool is_list = PyList_CheckExact(given.ptr());
-    if (!is_list && !PyTuple_CheckExact(given.ptr())) return py::none();
-    auto found = std::make_unique<Sequences>();
-    found->given_ = is_list ? PyList_GET_SIZE(given.ptr()) : PyTuple_GET_SIZE(given.ptr());
-    found->all_.reserve(found->given_);
-    for (int64_t i = 0; i < found->given_; ++i) {
-      PyObject* each = is_list ? PyList_GET_ITEM(given.ptr(), i) : PyTuple_GET_ITEM(given.ptr(), i);
+  // Returns None if an input is neither a list nor an array of integers, or has more than max_length ids.
+  static py::object of(const py::handle& inputs, int64_t max_length) {
+    const bool is_list = PyList_CheckExact(inputs.ptr());
+    if (!is_list && !PyTuple_CheckExact(inputs.ptr())) return py::none();
+    auto sequences = std::make_unique<Sequences>();
+    sequences->input_count_ = is_list ? PyList_GET_SIZE(inputs.ptr()) : PyTuple_GET_SIZE(inputs.ptr());
+    sequences->all_.reserve(sequences->input_count_);
+    for (int64_t i = 0; i < sequences->input_count_; ++i) {
+      PyObject* ids_object = is_list ? PyList_GET_ITEM(inputs.ptr(), i) : PyTuple_GET_ITEM(inputs.ptr(), i);
       Ids ids;
-      if (!read_ids(each, ids) || ids.length > max_length) return py::none();
-      found->tokens_ += ids.length;
-      if (ids.length > 0) found->all_.push_back({py::reinterpret_borrow<py::object>(each), ids.length, i});
+      if (!read_ids(ids_object, ids) || ids.length > max_length) return py::none();
+      sequences->tokens_ += ids.length;
+      if (ids.length > 0) sequences->all_.push_back({py::reinterpret_borrow<py::object>(ids_object), ids.length, i});
     }
-    if (found->tokens_ > INT32_MAX) return py::none();
-    std::stable_sort(found->all_.begin(), found->all_.end(),
+    if (sequences->tokens_ > INT32_MAX) return py::none();
+    std::stable_sort(sequences->all_.begin(), sequences->all_.end(),
                      [](const auto& a, const auto& b) { return a.length > b.length; });
-    return py::cast(std::move(found));
+    return py::cast(std::move(sequences));
   }
 
   // The numbers of ids and of sequences, and the length of the longest one.
@@ -203,47 +203,47 @@ class Sequences {
 
   // Writes sequences into the bucket that `known`, a dictionary from sizes() to tuples of a bucket's three numbers and
   // an object, has for them. Returns a tuple of the sequences, that object and sizes(); the object is None, and nothing
-  // is written, if there is no such bucket. None as in of(), and if an id is not in [0, vocabulary).
-  static py::object stage(const py::handle& given, const py::dict& known, Buffer buffer, int64_t max_length,
+  // is written, if there is no such bucket. Returns None as of() does, and if an id is not in [0, vocabulary).
+  static py::object stage(const py::handle& inputs, const py::dict& known, Buffer buffer, int64_t max_length,
                           int64_t vocabulary, int64_t padding) {
-    py::object found = of(given, max_length);
-    if (found.is_none()) return found;
-    const auto& sequences = *found.cast<const Sequences*>();
+    py::object staged = of(inputs, max_length);
+    if (staged.is_none()) return staged;
+    const auto& sequences = *staged.cast<const Sequences*>();
     const py::tuple sizes = sequences.sizes();
     PyObject* bucket = PyDict_GetItemWithError(known.ptr(), sizes.ptr());
     if (bucket == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    if (bucket == nullptr) return py::make_tuple(found, py::none(), sizes);
+    if (bucket == nullptr) return py::make_tuple(staged, py::none(), sizes);
     const auto numbers = py::reinterpret_borrow<py::tuple>(bucket);
     const auto number = [&](size_t i) { return numbers[i].cast<int64_t>(); };
     if (!sequences.write(buffer, number(0), number(1), number(2), vocabulary, padding)) return py::none();
-    return py::make_tuple(found, numbers[3], sizes);
+    return py::make_tuple(staged, numbers[3], sizes);
   }
 
-  // A tuple of ids int64 [T], boundaries int32 [count + 1], and the index int64 [count] of each sequence among those
-  // that were given. None if an id is not in [0, vocabulary).
+  // Returns a tuple of ids int64 [T], boundaries int32 [count + 1], and the index int64 [count] of each sequence among
+  // the inputs, or None if an id is not in [0, vocabulary).
   py::object sorted(int64_t vocabulary) const {
     py::array_t<int64_t> ids(tokens_), order(count());
     py::array_t<int32_t> boundaries(count() + 1);
     if (!copy(vocabulary, ids.mutable_data(), boundaries.mutable_data())) return py::none();
     int64_t* index = order.mutable_data();
-    for (const Sequence& each : all_) *index++ = each.index;
+    for (const Sequence& sequence : all_) *index++ = sequence.index;
     return py::make_tuple(ids, boundaries, order);
   }
 
-  // Rows of `width` elements, one for each sequence and maybe more, in the order of those that were given: fp32 [given,
+  // Returns rows of `width` elements, one for each sequence and maybe more, in the order of the inputs: fp32 [inputs,
   // width]. Sequences without ids have zeros.
   py::array_t<float> in_given_order(const py::array_t<float, py::array::c_style>& rows, int64_t width) const {
     if (width < 0 || rows.size() < count() * width)
       throw py::value_error("in_given_order: expected a row for each sequence");
-    py::array_t<float> found({given_, width});
-    float* target = found.mutable_data();
-    if (count() < given_) std::fill_n(target, given_ * width, 0.0f);
+    py::array_t<float> result({input_count_, width});
+    float* target = result.mutable_data();
+    if (count() < input_count_) std::fill_n(target, input_count_ * width, 0.0f);
     const float* row = rows.data();
-    for (const Sequence& each : all_) {
-      std::memcpy(target + each.index * width, row, width * sizeof(float));
+    for (const Sequence& sequence : all_) {
+      std::memcpy(target + sequence.index * width, row, width * sizeof(float));
       row += width;
     }
-    return found;
+    return result;
   }
 
  private:
@@ -252,25 +252,25 @@ class Sequences {
   struct Sequence {
     py::object ids;
     int64_t length;
-    int64_t index;  // among those that were given
+    int64_t index;  // among the inputs
   };
 
   bool copy(int64_t vocabulary, int64_t* target, int32_t* boundary) const {
     *boundary = 0;
-    for (const Sequence& each : all_) {
+    for (const Sequence& sequence : all_) {
       Ids ids;
-      if (!read_ids(each.ids.ptr(), ids) || ids.length != each.length)  // another thread has changed it
+      if (!read_ids(sequence.ids.ptr(), ids) || ids.length != sequence.length)  // another thread has changed it
         throw py::value_error("Session: inputs: expected lists that do not change during a call");
       if (!copy_ids(ids, vocabulary, target)) return false;
-      target += each.length;
-      boundary[1] = boundary[0] + static_cast<int32_t>(each.length);
+      target += sequence.length;
+      boundary[1] = boundary[0] + static_cast<int32_t>(sequence.length);
       ++boundary;
     }
     return true;
   }
 
   std::vector<Sequence> all_;
-  int64_t tokens_ = 0, given_ = 0;
+  int64_t tokens_ = 0, input_count_ = 0;
 };
 
 }  // namespace

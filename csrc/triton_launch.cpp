@@ -67,7 +67,7 @@ struct Record {
 // The arguments of a launch. Letters: p a pointer, i and l integers of 32 and 64 bits, b a bool, f a float, - a
 // constant.
 struct Call {
-  std::array<PyObject*, kMaxParameters> given;
+  std::array<PyObject*, kMaxParameters> arguments;
   std::array<uint64_t, kMaxParameters> values;
   std::array<char, kMaxParameters> letters;
   int32_t device;
@@ -131,7 +131,7 @@ bool bind_arguments(const Kernel& kernel, PyObject* args, PyObject* kwargs, Call
   const size_t count = kernel.parameters.size(), positional = PyTuple_GET_SIZE(args);
   if (positional > count) return false;
   for (size_t i = 0; i < count; ++i)
-    call.given[i] = i < positional ? PyTuple_GET_ITEM(args, i) : kernel.parameters[i].absence.ptr();
+    call.arguments[i] = i < positional ? PyTuple_GET_ITEM(args, i) : kernel.parameters[i].absence.ptr();
   PyObject *name = nullptr, *value = nullptr;
   for (Py_ssize_t position = 0; kwargs != nullptr && PyDict_Next(kwargs, &position, &name, &value);) {
     PyObject* index = PyDict_GetItem(kernel.indices.ptr(), name);
@@ -142,16 +142,16 @@ bool bind_arguments(const Kernel& kernel, PyObject* args, PyObject* kwargs, Call
     }
     const size_t i = PyLong_AsSize_t(index);
     if (i < positional) return false;
-    call.given[i] = value;
+    call.arguments[i] = value;
   }
   for (size_t i = 0; i < count; ++i)
-    if (call.given[i] == nullptr) return false;
+    if (call.arguments[i] == nullptr) return false;
   return true;
 }
 
-bool read_tensor(const Parameter& parameter, PyObject* given, Call& call, size_t i, LaunchKey& key) {
+bool read_tensor(const Parameter& parameter, PyObject* argument, Call& call, size_t i, LaunchKey& key) {
   dlpack::Tensor tensor;
-  if (torch_exchange()->tensor_from_py_object_no_sync(given, &tensor) != 0) {
+  if (torch_exchange()->tensor_from_py_object_no_sync(argument, &tensor) != 0) {
     PyErr_Clear();
     return false;
   }
@@ -164,9 +164,9 @@ bool read_tensor(const Parameter& parameter, PyObject* given, Call& call, size_t
   return true;
 }
 
-bool read_integer(const Parameter& parameter, PyObject* given, Call& call, size_t i, LaunchKey& key) {
+bool read_integer(const Parameter& parameter, PyObject* argument, Call& call, size_t i, LaunchKey& key) {
   int overflow = 0;
-  const int64_t value = PyLong_AsLongLongAndOverflow(given, &overflow);
+  const int64_t value = PyLong_AsLongLongAndOverflow(argument, &overflow);
   if (overflow != 0) return false;
   call.letters[i] = value == static_cast<int32_t>(value) ? 'i' : 'l';
   call.values[i] = static_cast<uint64_t>(value);
@@ -176,8 +176,8 @@ bool read_integer(const Parameter& parameter, PyObject* given, Call& call, size_
   return true;
 }
 
-bool read_float(PyObject* given, Call& call, size_t i, LaunchKey& key) {
-  const float value = static_cast<float>(PyFloat_AS_DOUBLE(given));
+bool read_float(PyObject* argument, Call& call, size_t i, LaunchKey& key) {
+  const float value = static_cast<float>(PyFloat_AS_DOUBLE(argument));
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
   call.letters[i] = 'f';
@@ -186,29 +186,30 @@ bool read_float(PyObject* given, Call& call, size_t i, LaunchKey& key) {
   return true;
 }
 
-bool read_argument(const Parameter& parameter, PyObject* given, Call& call, size_t i, LaunchKey& key) {
-  if (parameter.is_constexpr || given == Py_None) {
+bool read_argument(const Parameter& parameter, PyObject* argument, Call& call, size_t i, LaunchKey& key) {
+  if (parameter.is_constexpr || argument == Py_None) {
     call.letters[i] = '-';
-    key.add_constant(given);
+    key.add_constant(argument);
     return true;
   }
-  if (is_plain_tensor(given)) return read_tensor(parameter, given, call, i, key);
-  if (PyLong_CheckExact(given)) return read_integer(parameter, given, call, i, key);
-  if (PyFloat_CheckExact(given)) return read_float(given, call, i, key);
-  if (!PyBool_Check(given)) return false;
+  if (is_plain_tensor(argument)) return read_tensor(parameter, argument, call, i, key);
+  if (PyLong_CheckExact(argument)) return read_integer(parameter, argument, call, i, key);
+  if (PyFloat_CheckExact(argument)) return read_float(argument, call, i, key);
+  if (!PyBool_Check(argument)) return false;
   call.letters[i] = 'b';
-  call.values[i] = given == Py_True;
+  call.values[i] = argument == Py_True;
   key.add('b');
   return true;
 }
 
-bool read_grid(PyObject* given, uint32_t* grid) {
-  if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) < 1 || PyTuple_GET_SIZE(given) > 3) return false;
+bool read_grid(PyObject* grid_argument, uint32_t* grid) {
+  if (!PyTuple_Check(grid_argument) || PyTuple_GET_SIZE(grid_argument) < 1 || PyTuple_GET_SIZE(grid_argument) > 3)
+    return false;
   for (Py_ssize_t i = 0; i < 3; ++i) {
     grid[i] = 1;
-    if (i >= PyTuple_GET_SIZE(given)) continue;
+    if (i >= PyTuple_GET_SIZE(grid_argument)) continue;
     int overflow = 0;
-    PyObject* size = PyTuple_GET_ITEM(given, i);
+    PyObject* size = PyTuple_GET_ITEM(grid_argument, i);
     const int64_t value = PyLong_Check(size) ? PyLong_AsLongLongAndOverflow(size, &overflow) : -1;
     if (overflow != 0 || value < 0 || value > INT32_MAX) return false;
     grid[i] = static_cast<uint32_t>(value);
@@ -238,9 +239,9 @@ const Names& names() {
 }
 
 py::object attribute(const py::object& from, PyObject* name) {
-  PyObject* found = PyObject_GetAttr(from.ptr(), name);
-  if (found == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(found);
+  PyObject* value = PyObject_GetAttr(from.ptr(), name);
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
 }
 
 bool is_true(const py::object& object) { return PyObject_IsTrue(object.ptr()) != 0; }
@@ -283,8 +284,9 @@ py::object launch_by_triton(const Kernel& kernel, PyObject* grid, PyObject* args
 
 // The kernel that Triton compiles for a call, as a capsule of a Record; None if Triton has to launch it.
 py::object make_record(const Kernel& kernel, const Call& call, PyObject* grid, PyObject* args, PyObject* kwargs) {
-  const py::object given_kwargs = kwargs == nullptr ? py::dict() : py::reinterpret_borrow<py::object>(kwargs);
-  const py::object prepared = attribute(kernel.jit, names().prepare)(py::handle(grid), py::handle(args), given_kwargs);
+  const py::object keyword_arguments = kwargs == nullptr ? py::dict() : py::reinterpret_borrow<py::object>(kwargs);
+  const py::object prepared =
+      attribute(kernel.jit, names().prepare)(py::handle(grid), py::handle(args), keyword_arguments);
   if (prepared.is_none()) return prepared;
   const py::tuple fields = prepared;
   auto record = std::make_unique<Record>(Record{
@@ -300,9 +302,9 @@ py::object make_record(const Kernel& kernel, const Call& call, PyObject* grid, P
   if (record->layout.size() != kernel.parameters.size()) return py::none();
   for (size_t i = 0; i < kernel.parameters.size(); ++i)
     if (record->layout[i] != '-' && record->layout[i] != call.letters[i]) return py::none();
-  for (const py::handle each : fields[7].cast<py::list>()) {
-    const py::tuple found = each.cast<py::tuple>();
-    record->globals.push_back({found[0], found[1], found[2]});
+  for (const py::handle element : fields[7].cast<py::list>()) {
+    const py::tuple variable = element.cast<py::tuple>();
+    record->globals.push_back({variable[0], variable[1], variable[2]});
   }
   return py::capsule(record.release(), kCapsule, [](PyObject*) {});
 }
@@ -339,32 +341,33 @@ void launch_record(const Kernel& kernel, const Record& record, const Call& call,
                            " bytes of shared memory each: " + status.detail);
 }
 
-py::object launch(const Kernel& kernel, PyObject* given_grid, PyObject* args, PyObject* kwargs) {
+py::object launch(const Kernel& kernel, PyObject* grid_argument, PyObject* args, PyObject* kwargs) {
   LaunchKey key;
   Call call;
   uint32_t grid[3];
   call.device = cuda::current_device();
-  bool known = torch_exchange() != nullptr && call.device >= 0 && !is_observed(kernel) && read_grid(given_grid, grid);
+  bool known =
+      torch_exchange() != nullptr && call.device >= 0 && !is_observed(kernel) && read_grid(grid_argument, grid);
   key.add(call.device);
   known = known && bind_arguments(kernel, args, kwargs, call, key);
   for (size_t i = 0; known && i < kernel.parameters.size(); ++i)
-    known = read_argument(kernel.parameters[i], call.given[i], call, i, key);
-  if (!known || !key.fits()) return launch_by_triton(kernel, given_grid, args, kwargs);
-  const py::tuple found_by = key.tuple();
-  PyObject* found = PyDict_GetItemWithError(kernel.records.ptr(), found_by.ptr());
-  if (found == nullptr) {
+    known = read_argument(kernel.parameters[i], call.arguments[i], call, i, key);
+  if (!known || !key.fits()) return launch_by_triton(kernel, grid_argument, args, kwargs);
+  const py::tuple record_key = key.tuple();
+  PyObject* capsule = PyDict_GetItemWithError(kernel.records.ptr(), record_key.ptr());
+  if (capsule == nullptr) {
     if (PyErr_Occurred() != nullptr) {  // a constant without a hash
       PyErr_Clear();
-      return launch_by_triton(kernel, given_grid, args, kwargs);
+      return launch_by_triton(kernel, grid_argument, args, kwargs);
     }
-    const py::object made = make_record(kernel, call, given_grid, args, kwargs);
+    const py::object made = make_record(kernel, call, grid_argument, args, kwargs);
     // Another thread may have added it in the meantime, and may be using what it added.
-    found = PyDict_SetDefault(kernel.records.ptr(), found_by.ptr(), made.ptr());
-    if (found == nullptr) throw py::error_already_set();
+    capsule = PyDict_SetDefault(kernel.records.ptr(), record_key.ptr(), made.ptr());
+    if (capsule == nullptr) throw py::error_already_set();
   }
-  if (found == Py_None) return launch_by_triton(kernel, given_grid, args, kwargs);
-  const auto& record = *static_cast<const Record*>(PyCapsule_GetPointer(found, kCapsule));
-  if (has_changed(record)) return launch_by_triton(kernel, given_grid, args, kwargs);
+  if (capsule == Py_None) return launch_by_triton(kernel, grid_argument, args, kwargs);
+  const auto& record = *static_cast<const Record*>(PyCapsule_GetPointer(capsule, kCapsule));
+  if (has_changed(record)) return launch_by_triton(kernel, grid_argument, args, kwargs);
   launch_record(kernel, record, call, grid);
   return record.compiled;
 }
@@ -401,13 +404,13 @@ py::object triton_kernel(const py::object& jit, const py::object& knobs) {
   kernel->jit = jit;
   kernel->knobs = knobs;
   kernel->name = jit.attr("__name__").cast<std::string>();
-  for (const py::handle each : jit.attr("params")) {
-    kernel->indices[each.attr("name")] = kernel->parameters.size();
+  for (const py::handle parameter : jit.attr("params")) {
+    kernel->indices[parameter.attr("name")] = kernel->parameters.size();
     kernel->parameters.push_back({
-        .is_constexpr = each.attr("is_constexpr").cast<bool>(),
-        .by_value = !each.attr("do_not_specialize").cast<bool>(),
-        .by_alignment = !each.attr("do_not_specialize_on_alignment").cast<bool>(),
-        .absence = each.attr("has_default").cast<bool>() ? py::object(each.attr("default")) : py::object(),
+        .is_constexpr = parameter.attr("is_constexpr").cast<bool>(),
+        .by_value = !parameter.attr("do_not_specialize").cast<bool>(),
+        .by_alignment = !parameter.attr("do_not_specialize_on_alignment").cast<bool>(),
+        .absence = parameter.attr("has_default").cast<bool>() ? py::object(parameter.attr("default")) : py::object(),
     });
   }
   if (kernel->parameters.size() > kMaxParameters)
