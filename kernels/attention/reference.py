@@ -131,9 +131,9 @@ def attention_bias_backward(
     weights, dscores, _ = _score_gradients(dout, q, k, v, out, lse, problem)
     dscores = torch.where(weights == 0, 0.0, dscores)  # a NaN among values or keys survives weights of 0
     shared = [dimension for dimension in (0, 1) if dbias.shape[dimension] == 1]
-    found = dscores.sum(dim=shared, keepdim=True) if shared else dscores
+    gradient = dscores.sum(dim=shared, keepdim=True) if shared else dscores
     dbias.zero_()
-    dbias[..., : found.shape[2], : found.shape[3]] = found.to(dbias.dtype)
+    dbias[..., : gradient.shape[2], : gradient.shape[3]] = gradient.to(dbias.dtype)
 
 
 def _score_gradients(

@@ -30,10 +30,10 @@ def _strides(tensors: dict[str, Tensor]) -> dict[str, int]:
     strides = {}
     longest = tensors["q"].shape[-2:].numel()  # of the strides of rows; that of out, which is contiguous
     for name, tensor in tensors.items():
-        own, (batch, row, head) = tensor.stride(), _AXES[name]
-        strides[batch] = own[0] if len(own) == 4 else 0
-        strides[row], strides[head] = own[-3], own[-2]
-        longest = max(longest, own[-3])
+        tensor_strides, (batch, row, head) = tensor.stride(), _AXES[name]
+        strides[batch] = tensor_strides[0] if len(tensor_strides) == 4 else 0
+        strides[row], strides[head] = tensor_strides[-3], tensor_strides[-2]
+        longest = max(longest, tensor_strides[-3])
     unit = 8 if math.gcd(*strides.values()) % 8 == 0 else 1
     wide = longest * MAX_BLOCK_M.value >= 2**31
     return {**{name: stride // unit for name, stride in strides.items()}, "UNIT": unit, "WIDE": wide}

@@ -495,9 +495,9 @@ def _bwd_q_kernel(
     out_tile = load_rows(output_rows(out, out_start, heads, D, WIDE), first, q_length, columns, not EVEN, D, BLOCK_M)
     delta = row_deltas(out_tile, dout_tile, threshold, PRECISION)
     lse_row = lse_in_log2(lse + lse_start, queries, q_length)
-    own = statistics + _statistics_start(sequence, q_first, head, heads, statistics_rows, Q_LAYOUT) + queries
-    tl.store(own, lse_row)
-    tl.store(own + statistics_size, delta)
+    target = statistics + _statistics_start(sequence, q_first, head, heads, statistics_rows, Q_LAYOUT) + queries
+    tl.store(target, lse_row)
+    tl.store(target + statistics_size, delta)
     shape = (q_length, k_length, window_left, window_right)
     slope = tl.load(slopes + head) if FEATURES[SLOPES] else 0.0
     terms = (scale, head_bias(bias, bias_batch, bias_head, sequence, head, FEATURES), bias_row, slope)

@@ -47,12 +47,12 @@ def _attends(first, first_key, shape, FEATURES: tl.constexpr, BLOCK_M: tl.conste
     """Whether a query of the tile may attend to a key of it."""
     q_length, k_length, window_left, window_right = shape
     offset = k_length - q_length
-    found = (first < q_length) & (first_key < k_length)
+    attends = (first < q_length) & (first_key < k_length)
     if FEATURES[LEFT]:
-        found = found & (first_key + BLOCK_N - 1 >= first + offset - window_left)
+        attends = attends & (first_key + BLOCK_N - 1 >= first + offset - window_left)
     if FEATURES[RIGHT]:
-        found = found & (first_key <= tl.minimum(first + BLOCK_M, q_length) - 1 + offset + window_right)
-    return found
+        attends = attends & (first_key <= tl.minimum(first + BLOCK_M, q_length) - 1 + offset + window_right)
+    return attends
 
 
 @launched_kernel

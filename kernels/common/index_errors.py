@@ -54,21 +54,21 @@ class IndexErrors:
         """The tensor to which kernels on this device write."""
         return self._state(device).words
 
-    def record(self, argument: str, given: Tensor, valid: Tensor, limits: Tensor) -> None:
-        """Records the indices ``given`` [N] that are not ``valid`` [N] as a kernel does; on the CPU it raises.
+    def record(self, argument: str, indices: Tensor, valid: Tensor, limits: Tensor) -> None:
+        """Records the ``indices`` [N] that are not ``valid`` [N] as a kernel does; on the CPU it raises.
         ``limits`` [N] is the number of rows of each index's table."""
-        if given.device.type != "cuda":
+        if indices.device.type != "cuda":
             for row in (~valid).nonzero().flatten().tolist():
-                raise ValueError(self._message(argument, row, int(given[row]), int(limits[row]), "this call"))
+                raise ValueError(self._message(argument, row, int(indices[row]), int(limits[row]), "this call"))
             return
-        self.raise_if_seen(given.device)
-        word, limit = self.words(given.device)[:, self._arguments.index(argument)]
-        rows = torch.arange(len(given), device=given.device)
-        index = given.clamp(-_LARGEST - 1, _LARGEST).long() & 0xFFFFFFFF
+        self.raise_if_seen(indices.device)
+        word, limit = self.words(indices.device)[:, self._arguments.index(argument)]
+        rows = torch.arange(len(indices), device=indices.device)
+        index = indices.clamp(-_LARGEST - 1, _LARGEST).long() & 0xFFFFFFFF
         first, row = ((rows << 32) | index).where(~valid, _NONE).min(0, keepdim=True)
         limit.copy_(torch.where(first < word, limits.index_select(0, row), limit)[0])
         word.copy_(torch.minimum(first, word)[0])
-        self.watch(given.device)
+        self.watch(indices.device)
 
     def watch(self, device: torch.device) -> None:
         """Starts the copy that a later call checks. Called after the kernels."""

@@ -69,6 +69,6 @@ def empty_output(x: Tensor) -> Tensor:
     return torch.empty(0, dtype=x.dtype, device=x.device)
 
 
-def gradient_like(parameter: Tensor | None, wanted: bool, x: Tensor) -> Tensor:
-    """An uninitialized gradient of a parameter, with its dtype and shape; empty if it is not ``wanted``."""
-    return contiguous_like(parameter) if parameter is not None and wanted else empty_output(x)
+def gradient_like(parameter: Tensor | None, needed: bool, x: Tensor) -> Tensor:
+    """An uninitialized gradient of a parameter, with its dtype and shape; empty if it is not ``needed``."""
+    return contiguous_like(parameter) if parameter is not None and needed else empty_output(x)

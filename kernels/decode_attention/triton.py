@@ -115,8 +115,8 @@ def decode_attention_kernel(
             at = length.to(tl.int64)
             tl.store(keys + at * keys_stride_t + wide_columns * keys_stride_d, new_key, mask=in_d)
             tl.store(values + at * values_stride_t + wide_columns * values_stride_d, new_value, mask=in_d)
-        own = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale_log2
-        largest = tl.where(has_new, own, float("-inf"))
+        new_score = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], axis=1) * scale_log2
+        largest = tl.where(has_new, new_score, float("-inf"))
         total = tl.where(has_new, tl.full([PART_G], 1.0, tl.float32), 0.0)
         acc = tl.zeros([PART_G, BLOCK_D], tl.float32) + tl.where(has_new, new_value.to(tl.float32), 0.0)[None, :]
         stop = tl.minimum((split + 1) * SPLIT, length)
@@ -206,7 +206,7 @@ def decode_attention_triton(
     out = torch.empty((batch, heads, width), dtype=q.dtype, device=q.device)
     if batch == 0:
         return out
-    q, k, v = (given if given.stride(-1) == 1 else given.contiguous() for given in (q, k, v))
+    q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (q, k, v))
     group = heads // key_heads
     chosen = tile(batch, key_heads, group, width, q.dtype == torch.float32, room)
     splits = cdiv(room, chosen["SPLIT"])
@@ -232,7 +232,7 @@ def decode_attention_triton(
             room,
             left,
             scale * _LOG2_E,
-            *(stride for given in (q, k, v) for stride in given.stride()[:2]),
+            *(stride for tensor in (q, k, v) for stride in tensor.stride()[:2]),
             *(stride for cache in (key_cache, value_cache) for stride in cache.stride()),
             D=width,
             GROUP=group,

@@ -198,7 +198,7 @@ def decode_linear_triton(
         decode_linear_kernel[grid](
             rows,
             weight.contiguous(),
-            *(weight if given is None else given.contiguous() for given in (bias, norm_weight, norm_bias, residual)),
+            *(weight if tensor is None else tensor.contiguous() for tensor in (bias, norm_weight, norm_bias, residual)),
             y,
             count,
             outputs,

@@ -47,17 +47,17 @@ def disentangled_attention(
 ) -> Tensor:
     """The formula as autograd can differentiate it; tests hold every backend against this."""
     tables = (position_keys, position_queries)
-    terms = 1 + sum(each is not None for each in tables)
+    terms = 1 + sum(table is not None for table in tables)
     scale = (q.shape[-1] * terms) ** -0.5 if scale is None else scale
     longest = len(distance_rows) // 2 + 1 if max_seqlen is None else max_seqlen
-    given = (*tables, distance_rows, cu_seqlens, mask, seed if dropout_p else None)
-    return forward(q, k, v, Problem(*given, min(longest, q.shape[-3]), scale, dropout_p))[0]
+    fields = (*tables, distance_rows, cu_seqlens, mask, seed if dropout_p else None)
+    return forward(q, k, v, Problem(*fields, min(longest, q.shape[-3]), scale, dropout_p))[0]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """out of q's shape and type, and lse [H, T], also of T = B S dense tokens."""
     layout = _Layout.of(q, problem)
-    wide = [layout.padded(each) for each in (q, k, v)]
+    wide = [layout.padded(tensor) for tensor in (q, k, v)]
     scores = _scores(*wide[:2], layout.places(problem.distance_rows), problem)
     scores = torch.where(layout.attended(), scores, -torch.inf)
     lse = scores.detach().logsumexp(dim=-1)
@@ -85,7 +85,7 @@ def backward(
     """dq, dk and dv, and the gradients of both tables; those that are not needed are empty."""
     layout = _Layout.of(q, problem)
     position_keys, position_queries, scale = problem.position_keys, problem.position_queries, problem.scale
-    wide_q, wide_k, wide_v, wide_dout, wide_out = (layout.padded(each) for each in (q, k, v, dout, out))
+    wide_q, wide_k, wide_v, wide_dout, wide_out = (layout.padded(tensor) for tensor in (q, k, v, dout, out))
     places = layout.places(problem.distance_rows)
     lse = layout.padded(lse.t().unflatten(0, q.shape[:-2])).mT
     attending = lse != -torch.inf
@@ -111,7 +111,7 @@ def backward(
             dk += torch.einsum("bhjr,rhd->bjhd", of_rows, accumulate(position_queries))
             if want_dqueries:
                 dqueries = torch.einsum("bhjr,bjhd->rhd", of_rows, wide_k).to(position_queries.dtype).contiguous()
-    dq, dk, dv = (layout.restored(each).to(q.dtype).contiguous() for each in (dq, dk, dv))
+    dq, dk, dv = (layout.restored(gradient).to(q.dtype).contiguous() for gradient in (dq, dk, dv))
     return dq, dk, dv, dkeys, dqueries
 
 
@@ -131,8 +131,8 @@ def _scores(q: Tensor, k: Tensor, places: Tensor, problem: Problem) -> Tensor:
 
 def _by_row(dscores: Tensor, places: Tensor, rows: int) -> Tensor:
     """The sums of dscores [B, H, S, S] over the keys with the same row of a table: [B, H, S, rows]."""
-    found = dscores.new_zeros(*dscores.shape[:3], rows)
-    return found.scatter_add_(-1, places.expand(*dscores.shape), dscores)
+    sums = dscores.new_zeros(*dscores.shape[:3], rows)
+    return sums.scatter_add_(-1, places.expand(*dscores.shape), dscores)
 
 
 def _dropout(weights: Tensor, problem: Problem) -> Tensor:

@@ -29,14 +29,14 @@ def _common(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, Any]
     """Arguments that every kernel takes. Tensors are [T, H, D]; a missing tensor, which is not read, is q."""
     cu_seqlens, mask, seed = problem.cu_seqlens, problem.mask, problem.seed
     tables = (problem.position_keys, problem.position_queries)
-    table = next((each for each in tables if each is not None), q)
+    table = next((table for table in tables if table is not None), q)
     tensors = {"q": q, "k": k, "v": v, "position_keys": tables[0], "position_queries": tables[1]}
-    tensors = {name: q if each is None else each for name, each in tensors.items()}
-    tensors = {name: _adjacent(each.flatten(0, -3)) for name, each in tensors.items()}
+    tensors = {name: q if tensor is None else tensor for name, tensor in tensors.items()}
+    tensors = {name: _adjacent(tensor.flatten(0, -3)) for name, tensor in tensors.items()}
     prefixes = {"position_keys": "keys", "position_queries": "queries"}
     strides = {
-        f"{prefixes.get(name, name)}_{axis}": each.stride(index)
-        for name, each in tensors.items()
+        f"{prefixes.get(name, name)}_{axis}": tensor.stride(index)
+        for name, tensor in tensors.items()
         for index, axis in enumerate(("row", "head"))
     }
     threshold = philox.threshold(problem.p)
@@ -59,7 +59,7 @@ def _common(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> dict[str, Any]
         "dropout_scale": philox.scale(threshold),
         "PACKED": cu_seqlens is not None,
         "MASKED": mask is not None,
-        "TABLES": tuple(each is not None for each in tables),
+        "TABLES": tuple(table is not None for table in tables),
         "DROPOUT": seed is not None,
         "PRECISION": precision(q.element_size()),
         "D": q.shape[-1],
@@ -121,13 +121,13 @@ def disentangled_attention_forward_triton(q: Tensor, k: Tensor, v: Tensor, *othe
 def disentangled_attention_backward_triton(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *given, want_dkeys, want_dqueries = others
-    problem = Problem(*given)
+    *fields, want_dkeys, want_dqueries = others
+    problem = Problem(*fields)
     gradients = [torch.zeros(q.shape, dtype=q.dtype, device=q.device) for _ in range(3)]
     tables = (problem.position_keys if want_dkeys else None, problem.position_queries if want_dqueries else None)
     if q.numel() == 0 or problem.max_seqlen == 0:
-        found = [empty_output(q) if each is None else torch.zeros_like(each) for each in tables]
-        return (*gradients, found[0], found[1])
+        table_gradients = [empty_output(q) if table is None else torch.zeros_like(table) for table in tables]
+        return (*gradients, table_gradients[0], table_gradients[1])
     arguments = _common(q, k, v, problem)
     arguments |= {"dout": dout.contiguous(), "lse": lse, "deltas": torch.empty_like(lse)}
     sequences, heads, tiles = _sequences(q, problem), arguments["heads"], arguments["tiles"]
@@ -135,8 +135,8 @@ def disentangled_attention_backward_triton(
     with on_device(q):
         _bwd_q_kernel[(tiles * heads * sequences,)](**arguments, out=out, dq=gradients[0], **options)
         _bwd_kv_kernel[(tiles * heads * sequences,)](**arguments, dk=gradients[1], dv=gradients[2], **options)
-        found = [empty_output(q), empty_output(q)]
-        if any(each is not None for each in tables):
+        table_gradients = [empty_output(q), empty_output(q)]
+        if any(table is not None for table in tables):
             chunks = min(_CHUNKS, sequences)
             shape = (2, chunks, heads, 2 * tiles - 1, 2 * BLOCK, q.shape[-1])
             sums = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -145,8 +145,8 @@ def disentangled_attention_backward_triton(
             _bwd_positions_kernel[(heads * (2 * tiles - 1) * chunks,)](**arguments, sums=sums, **counts)
             for index, table in enumerate(tables):
                 if table is not None:
-                    found[index] = _by_row(sums[index], problem.distance_rows, table)
-    return (*gradients, found[0], found[1])
+                    table_gradients[index] = _by_row(sums[index], problem.distance_rows, table)
+    return (*gradients, table_gradients[0], table_gradients[1])
 
 
 def _by_row(sums: Tensor, distance_rows: Tensor, table: Tensor) -> Tensor:
@@ -162,6 +162,6 @@ def _by_row(sums: Tensor, distance_rows: Tensor, table: Tensor) -> Tensor:
     middle, first = len(distance_rows) // 2, 1 - (diagonals + 1) // 2 * BLOCK  # the distance of the first element
     places = torch.arange(first, first + distances[0, :, :, 0].numel(), device=table.device) + middle
     rows = distance_rows.long()[places.clamp(0, 2 * middle)].clamp(0, len(table) - 1)
-    found = sums.new_zeros(len(table), heads, columns)
-    found = found.index_put((rows,), distances.flatten(1, 2).transpose(0, 1), accumulate=True)
-    return found.to(table.dtype)
+    gradient = sums.new_zeros(len(table), heads, columns)
+    gradient = gradient.index_put((rows,), distances.flatten(1, 2).transpose(0, 1), accumulate=True)
+    return gradient.to(table.dtype)

@@ -422,11 +422,11 @@ def _bwd_positions_kernel(
                 dqueries_above = tl.dot(above, k_tile, dqueries_above, input_precision=PRECISION)
     factor = scale * LN_2 * dropout_scale
     block = (tl.cast(chunk, tl.int64) * heads + head) * diagonals + diagonal + tiles - 1
-    own = sums + block * (2 * BLOCK * D)
+    target = sums + block * (2 * BLOCK * D)
     if TABLES[KEYS]:
-        store_rows(own, D, 0, BLOCK, dkeys_below * factor, D, BLOCK)
-        store_rows(own, D, BLOCK, 2 * BLOCK, dkeys_above * factor, D, BLOCK)
+        store_rows(target, D, 0, BLOCK, dkeys_below * factor, D, BLOCK)
+        store_rows(target, D, BLOCK, 2 * BLOCK, dkeys_above * factor, D, BLOCK)
     if TABLES[QUERIES]:
-        own += tl.cast(chunks, tl.int64) * heads * diagonals * (2 * BLOCK * D)
-        store_rows(own, D, 0, BLOCK, dqueries_below * factor, D, BLOCK)
-        store_rows(own, D, BLOCK, 2 * BLOCK, dqueries_above * factor, D, BLOCK)
+        target += tl.cast(chunks, tl.int64) * heads * diagonals * (2 * BLOCK * D)
+        store_rows(target, D, 0, BLOCK, dqueries_below * factor, D, BLOCK)
+        store_rows(target, D, BLOCK, 2 * BLOCK, dqueries_above * factor, D, BLOCK)

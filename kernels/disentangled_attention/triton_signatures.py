@@ -7,7 +7,7 @@ from fasttfm.kernels.disentangled_attention.triton import BLOCK, needed_memory, 
 from fasttfm.kernels.disentangled_attention.triton_backward import _bwd_kv_kernel, _bwd_positions_kernel, _bwd_q_kernel
 from fasttfm.kernels.disentangled_attention.triton_forward import _fwd_kernel
 
-_OWN = {
+_TENSORS = {  # in addition to those that all kernels have
     _fwd_kernel: ("out",),
     _bwd_q_kernel: ("dout", "out", "dq"),
     _bwd_kv_kernel: ("dout", "dk", "dv"),
@@ -40,11 +40,11 @@ def compile_signatures(
         "BLOCK": BLOCK,
     }
     available = 227 * 1024 if target == 90 else memory
-    found: list[dict[str, object]] = []
-    for kernel, own in _OWN.items():
-        known = {**pointers, **dict.fromkeys(own, f"*{element}"), **sizes}
+    calls: list[dict[str, object]] = []
+    for kernel, tensors in _TENSORS.items():
+        known = {**pointers, **dict.fromkeys(tensors, f"*{element}"), **sizes}
         signature = {name: known[name] for name in kernel.arg_names if name in known}
         call = {"kernel": kernel, "signature": signature, "constants": constants, "target": target}
         options = tile_options(size, head_dim, available, tables=kernel is _bwd_positions_kernel)
-        found.append({**call, **options, "least_memory": memory, "allow_spills": True})
-    return found
+        calls.append({**call, **options, "least_memory": memory, "allow_spills": True})
+    return calls

@@ -131,9 +131,9 @@ def by_query(dscores):
     """[query m, place c] of ds, for the distances below and above: 0 where the tile has no such key."""
     BLOCK: tl.constexpr = dscores.shape[0]
     m, c = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
-    found = tl.gather(dscores, (m - c - 1) & (BLOCK - 1), 1)
-    zeros = tl.zeros_like(found)
-    return tl.where(c >= m, found, zeros), tl.where(c >= m, zeros, found)
+    gathered = tl.gather(dscores, (m - c - 1) & (BLOCK - 1), 1)
+    zeros = tl.zeros_like(gathered)
+    return tl.where(c >= m, gathered, zeros), tl.where(c >= m, zeros, gathered)
 
 
 @triton.jit
@@ -141,9 +141,9 @@ def by_key(dscores):
     """[place c, key n] of ds, for the distances below and above: 0 where the tile has no such query."""
     BLOCK: tl.constexpr = dscores.shape[0]
     c, n = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
-    found = tl.gather(dscores, (c + n + 1) & (BLOCK - 1), 0)
-    zeros = tl.zeros_like(found)
-    return tl.where(c + n + 1 >= BLOCK, found, zeros), tl.where(c + n + 1 >= BLOCK, zeros, found)
+    gathered = tl.gather(dscores, (c + n + 1) & (BLOCK - 1), 0)
+    zeros = tl.zeros_like(gathered)
+    return tl.where(c + n + 1 >= BLOCK, gathered, zeros), tl.where(c + n + 1 >= BLOCK, zeros, gathered)
 
 
 @triton.jit

@@ -62,25 +62,25 @@ class DistillationRows(NamedTuple):
     temperature: float
 
 
-def distillation_loss_forward(given: DistillationRows, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+def distillation_loss_forward(inputs: DistillationRows, needed: Sequence[bool]) -> tuple[Tensor, ...]:
     """losses [N]; dh [N, C], dweight [V, C] and dbias [V], each empty if it is not needed, of the sum over rows of
     ``coefficients`` (1 without them) times losses."""
-    student_hidden, student_weight, student_bias, teacher, teacher_weight, teacher_bias = given[:6]
-    counted, positions, coefficients, temperature = given[6:]
+    student_hidden, student_weight, student_bias, teacher, teacher_weight, teacher_bias = inputs[:6]
+    counted, positions, coefficients, temperature = inputs[6:]
     rows = gather(student_hidden, positions)
     s = _logits(rows, student_weight, student_bias)
     t = _logits(gather(teacher, positions), teacher_weight, teacher_bias)
     losses = torch.where(counted != 0, _row_losses(s, t, temperature), 0.0)
     nothing = torch.empty(0, dtype=losses.dtype, device=losses.device)
     dh, dweight, dbias = nothing.to(rows.dtype), nothing, nothing
-    if any(wanted):
+    if any(needed):
         difference = torch.softmax(s / temperature, dim=-1) - torch.softmax(t / temperature, dim=-1)
         factors = temperature * (torch.ones_like(losses) if coefficients is None else coefficients)
         g = torch.where((counted != 0)[:, None], difference * factors[:, None], 0.0)
         g = accumulate(g.to(rows.dtype))
-        dh = (g @ accumulate(student_weight)).to(rows.dtype) if wanted[0] else dh
-        dweight = g.t() @ accumulate(rows) if wanted[1] else dweight
-        dbias = g.sum(dim=0) if wanted[2] else dbias
+        dh = (g @ accumulate(student_weight)).to(rows.dtype) if needed[0] else dh
+        dweight = g.t() @ accumulate(rows) if needed[1] else dweight
+        dbias = g.sum(dim=0) if needed[2] else dbias
     return losses, dh, dweight, dbias
 
 

@@ -86,9 +86,9 @@ def dropout_add_layer_norm_backward(
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
     p: float,
-    wanted: list[bool],
+    needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns dresidual and dx [..., C], then dweight, dbias and dlinear_bias [C], each empty if not ``wanted``. dx is
+    """Returns dresidual and dx [..., C], then dweight, dbias and dlinear_bias [C], each empty if not ``needed``. dx is
     also empty if it equals dresidual: without dropout, and if both have the same dtype."""
     mean, rstd = statistics
     columns = z.shape[-1]
@@ -101,7 +101,7 @@ def dropout_add_layer_norm_backward(
     if dz is not None:
         gradient = gradient + accumulate(dz)
     dbranch = _dropout(gradient, cu_seqlens, seed, p)
-    want_dweight, want_dbias, want_dlinear_bias = wanted
+    want_dweight, want_dbias, want_dlinear_bias = needed
     return (
         gradient.to(z.dtype),
         dy.new_empty(0) if seed is None and dy.dtype == z.dtype else dbranch.to(dy.dtype),

@@ -270,10 +270,10 @@ def dropout_add_layer_norm_backward_triton(
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
     p: float,
-    wanted: list[bool],
+    needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     want_dx = seed is not None or dy.dtype != z.dtype
-    want_dweight, want_dbias, want_dlinear_bias = wanted
+    want_dweight, want_dbias, want_dlinear_bias = needed
     dresidual = contiguous_like(z)
     dx = contiguous_like(dy) if want_dx else empty_output(dy)
     dweight = gradient_like(weight, want_dweight, dy)
@@ -284,7 +284,7 @@ def dropout_add_layer_norm_backward_triton(
         return dresidual, dx, dweight.zero_(), dbias.zero_(), dlinear_bias.zero_()
     tile = _backward_tile(columns)
     programs = min(cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(z))
-    parts = torch.empty(3, programs if any(wanted) else 0, columns, dtype=torch.float32, device=z.device)
+    parts = torch.empty(3, programs if any(needed) else 0, columns, dtype=torch.float32, device=z.device)
     dropout, flags = _dropout_arguments(z, cu_seqlens, seed, p)
     with on_device(z):
         _bwd_kernel[(programs,)](
@@ -308,7 +308,7 @@ def dropout_add_layer_norm_backward_triton(
             enable_fp_fusion=columns > 1,  # a single column's g - mean(g) is zero only if both are rounded
             **tile,
         )
-        if any(wanted):
+        if any(needed):
             sum_parts(parts, (dweight, dbias, dlinear_bias))
     return dresidual, dx, dweight, dbias, dlinear_bias
 

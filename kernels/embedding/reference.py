@@ -111,7 +111,7 @@ def embedding_backward(
     layer_norm: bool,
     p: float,
     padding_idx: int | None,
-    wanted: list[bool],
+    needed: list[bool],
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of the three tables, weight and bias, in their types; results that are not needed are
     empty."""
@@ -123,12 +123,14 @@ def embedding_backward(
         xhat = xhat - xhat.mean(dim=1, keepdim=True)
         g = h if weight is None else h * accumulate(weight)
         dx = rstd[:, None] * (g - g.mean(dim=1, keepdim=True) - xhat * (g * xhat).mean(dim=1, keepdim=True))
-        dweight = (h * xhat).sum(dim=0).to(weight.dtype) if wanted[3] else dweight
-        dbias = h.sum(dim=0).to(bias.dtype) if wanted[4] else dbias
-    found = zip(tables, _all_indices(tables, indices, cu_seqlens), (padding_idx, None, None), wanted[:3], strict=True)
+        dweight = (h * xhat).sum(dim=0).to(weight.dtype) if needed[3] else dweight
+        dbias = h.sum(dim=0).to(bias.dtype) if needed[4] else dbias
+    per_table = zip(
+        tables, _all_indices(tables, indices, cu_seqlens), (padding_idx, None, None), needed[:3], strict=True
+    )
     dtables = [
         _sum_rows(dx, rows, table, excluded) if wants and table is not None and rows is not None else h.new_empty(0)
-        for table, rows, excluded, wants in found
+        for table, rows, excluded, wants in per_table
     ]
     return (*dtables, dweight, dbias)
 
@@ -139,8 +141,8 @@ def _rows(tables: Triple, indices: Triple, cu_seqlens: Tensor | None) -> Tensor:
     for table, rows in zip(tables, _all_indices(tables, indices, cu_seqlens), strict=True):
         if table is not None and rows is not None:
             named = (rows >= 0) & (rows < len(table))
-            found = accumulate(table)[rows.clamp(0, len(table) - 1)].where(named[:, None], float("nan"))
-            x = found if x is None else x + found
+            embedded = accumulate(table)[rows.clamp(0, len(table) - 1)].where(named[:, None], float("nan"))
+            x = embedded if x is None else x + embedded
     assert x is not None
     return x
 

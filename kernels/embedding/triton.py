@@ -43,10 +43,10 @@ _NO_ROW = 2**31 - 1  # the key of a token that adds to no row
 
 
 @triton.jit
-def _keyed(given, limit, excluded, keys, rows, mask, NO_ROW: tl.constexpr):
+def _keyed(raw_index, limit, excluded, keys, rows, mask, NO_ROW: tl.constexpr):
     """The index that is read; the row of the table's gradient that the token's dx goes to is stored in keys."""
-    index, bad = clamped(given, limit)
-    tl.store(keys + rows, tl.where(bad | (given == excluded), NO_ROW, given).to(tl.int32), mask=mask)
+    index, bad = clamped(raw_index, limit)
+    tl.store(keys + rows, tl.where(bad | (raw_index == excluded), NO_ROW, raw_index).to(tl.int32), mask=mask)
     return index
 
 
@@ -122,20 +122,20 @@ def _fwd_kernel(
         # Rows past the end are computed as the last one.
         sequence, token = row_position(tl.minimum(rows, N - 1), cu_seqlens, sequences, tokens_per_sequence, PACKED)
 
-    given = tl.load(ids + rows, mask=in_rows, other=0).to(tl.int64)
-    word, bad = clamp_and_record(given, V, errors, 0, 3, rows, in_rows)
+    word_id = tl.load(ids + rows, mask=in_rows, other=0).to(tl.int64)
+    word, bad = clamp_and_record(word_id, V, errors, 0, 3, rows, in_rows)
     position = tl.zeros_like(word)
     segment = tl.zeros_like(word)
     if POSITIONS != "none":
         if POSITIONS == "own":
-            given = token.to(tl.int64)
+            position_id = token.to(tl.int64)
         else:
-            given = tl.load(position_ids + rows, mask=in_rows, other=0).to(tl.int64)
-        position, bad_position = clamp_and_record(given, position_rows, errors, 1, 3, rows, in_rows)
+            position_id = tl.load(position_ids + rows, mask=in_rows, other=0).to(tl.int64)
+        position, bad_position = clamp_and_record(position_id, position_rows, errors, 1, 3, rows, in_rows)
         bad = bad | bad_position
     if SEGMENTS == "given":
-        given = tl.load(segment_ids + rows, mask=in_rows, other=0).to(tl.int64)
-        segment, bad_segment = clamp_and_record(given, segment_rows, errors, 2, 3, rows, in_rows)
+        segment_id = tl.load(segment_ids + rows, mask=in_rows, other=0).to(tl.int64)
+        segment, bad_segment = clamp_and_record(segment_id, segment_rows, errors, 2, 3, rows, in_rows)
         bad = bad | bad_segment
     value = _lookup(
         word_table, position_table, segment_table, word, position, segment, columns, mask, C, POSITIONS, SEGMENTS
@@ -228,18 +228,18 @@ def _rows_kernel(
             mask = in_rows[:, None] & in_row[None, :]
             offsets = rows[:, None] * C + columns[None, :]
 
-            given = tl.load(ids + rows, mask=in_rows, other=0).to(tl.int64)
-            word = _keyed(given, V, padding_idx, keys, rows, in_rows, NO_ROW)
+            word_id = tl.load(ids + rows, mask=in_rows, other=0).to(tl.int64)
+            word = _keyed(word_id, V, padding_idx, keys, rows, in_rows, NO_ROW)
             position = tl.zeros_like(word)
             segment = tl.zeros_like(word)
             if POSITIONS == "own":
                 position = _keyed(token.to(tl.int64), position_rows, -1, keys + N, rows, in_rows, NO_ROW)
             elif POSITIONS == "given":
-                given = tl.load(position_ids + rows, mask=in_rows, other=0).to(tl.int64)
-                position = _keyed(given, position_rows, -1, keys + N, rows, in_rows, NO_ROW)
+                position_id = tl.load(position_ids + rows, mask=in_rows, other=0).to(tl.int64)
+                position = _keyed(position_id, position_rows, -1, keys + N, rows, in_rows, NO_ROW)
             if SEGMENTS == "given":
-                given = tl.load(segment_ids + rows, mask=in_rows, other=0).to(tl.int64)
-                segment = _keyed(given, segment_rows, -1, keys + 2 * N, rows, in_rows, NO_ROW)
+                segment_id = tl.load(segment_ids + rows, mask=in_rows, other=0).to(tl.int64)
+                segment = _keyed(segment_id, segment_rows, -1, keys + 2 * N, rows, in_rows, NO_ROW)
             tl.store(row_indices + rows * 8, word.to(tl.int32), mask=in_rows)
             tl.store(row_indices + rows * 8 + 1, position.to(tl.int32), mask=in_rows)
             tl.store(row_indices + rows * 8 + 2, segment.to(tl.int32), mask=in_rows)
@@ -343,7 +343,7 @@ def _table_kernel(
     begin = run * RUN
     end = tl.minimum(begin + RUN, N)
     # Whether the key being summed began in this run.
-    own = (run == 0) | (tl.load(keys + begin) != tl.load(keys + tl.maximum(begin - 1, 0)))
+    began_here = (run == 0) | (tl.load(keys + begin) != tl.load(keys + tl.maximum(begin - 1, 0)))
     for start in range(begin, end, BLOCK_N):
         slots = start + tl.arange(0, BLOCK_N)
         live = (slots < end) & (tl.load(keys + slots, mask=slots < end, other=0) < table_rows)
@@ -389,13 +389,13 @@ def _table_kernel(
                 ends = (slot + 1 == N) | (tl.load(keys + tl.minimum(slot + 1, N - 1)) != key)
                 total += tl.sum(tl.where((tl.arange(0, BLOCK_N) == i)[:, None], dx, 0.0), axis=0)
                 if key < table_rows:
-                    if ends & own:
+                    if ends & began_here:
                         row = dtable + key.to(tl.int64) * C + columns
                         tl.store(row, total.to(dtable.dtype.element_ty), mask=in_row)
                     elif ends | (slot + 1 == end):
-                        tl.store(tl.where(own, part + C, part), total, mask=in_row)
+                        tl.store(tl.where(began_here, part + C, part), total, mask=in_row)
                 total = tl.where(ends, 0.0, total)
-                own = own | ends
+                began_here = began_here | ends
 
 
 # ---- launchers -------------------------------------------------------------------------------------------------------
@@ -494,14 +494,14 @@ def embedding_backward_triton(
     layer_norm: bool,
     p: float,
     padding_idx: int | None,
-    wanted: list[bool],
+    needed: list[bool],
 ) -> tuple[Tensor, ...]:
     word_table, dy = tables[0], dy.contiguous()
     dtables = [
         torch.zeros(table.shape if wants and table is not None else 0, dtype=word_table.dtype, device=dy.device)
-        for table, wants in zip(tables, wanted[:3], strict=True)
+        for table, wants in zip(tables, needed[:3], strict=True)
     ]
-    dweight, dbias = gradient_like(weight, wanted[3], word_table), gradient_like(bias, wanted[4], word_table)
+    dweight, dbias = gradient_like(weight, needed[3], word_table), gradient_like(bias, needed[4], word_table)
     if dy.numel() == 0:
         return *dtables, dweight.zero_(), dbias.zero_()
     sizes, threshold = _sizes(tables, indices, cu_seqlens), philox.threshold(p)
@@ -532,7 +532,7 @@ def embedding_backward_triton(
             {**sizes, "padding_idx": -1 if padding_idx is None else padding_idx},
             {**common, "PACKED": cu_seqlens is not None, "FUSED_SEGMENTS": fused_segments},
         )
-        if wanted[3] or wanted[4]:
+        if needed[3] or needed[4]:
             sum_parts(parts[:2], (dweight, dbias))
         if fused_segments > 0:
             sum_parts(parts[2 : 2 + fused_segments], tuple(used_segments))

@@ -55,7 +55,7 @@ def gelu_layer_norm_backward(
     bias: Tensor | None,
     statistics: Tensor,
     kind: str,
-    *wanted: bool,
+    *needed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns dx [..., C] and dlinear_bias, dweight, dbias [C] in their tensors' types; those three are empty if they
     are not needed."""
@@ -73,9 +73,9 @@ def gelu_layer_norm_backward(
 
     return (
         dx.to(x.dtype).reshape(x.shape),
-        column_sum(dx, linear_bias, wanted[0]),
-        column_sum(dy_rows * hhat, weight, wanted[1]),
-        column_sum(dy_rows, bias, wanted[2]),
+        column_sum(dx, linear_bias, needed[0]),
+        column_sum(dy_rows * hhat, weight, needed[1]),
+        column_sum(dy_rows, bias, needed[2]),
     )
 
 

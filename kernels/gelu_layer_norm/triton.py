@@ -157,19 +157,19 @@ def gelu_layer_norm_backward_triton(
     bias: Tensor | None,
     statistics: Tensor,
     kind: str,
-    *wanted: bool,
+    *needed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, dy = as_rows(x), dy.contiguous()
     count, columns = rows.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dlinear_bias, dweight, dbias = sums = [
-        gradient_like(parameter, want, x) for parameter, want in zip((linear_bias, weight, bias), wanted, strict=True)
+        gradient_like(parameter, want, x) for parameter, want in zip((linear_bias, weight, bias), needed, strict=True)
     ]
     if count == 0:
         return dx, dlinear_bias.zero_(), dweight.zero_(), dbias.zero_()
     tile = _backward_tile(columns)
     programs = min(cdiv(count, tile["BLOCK_N"]), _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(x))
-    parts = torch.empty(3, programs if any(wanted) else 0, columns, dtype=torch.float32, device=x.device)
+    parts = torch.empty(3, programs if any(needed) else 0, columns, dtype=torch.float32, device=x.device)
     with on_device(x):
         _bwd_kernel[(programs,)](
             dy,
@@ -183,12 +183,12 @@ def gelu_layer_norm_backward_triton(
             rows.stride(0),
             HAS_LINEAR_BIAS=linear_bias is not None,
             HAS_WEIGHT=weight is not None,
-            WANT_PARTS=any(wanted),
+            WANT_PARTS=any(needed),
             KIND=kind,
             enable_fp_fusion=columns > 1,  # a single column's g - mean(g) is zero only if both products are rounded
             **tile,
         )
-        if any(wanted):
+        if any(needed):
             sum_parts(parts, sums)
     return dx, dlinear_bias, dweight, dbias
 

@@ -45,10 +45,10 @@ def linear_cross_entropy(
     return result.reshape(labels.shape) if reduction == "none" else result
 
 
-def linear_cross_entropy_forward(given: LossRows, loss: Loss, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+def linear_cross_entropy_forward(inputs: LossRows, loss: Loss, needed: Sequence[bool]) -> tuple[Tensor, ...]:
     """losses [N], correct [N] or empty, samples [N] or empty; dh [N, C], dweight [V, C] and dbias [V], each empty if it
     is not needed, of the sum over rows of ``coefficients`` (1 without them) times losses."""
-    hidden, weight, bias, labels, positions, coefficients, seed = given
+    hidden, weight, bias, labels, positions, coefficients, seed = inputs
     rows = gather(hidden, positions)
     logits = _logits(rows, weight, bias, loss.scale)
     losses = cross_entropy.row_losses(logits, labels, loss)
@@ -56,12 +56,12 @@ def linear_cross_entropy_forward(given: LossRows, loss: Loss, wanted: Sequence[b
     correct = cross_entropy.correct_rows(logits, labels, loss) if loss.count_correct else nothing.bool()
     samples = nothing.long() if seed is None else cross_entropy.sampled_rows(logits, labels, loss, seed)
     dh, dweight, dbias = nothing.to(hidden.dtype), nothing, nothing
-    if any(wanted):
+    if any(needed):
         exact = cross_entropy.row_gradients(logits, labels, loss)
         g = accumulate((exact if coefficients is None else exact * coefficients[:, None]).to(hidden.dtype))
-        dh = (g @ accumulate(weight)).to(hidden.dtype) if wanted[0] else dh
-        dweight = g.t() @ accumulate(rows) if wanted[1] else dweight
-        dbias = g.sum(dim=0) if wanted[2] else dbias
+        dh = (g @ accumulate(weight)).to(hidden.dtype) if needed[0] else dh
+        dweight = g.t() @ accumulate(rows) if needed[1] else dweight
+        dbias = g.sum(dim=0) if needed[2] else dbias
     return losses, correct, samples, dh, dweight, dbias
 
 

@@ -145,12 +145,12 @@ def _loss_kernel(
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * P
     row += first_row
-    given = tl.load(labels + row).to(tl.int64)
+    raw_label = tl.load(labels + row).to(tl.int64)
     GROUPS: tl.constexpr = BLOCK_V // GROUP
     PRECISE: tl.constexpr = logits.dtype.element_ty == tl.float32
     APART: tl.constexpr = SAMPLE and TEMPERED
     block = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    if given == ignore_index:
+    if raw_label == ignore_index:
         tl.store(losses + row, 0.0)
         if COUNT:
             tl.store(correct + row, False)
@@ -161,12 +161,12 @@ def _loss_kernel(
                 columns = start + block
                 tl.store(line + columns, tl.zeros([GROUPS, GROUP], logits.dtype.element_ty), mask=columns < P)
     else:
-        bad = (given < 0) | (given >= V)
+        bad = (raw_label < 0) | (raw_label >= V)
         if bad:
-            saturated = tl.minimum(tl.maximum(given, -2147483648), 2147483647)
+            saturated = tl.minimum(tl.maximum(raw_label, -2147483648), 2147483647)
             tl.atomic_min(errors + ARGUMENT, (row << 32) | (saturated & 0xFFFFFFFF))
             tl.store(errors + 2 + ARGUMENT, V)
-        label = tl.where(bad, 0, given).to(tl.int32)
+        label = tl.where(bad, 0, raw_label).to(tl.int32)
         at_label = tl.load(line + label).to(tl.float32)
         if HAS_BIAS:
             at_label += tl.load(bias + label).to(tl.float32)

@@ -31,15 +31,15 @@ def linear_gelu_forward(x: Tensor, weight: Tensor, bias: Tensor | None, kind: st
 
 
 def linear_gelu_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, kind: str, wanted: Sequence[bool]
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, kind: str, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dx [..., C], dweight [O, C] and dbias [O]; results that are not needed are empty."""
     exact = accumulate(dy) * derivative(_biased(h, bias), kind)
     dh = exact.to(x.dtype)
     return (
-        linear(dh, weight.t()) if wanted[0] else x.new_empty(0),
-        weight_gradient(dh, x) if wanted[1] else x.new_empty(0),
-        exact.reshape(-1, dy.shape[-1]).sum(dim=0).to(x.dtype) if wanted[2] else x.new_empty(0),
+        linear(dh, weight.t()) if needed[0] else x.new_empty(0),
+        weight_gradient(dh, x) if needed[1] else x.new_empty(0),
+        exact.reshape(-1, dy.shape[-1]).sum(dim=0).to(x.dtype) if needed[2] else x.new_empty(0),
     )
 
 

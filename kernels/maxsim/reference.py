@@ -42,10 +42,10 @@ def maxsim(
     every_document = list(_sequences(documents, document_lengths, document_cu_seqlens, document_mask))
     if not every_query or not every_document:
         return accumulate(queries.new_zeros(len(every_query), 0 if pairs else len(every_document)))
-    own = len(every_document) // len(every_query)
+    per_query = len(every_document) // len(every_query)
     rows = []
     for number, query in enumerate(every_query):
-        candidates = every_document[number * own : (number + 1) * own] if pairs else every_document
+        candidates = every_document[number * per_query : (number + 1) * per_query] if pairs else every_document
         rows.append(torch.stack([_score(query, document) for document in candidates]))
     return torch.stack(rows)
 
@@ -126,11 +126,11 @@ def maxsim_backward(
     dqueries, ddocuments = torch.zeros_like(q), torch.zeros_like(d)
     for column, argmax in enumerate(index):
         rows = (argmax >= 0).nonzero().squeeze(1)
-        found, weights = argmax[rows].long(), dscores[owners[rows].long(), column, None].to(q.dtype)
-        dqueries[rows] += weights * d[found]
+        best, weights = argmax[rows].long(), dscores[owners[rows].long(), column, None].to(q.dtype)
+        dqueries[rows] += weights * d[best]
         terms = weights * q[rows]
         # Each in the order of the rows.
-        ddocuments.index_put_((found,), terms, accumulate=True) if q.is_cuda else ddocuments.index_add_(0, found, terms)
+        ddocuments.index_put_((best,), terms, accumulate=True) if q.is_cuda else ddocuments.index_add_(0, best, terms)
     return (
         dqueries.to(queries.dtype) if want_dqueries else empty_output(queries),
         ddocuments.to(documents.dtype) if want_ddocuments else empty_output(documents),

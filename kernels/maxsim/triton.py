@@ -100,8 +100,8 @@ def _best_kernel(
             top = tl.max(products, 1)
             if KEEP:
                 largest = (products == top[:, None]) & inside[None, :]
-                found = tl.min(tl.where(largest, tokens[None, :], _NONE), 1)
-                argmax = tl.where((found != _NONE) & ((top > m) | (argmax < 0)), found, argmax)
+                best_token = tl.min(tl.where(largest, tokens[None, :], _NONE), 1)
+                argmax = tl.where((best_token != _NONE) & ((top > m) | (argmax < 0)), best_token, argmax)
             m = tl.maximum(m, top)
         counted = tl.load(owners + rows, mask=here, other=-1) >= 0
         finite = m < float("inf")
@@ -209,12 +209,12 @@ def maxsim_forward_triton(
 ) -> tuple[Tensor, Tensor]:
     queries, documents = as_rows(queries), as_rows(documents)
     tokens, count, number = len(queries), len(query_starts), len(document_starts)
-    own = number // max(1, count) if pairs else number
-    scores = torch.zeros((count, own), dtype=torch.float32, device=queries.device)
-    index = torch.full((own, tokens) if keep else (0,), -1, dtype=torch.int32, device=queries.device)
+    per_query = number // max(1, count) if pairs else number
+    scores = torch.zeros((count, per_query), dtype=torch.float32, device=queries.device)
+    index = torch.full((per_query, tokens) if keep else (0,), -1, dtype=torch.int32, device=queries.device)
     if scores.numel() == 0 or tokens == 0:
         return scores, index
-    best = torch.empty((own, tokens), dtype=torch.float32, device=queries.device)
+    best = torch.empty((per_query, tokens), dtype=torch.float32, device=queries.device)
     tile = _tile(queries.shape[1], queries.element_size())
     tiles = 1 if pairs else cdiv(tokens, tile["BLOCK_M"])
     with on_device(queries):
@@ -231,7 +231,7 @@ def maxsim_forward_triton(
             index,
             tokens,
             len(documents),
-            own,
+            per_query,
             tiles,
             queries.stride(0),
             documents.stride(0),
@@ -242,8 +242,8 @@ def maxsim_forward_triton(
             D=queries.shape[1],
             **tile,
         )
-        _sum_kernel[(count * cdiv(own, _SUMMED),)](
-            best, query_starts, query_ends, scores, tokens, own, BLOCK_K=_SUMMED, BLOCK_T=32, num_warps=4
+        _sum_kernel[(count * cdiv(per_query, _SUMMED),)](
+            best, query_starts, query_ends, scores, tokens, per_query, BLOCK_K=_SUMMED, BLOCK_T=32, num_warps=4
         )
     return scores, index
 
@@ -315,17 +315,17 @@ def compile_signatures(columns: int, element: str) -> list[dict[str, object]]:
     precision = "ieee" if element == "fp32" else "tf32"
     constants = {"MASKED": True, "KEEP": True, "PRECISION": precision, "D": columns, **tile}
     warps = constants.pop("num_warps")
-    found: list[dict[str, object]] = [
+    calls: list[dict[str, object]] = [
         {"kernel": _best_kernel, "signature": forward, "constants": {"PAIRS": pairs, **constants}, "num_warps": warps}
         for pairs in (False, True)
     ]
     sums = {"best": f, **spans, "scores": f, "Tq": "i32", "K": "i32"}
-    found.append({"kernel": _sum_kernel, "signature": sums, "constants": {"BLOCK_K": _SUMMED, "BLOCK_T": 32}})
+    calls.append({"kernel": _sum_kernel, "signature": sums, "constants": {"BLOCK_K": _SUMMED, "BLOCK_T": 32}})
     gradient_tile = _gradient_tile(columns)
     warps = gradient_tile.pop("num_warps")
     for of_documents in (False, True):
         pointers = {"dscores": f, "rows": e, "owners": i, "entries": "*i64" if of_documents else i, "bounds": "*i64"}
         signature = {**pointers, "gradient": e, **dict.fromkeys(("Tq", "K", "stride"), "i32")}
         constants = {"OF_DOCUMENTS": of_documents, "D": columns, **gradient_tile}
-        found.append({"kernel": _gradient_kernel, "signature": signature, "constants": constants, "num_warps": warps})
-    return found
+        calls.append({"kernel": _gradient_kernel, "signature": signature, "constants": constants, "num_warps": warps})
+    return calls

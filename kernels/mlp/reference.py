@@ -43,7 +43,7 @@ def mlp_backward(
     h: Tensor,
     a: Tensor | None,
     kind: str,
-    wanted: Sequence[bool],
+    needed: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     """Returns dx, dw1, db1, dw2 and db2; results that are not needed are empty."""
     da = linear(dy, w2.t())
@@ -57,7 +57,7 @@ def mlp_backward(
         weight_gradient(dy, a),
         bias_gradient(dy),
     )
-    return tuple(gradient if want else x.new_empty(0) for gradient, want in zip(gradients, wanted, strict=True))
+    return tuple(gradient if want else x.new_empty(0) for gradient, want in zip(gradients, needed, strict=True))
 
 
 def _activated(h: Tensor, b1: Tensor | None, kind: str) -> Tensor:

@@ -23,12 +23,12 @@ def qkv_projection(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: in
 
 
 def qkv_projection_backward(
-    dqkv: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]
+    dqkv: Tensor, x: Tensor, weight: Tensor, needed: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns dx [..., C], dweight [3C, C] and dbias [3C]; results that are not needed are empty."""
     rows = dqkv.flatten(-3)
     return (
-        linear(rows, weight.t()) if wanted[0] else x.new_empty(0),
-        weight_gradient(rows, x) if wanted[1] else x.new_empty(0),
-        bias_gradient(rows) if wanted[2] else x.new_empty(0),
+        linear(rows, weight.t()) if needed[0] else x.new_empty(0),
+        weight_gradient(rows, x) if needed[1] else x.new_empty(0),
+        bias_gradient(rows) if needed[2] else x.new_empty(0),
     )

@@ -88,13 +88,13 @@ def rotary_triton(
     if y.numel() == 0:
         return y
     *_, heads, columns = x.shape
-    given = x if x.stride(-1) == 1 else x.contiguous()
-    given = given.reshape(-1, heads, columns)  # a view where one stride leads from each token to the next
+    x_rows = x if x.stride(-1) == 1 else x.contiguous()
+    x_rows = x_rows.reshape(-1, heads, columns)  # a view where one stride leads from each token to the next
     tile = _tile(columns, cos.shape[-1])
-    tokens = given.shape[0]
+    tokens = x_rows.shape[0]
     with on_device(x):
         _rotary_kernel[(cdiv(tokens * heads, tile["BLOCK_N"]),)](
-            given,
+            x_rows,
             cos.contiguous(),
             sin.contiguous(),
             x if positions is None else positions.contiguous(),
@@ -102,8 +102,8 @@ def rotary_triton(
             tokens,
             x.shape[-3],
             cos.shape[0],
-            given.stride(0),
-            given.stride(1),
+            x_rows.stride(0),
+            x_rows.stride(1),
             -1.0 if inverse else 1.0,
             H=heads,
             ROTARY_HEADS=rotary_heads,

@@ -206,13 +206,13 @@ def sample_tokens_triton(
     if len(logits) == 0:
         return chosen
     _, _, _, ends, history = sequences
-    others = [given.contiguous() for given in (seeds, positions, temperature, top_k, top_p)]
+    others = [tensor.contiguous() for tensor in (seeds, positions, temperature, top_k, top_p)]
     with on_device(logits):
         sample_tokens_kernel[(len(logits),)](
             logits,
             *others,
             chosen,
-            *(chosen if given is None else given for given in sequences),
+            *(chosen if tensor is None else tensor for tensor in sequences),
             logits.shape[1],
             logits.stride(0),
             0 if history is None else history.stride(0),

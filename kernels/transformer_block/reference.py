@@ -73,7 +73,7 @@ def _attend(qkv: Tensor, cu_seqlens: Tensor, options: Any) -> Tensor:
     """[T, C] from [T, 3 C]"""
     tokens, columns = qkv.shape
     separate = qkv.view(tokens, 3, options.heads, columns // 3 // options.heads)
-    return torch.cat([_attention(each, options) for each in _sequences(separate, cu_seqlens)])
+    return torch.cat([_attention(sequence, options) for sequence in _sequences(separate, cu_seqlens)])
 
 
 def _sequences(packed: Tensor, cu_seqlens: Tensor) -> list[Tensor]:

@@ -40,8 +40,8 @@ def _gather_kernel(
     picks = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     here = picks < N
-    given = tl.load(positions + picks, mask=here, other=0).to(tl.int64)
-    index, bad = clamp_and_record(given, T, errors, ARGUMENT, 2, picks, here)
+    position = tl.load(positions + picks, mask=here, other=0).to(tl.int64)
+    index, bad = clamp_and_record(position, T, errors, ARGUMENT, 2, picks, here)
     mask = here[:, None] & (columns < C)[None, :]
     value = tl.load(rows + index[:, None] * row_stride + columns[None, :], mask=mask, other=0.0)
     tl.store(
@@ -107,8 +107,8 @@ def _scatter_kernel(
                         for index in range(start, tl.minimum(start + SEARCHED, pick)):
                             hit = tl.load(positions + index).to(tl.int64) == row
                             hit = hit & (tl.load(labels + index).to(tl.int64) != ignore_index)
-                            found = tl.load(dh + index * C + columns, mask=inside & hit, other=0.0)
-                            others += found.to(tl.float32)
+                            contribution = tl.load(dh + index * C + columns, mask=inside & hit, other=0.0)
+                            others += contribution.to(tl.float32)
                 total += others
             tl.store(out + row * C + columns, (total * factor).to(out.dtype.element_ty), mask=inside)
 

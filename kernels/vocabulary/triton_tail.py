@@ -46,8 +46,8 @@ def _logits_kernel(
             )
             w = tl.load(weight + token * weight_stride + columns, mask=inside, other=0.0)
             sums += h.to(tl.float32) * w.to(tl.float32)[None, :]
-        found = (tl.sum(sums, axis=1) * scale).to(logits.dtype.element_ty)
-        tl.store(logits + row * logit_stride + token, found, mask=here)
+        logit = (tl.sum(sums, axis=1) * scale).to(logits.dtype.element_ty)
+        tl.store(logits + row * logit_stride + token, logit, mask=here)
 
 
 @launched_kernel
@@ -82,8 +82,8 @@ def _start_kernel(
             tl.store(dh + row[:, None] * C + columns[None, :], total.to(dh.dtype.element_ty), mask=mask)
     column = tl.arange(0, GROUP)
     mask = here[:, None] & (column < TAIL)[None, :]
-    found = tl.load(g + row[:, None] * g_stride + column[None, :], mask=mask, other=0.0)
-    tl.store(copied + row[:, None] * GROUP + column[None, :], found, mask=here[:, None])
+    gradients = tl.load(g + row[:, None] * g_stride + column[None, :], mask=mask, other=0.0)
+    tl.store(copied + row[:, None] * GROUP + column[None, :], gradients, mask=here[:, None])
 
 
 def _tile(columns: int) -> dict[str, int]:

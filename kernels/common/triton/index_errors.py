@@ -14,11 +14,11 @@ def clamped(index, limit):
 
 
 @triton.jit
-def clamp_and_record(given, limit, errors, ARGUMENT: tl.constexpr, ARGUMENTS: tl.constexpr, rows, mask):
+def clamp_and_record(raw_index, limit, errors, ARGUMENT: tl.constexpr, ARGUMENTS: tl.constexpr, rows, mask):
     """clamped(), and records the first bad row of an argument in errors: int64 [2, ARGUMENTS]."""
-    index, bad = clamped(given, limit)
+    index, bad = clamped(raw_index, limit)
     words = errors + ARGUMENT + tl.zeros_like(rows)
-    saturated = tl.minimum(tl.maximum(given, -2147483648), 2147483647)
+    saturated = tl.minimum(tl.maximum(raw_index, -2147483648), 2147483647)
     tl.atomic_min(words, (rows << 32) | (saturated & 0xFFFFFFFF), mask=mask & bad)
     tl.store(words + ARGUMENTS, limit, mask=mask & bad)
     return index, bad

@@ -45,7 +45,7 @@ class LaunchedKernel(JITFunction):
         if launcher.num_ctas != 1 or launcher.global_scratch_size > 0 or launcher.profile_scratch_size > 0:
             return None
         types = compiled.src.signature.values()
-        letters = ["p" if str(each).startswith("*") else _LETTERS.get(each) for each in types]
+        letters = ["p" if str(type_name).startswith("*") else _LETTERS.get(type_name) for type_name in types]
         if None in letters:
             return None
         num_warps, _, shared_bytes = compiled.packed_metadata

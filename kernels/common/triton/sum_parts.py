@@ -53,7 +53,7 @@ def sum_parts(parts: Tensor, outputs: Sequence[Tensor]) -> None:
     """``outputs[i][c]`` = sum over p of ``parts[i, p, c]``, rounded once. Up to three outputs; empty ones are
     skipped."""
     count, programs, columns = parts.shape
-    wanted = tuple(output.numel() > 0 for output in outputs)
+    needed = tuple(output.numel() > 0 for output in outputs)
     missing = 3 - count
     sum_parts_kernel[(cdiv(columns, _BLOCK_C), count)](
         parts,
@@ -61,7 +61,7 @@ def sum_parts(parts: Tensor, outputs: Sequence[Tensor]) -> None:
         *(parts,) * missing,
         programs,
         columns,
-        WANTED=wanted + (False,) * missing,
+        WANTED=needed + (False,) * missing,
         BLOCK_P=_BLOCK_P,
         BLOCK_C=_BLOCK_C,
     )
