@@ -29,7 +29,7 @@ struct Tensor {
     return data == nullptr ? nullptr : as<Element>() + index;
   }
 
-  // Of floating-point tensors that kernels support; an arbitrary code for None.
+  // Valid for floating-point tensors that kernels support; None has an arbitrary code.
   DType dtype() const { return static_cast<DType>(type); }
 
   // A tensor [..., C] as rows of C columns.
@@ -65,7 +65,7 @@ struct Tensor {
 // A tensor or None.
 struct OptionalTensor : Tensor {};
 
-// Where a call runs.
+// The device and stream on which a call runs.
 struct CallContext {
   int32_t device;  // index of the GPU, -1 for the CPU
   void* stream;    // CUDA: torch's current stream

@@ -91,7 +91,7 @@ def refuse_backward(head_dim: int, element_bytes: int, block_memory: int) -> str
 
 
 def _float_tiles(call: Call) -> Tiles:
-    """For fp32, which tensor cores would round to TF32."""
+    """The tiles for fp32, which tensor cores would round to TF32."""
     return Tiles(16, 64, 8, 1) if call.head_dim > 128 else Tiles(32, 64, 4, 1)
 
 
@@ -127,7 +127,7 @@ def key_tiles(call: Call) -> Tiles:
 
 
 def bias_tiles(call: Call) -> Tiles:
-    """Of the bias's gradient, whose programs hold a tile of five tensors at a time."""
+    """The tiles of the bias's gradient, whose programs hold a tile of five tensors at a time."""
     if call.head_dim > 128 or (call.element_bytes == 4 and call.head_dim > 64):
         return Tiles(16, 64, 4, 1)
     if call.element_bytes == 4:

@@ -75,7 +75,7 @@ struct RowPositions {
   }
 
 #ifdef __CUDACC__
-  // The same, found by a warp: every step divides the sequences by 32.
+  // Does the same with a whole warp: every step divides the sequences by 32.
   __device__ __forceinline__ RowPosition found_by_warp(int row) const {
     if (cu_seqlens == nullptr) {
       const auto length = static_cast<uint32_t>(tokens_per_sequence);

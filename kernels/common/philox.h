@@ -21,7 +21,7 @@ struct Draw {
   uint32_t word[4];
 };
 
-// In assembly, because nvcc would use one instruction for each half: that has a lower latency, but takes two issue
+// This is assembly because nvcc would use one instruction for each half: that has a lower latency, but takes two issue
 // slots.
 FASTTFM_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__

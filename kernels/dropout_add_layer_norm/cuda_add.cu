@@ -1,5 +1,5 @@
-// The forward of dropout_add_layer_norm without dropout on Hopper, for a dependent launch. One row per group of
-// threads.
+// The forward of dropout_add_layer_norm without dropout on Hopper, for a dependent launch. A group of threads
+// processes one row.
 #include <cstdint>
 
 #include "common/cuda/dependent.cuh"

@@ -147,7 +147,7 @@ struct BackwardRows {
     }
   }
 
-  // Stores the block's sums over rows, where they are needed: `parts` floats apart, from `part` on.
+  // Stores those of the block's sums over rows that are needed, `parts` floats apart, from `part` on.
   __device__ __forceinline__ void store(float* part, int64_t parts) {
     if (p.dweight != nullptr) store_part<S>(dweight, memory.shares, part, columns);
     if (p.dbias != nullptr) store_part<S>(dbias, memory.shares, part + parts, columns);

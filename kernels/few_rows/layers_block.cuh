@@ -189,7 +189,7 @@ __device__ __forceinline__ void add_parts(const Memory<S>& memory, int row, int 
 }
 
 // Sends four values, rounded, to all blocks of the cluster. Two lanes put 16 bytes together, and each sends them to
-// half of the blocks. `place`: of the 16 bytes in the gather area.
+// half of the blocks. `place`: the offset of the 16 bytes in the gather area.
 template <class S>
 __device__ __forceinline__ void send(Memory<S>& memory, const Place<S>& at, int place, const float (&value)[4]) {
   const uint2 words = make_uint2(narrow_word(value[0], value[1], bf16_t{}), narrow_word(value[2], value[3], bf16_t{}));

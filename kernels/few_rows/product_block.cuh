@@ -34,7 +34,8 @@ struct Shape {
 
   static constexpr bool kReadsStatistics = READS_STATISTICS, kAdds = ADDS, kExchanges = READS_STATISTICS && ADDS;
 
-  // Of results with a residual. If blocks exchange sums, an octet of lanes finishes a group of 64 columns of a row.
+  // These are for results with a residual. If blocks exchange sums, an octet of lanes finishes a group of 64 columns of
+  // a row.
   static constexpr int kJoined = kExchanges ? joined_blocks(kColumns) : 1, kJoinedColumns = kJoined * kColumns;
   static_assert(!kAdds || kJoinedColumns == kStatisticsColumns, "one group in a row");
   static constexpr int kOctets = kConsumers / 8;
@@ -61,7 +62,7 @@ struct Memory {
   }
 };
 
-// Where blocks exchange sums, these are after the stages.
+// Blocks that exchange sums keep them after the stages.
 template <class S>
 constexpr size_t kExchangeMemory = sizeof(Memory<S>) + (S::kExchanges ? S::kPartBytes : 0);
 

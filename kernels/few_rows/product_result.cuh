@@ -11,7 +11,7 @@ namespace fasttfm {
 namespace cuda {
 namespace product {
 
-// Where a warp's rounded rows are in shared memory, in place of the stages.
+// The address of a warp's rounded rows in shared memory, in place of the stages.
 template <class S>
 __device__ __forceinline__ uint32_t own_result(Memory<S>& memory, int warp) {
   return shared_address(memory.stage) + warp * 16 * result_pitch(S::kColumns);

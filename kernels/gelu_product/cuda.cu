@@ -12,7 +12,7 @@ namespace cuda {
 namespace {
 
 using Shape = ProductShape<192, 4, 2, 7>;
-// For a forward that writes only the activation.
+// The shape for a forward that writes only the activation.
 using LoneShape = ProductShape<192, 4, 1, 7>;
 
 int64_t row_tiles(int64_t rows) { return (rows + Shape::kRows - 1) / Shape::kRows; }

@@ -72,7 +72,7 @@ class Copies {
 };
 
 // Groups the rows of a qkv projection's weight [3 heads d, columns] or bias [3 heads d], or the columns of an output
-// projection's weight [rows, heads d], by head: `from_dim` per head in `from` and `to_dim` in `to`.
+// projection's weight [rows, heads d], by head. A head has `from_dim` of them in `from` and `to_dim` in `to`.
 inline void group_rows(BlockCopy* copy, int64_t from_dim, int64_t to_dim) {
   copy->groups = to_dim;
   copy->from_groups = from_dim;

@@ -29,7 +29,7 @@ class Fields {
   Fields(const LayersCall& call, bool resolves)
       : call_(call), resolves_(resolves), rows_((call.tokens + kLayerRows - 1) / kLayerRows * kLayerRows) {}
 
-  // Starts with the next step. False at the end of the list.
+  // Starts with the next step. Returns false at the end of the list.
   bool next() {
     if (!is_whole_ || end_ >= call_.word_count) return false;
     at_ = end_;
@@ -158,8 +158,8 @@ class Run {
     launch(Device::gemm, &gemm, Device::kGemmWorkspaceBytes);
   }
 
-  // In place: the first rotary_heads of x's heads [T, heads, columns]. Positions are null if a token's position is its
-  // index among all tokens.
+  // Rotates the first rotary_heads of x's heads [T, heads, columns] in place. Positions are null if a token's position
+  // is its index among all tokens.
   void rotary() {
     Rotary rotary{};
     rotary.x = rotary.y = fields_.address();
@@ -373,7 +373,7 @@ class Run {
     launch(Device::head_norm_forward, &norm, 0);
   }
 
-  // In place of dy.
+  // The gradient of x replaces dy.
   void head_norm_backward() {
     auto norm = head_norm_fields<HeadNormBackward>();
     norm.dy = fields_.address();

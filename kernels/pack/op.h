@@ -20,7 +20,7 @@ struct PackCopy {
   void* stream;  // CUDA
 };
 
-// Where the tokens of a padded batch are, from its mask.
+// Finds the tokens of a padded batch from its mask.
 struct MaskLayout {
   const void* mask;       // [B, S] integers of element_bytes bytes, contiguous; not 0 for tokens
   int32_t* cu_seqlens;    // [B + 1]

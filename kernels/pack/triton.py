@@ -70,7 +70,7 @@ def _copy_kernel(
         tl.store(pointers, tl.load(row, mask=present, other=0), mask=here)
 
 
-# For rows too narrow for wide loads, whose stride changes with the padded length too.
+# This one is for rows too narrow for wide loads, whose stride changes with the padded length too.
 _narrow_kernel = launched_kernel(triton.jit(do_not_specialize=[*_SIZES_OF_A_BATCH, "batch_stride"])(_copy_kernel.fn))
 
 

@@ -79,7 +79,7 @@ struct Cpu {
   static void set_column_sums(const TransformerCall&, void*, AttentionBackward*) {}
   static int column_sum_parts(const TransformerShape&) { return 0; }
 
-  // In bytes.
+  // The sizes of workspaces are in bytes.
   static int64_t forward_workspace(const TransformerShape& shape) {
     return (Count(cpu::attention_forward_workspace(head_dim_of(shape), shape.processors)) * 4).value;
   }

@@ -152,7 +152,7 @@ struct Hopper {
                                         shape.tokens, shape.max_seqlen);
   }
 
-  // In bytes; the launchers use the same workspace one after the other.
+  // The sizes of workspaces are in bytes; the launchers use the same workspace one after the other.
   static int64_t forward_workspace(const TransformerShape&) { return kGemmWorkspace; }
   static int64_t backward_workspace(const TransformerShape& shape) {
     Count attention = attention_floats(shape);

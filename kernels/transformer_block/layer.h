@@ -152,7 +152,7 @@ inline Status check_shape(const TransformerShape& shape) {
   return {};
 }
 
-// The same for a backward; `status` is that of the checks of its shape.
+// Checks a backward call; `status` is that of the checks of its shape.
 inline Status check_part(const TransformerBackward& call, const Status& status) {
   if (status.code == StatusCode::ok && call.part != BackwardPart::whole && call.layers != 1)
     return bad_size("transformer_block: parts are of one layer");

@@ -70,8 +70,8 @@ def row_gradients(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
 
 
 def correct_rows(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
-    """Whether the label has the largest logit and, among equal ones, the lowest index: bool [N]. False for rows with a
-    NaN."""
+    """Whether the label has the largest logit and, among equal ones, the lowest index: bool [N]. Rows with a NaN are
+    False."""
     x = accumulate(logits)
     counted, known, index = _looked_up(x, labels, loss)
     at_label = x.gather(1, index)

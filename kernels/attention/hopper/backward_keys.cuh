@@ -168,9 +168,9 @@ class KeyTiles {
   }
 
   // Performs the synchronization of a key tile that has no keys for this warpgroup: arrives at the same mbarriers and
-  // stores zeros as dS. Also zeros its rows of dk and dv. each_step() is called at the start of each step.
+  // stores zeros as dS. Also zeros its rows of dk and dv. Calls begin_step() at the start of each step.
   template <class Step>
-  __device__ __forceinline__ void skip_key_tile(Step each_step) {
+  __device__ __forceinline__ void skip_key_tile(Step begin_step) {
     memory.stage_full[stage.slot].wait(stage.parity);
     arrive_warp(memory.stage_empty[stage.slot]);
     stage.next();
@@ -185,7 +185,7 @@ class KeyTiles {
     const uint32_t nothing[16] = {};
     int left = unit().count_steps(p, key_tile);
     for (; left > 0; --left) {  // the task may be overwritten after the last step
-      each_step();
+      begin_step();
       memory.stage_full[stage.slot].wait(stage.parity);
       scheduler_barrier_sync();
       scheduler_barrier_arrive();

@@ -26,7 +26,7 @@ __device__ __forceinline__ void exchange(uint32_t& low, uint32_t& high, int bit)
     high = received;
 }
 
-// In assembly, because the compiler would split the store into four.
+// This is assembly because the compiler would split the store into four.
 __device__ __forceinline__ void store_words(void* to, const uint32_t (&word)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word[0]), "r"(word[1]), "r"(word[2]),
                "r"(word[3])

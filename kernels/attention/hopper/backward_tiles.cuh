@@ -194,7 +194,7 @@ class TileLoader {
   RingPosition<BlockMemory::kStages> stage;
   RingPosition<2> k_stage;
   RingPosition<1> raw_keys, raw_queries;
-  // Of the key tile whose loads were started last:
+  // These belong to the key tile whose loads were started last.
   char *k, *v;
   Mbarrier *k_full, *v_full;
   int valid_keys;

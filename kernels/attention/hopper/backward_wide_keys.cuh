@@ -184,7 +184,8 @@ class WideKeysWarpgroup {
                                                                rows);
     wgmma_commit();
   }
-  // Waits for the first product of a query tile and computes the operand of the second one. `last`: of the task.
+  // Waits for the first product of a query tile and computes the operand of the second one. `last`: whether it is the
+  // task's last tile.
   __device__ __forceinline__ void finish_first(const Unit<MASK>& unit, int key, int tile, bool last) {
     wgmma_wait<0>();
     fence_operand(product);

@@ -206,7 +206,7 @@ class Consumer {
     }
   }
 
-  // The same without overlap between tiles (see ForwardShape::kOverlapTiles).
+  // Does the same as run() without overlap between tiles (see ForwardShape::kOverlapTiles).
   __device__ __forceinline__ void run_sequential() {
     scheduler_barrier.start();
     while (true) {
@@ -303,8 +303,8 @@ class Consumer {
     }
     return true;
   }
-  // The same while a wgmma with v is still to be issued. Its stage must not be reused before then, so its step has to
-  // be one of the last kStages steps. Also returns false if the next tile is further away than that.
+  // Does the same as find_tile() while a wgmma with v is still to be issued. Its stage must not be reused before then,
+  // so its step has to be one of the last kStages steps. Also returns false if the next tile is further away than that.
   static constexpr int kNear = S::kStages - S::kSharedStages;
   __device__ __forceinline__ bool find_near_tile() {
     int passed = 0;

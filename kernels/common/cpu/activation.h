@@ -14,7 +14,7 @@ struct Activated {
   Lanes value, derivative;
 };
 
-// The logistic function at w: s = sigmoid(w), and rest = 1 - s without cancellation. For w above -88.
+// The logistic function at w: s = sigmoid(w), and rest = 1 - s without cancellation. w must be above -88.
 struct Logistic {
   Lanes s, rest;
 };

@@ -51,7 +51,7 @@ struct Dropout {
   // The keep mask of one span of one row.
   class Span {
    public:
-    // Not inlined, so that all kernels share one copy.
+    // This is not inlined, so that all kernels share one copy.
     __attribute__((noinline)) void draw(const Dropout& dropout, RowPosition position, int64_t first) {
       limit_ = static_cast<uint8_t>(dropout.threshold - 1);
       scale_ = dropout.scale;

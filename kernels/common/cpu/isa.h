@@ -29,8 +29,8 @@ bool isa_supported(Isa isa);
 
 }  // namespace fasttfm
 
-// Defines fasttfm::cpu::NAME(const PARAMS&), which forwards to the active instruction set's copy. Written once at the
-// end of a cpu.cpp file, after fasttfm::FASTTFM_ISA::NAME.
+// Defines fasttfm::cpu::NAME(const PARAMS&), which forwards to the active instruction set's copy. This is written once
+// at the end of a cpu.cpp file, after fasttfm::FASTTFM_ISA::NAME.
 #if defined(FASTTFM_ISA_BASELINE) && defined(FASTTFM_X86)
 #define FASTTFM_CPU_LAUNCHER(NAME, PARAMS)           \
   namespace fasttfm {                                \

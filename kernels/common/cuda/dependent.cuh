@@ -17,7 +17,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 // launch. Every block of every kernel calls it before it reads or writes activations, so all earlier kernels have
 // ended, too.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The same for loads that the compiler may move, as those of load_packed_if(): they stay after the wait if their
+// Does the same for loads that the compiler may move, as those of load_packed_if(): they stay after the wait if their
 // addresses are computed from the returned index.
 __device__ __forceinline__ int64_t griddepcontrol_wait_for(int64_t index) {
   griddepcontrol_wait();

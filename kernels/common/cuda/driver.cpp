@@ -18,7 +18,7 @@ bool find(void* library, const char* name, Function* function) {
   return *function != nullptr;
 }
 
-// Null without a driver, or with one that is older than CUDA 12.
+// Returns null without a driver, or with one that is older than CUDA 12.
 const Functions* functions() {
   static Functions loaded{};
   static const bool complete = [] {

@@ -67,7 +67,7 @@ Status graph_instantiate(const GraphInstantiate& p) {
 Status graph_destroy(const GraphDestroy& p) {
   const DeviceGuard guard(p.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
-  // Also while this thread captures another graph.
+  // In relaxed mode the graph can be destroyed while this thread captures another one.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
   if (error != cudaSuccess) return status_of(error);

@@ -23,7 +23,7 @@ struct GraphDestroy {
   int device;
 };
 
-// Where a launch's results go.
+// The memory that receives a launch's results.
 struct GraphSlot {
   void* results;      // pinned
   int32_t* flag;      // pinned; set to 1 once all results are written

@@ -133,7 +133,7 @@ struct ProductCopies {
   __device__ __forceinline__ void load_a(uint32_t slot, int step, int row) const {
     tma_load(a_map, memory.full[slot], shared_address(memory.a[slot]), step * kTileColumns, row, 0, 0);
   }
-  // Also announces the bytes of a.
+  // Loads the block's part of b, and announces the bytes of a too.
   __device__ __forceinline__ void load_b(uint32_t slot, int step, int column, int parts) const {
     constexpr int kShare = kTileColumns / S::kCluster;
     const int rank = static_cast<int>(blockIdx.x) % S::kCluster, first = rank * kShare;

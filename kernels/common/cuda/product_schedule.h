@@ -1,5 +1,5 @@
-// How the tiles of a Hopper GEMM (hopper_product.cuh) are assigned to clusters. Also compiles for the host, where a
-// test covers it. S is a ProductShape.
+// How the tiles of a Hopper GEMM (hopper_product.cuh) are assigned to clusters. This also compiles for the host,
+// where a test covers it. S is a ProductShape.
 #pragma once
 
 #include <cstdint>

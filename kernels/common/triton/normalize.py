@@ -45,7 +45,7 @@ def normalized(
 
 @triton.jit
 def normalized_gradient(value, scaled, rows, columns, statistics, N, C):
-    """Of rows ``value`` and ``scaled`` = dy * weight, zero past the rows' ends: xhat and the gradient of ``value``.
+    """Returns xhat and the gradient of ``value`` for rows ``value`` and ``scaled`` = dy * weight, zero past their ends.
 
     Past the rows' ends xhat is not zero; products with dy are.
     """

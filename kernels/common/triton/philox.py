@@ -30,7 +30,8 @@ def philox(seed, c0, c1, c2, c3):
 @triton.jit
 def kept(seed, sequence, token, threshold, first_column, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     """Which activations dropout keeps: bool [BLOCK_N, BLOCK_C], for rows at the given positions (uint32 [BLOCK_N]) and
-    the columns from ``first_column`` on (both multiples of 16). One draw per 16 columns, then spread out to bytes."""
+    the columns from ``first_column`` on (both multiples of 16). One draw has a byte for each of
+    16 columns."""
     blocks = (first_column // 16 + tl.arange(0, BLOCK_C // 16)).to(tl.uint32)
     c0 = tl.broadcast_to(blocks[None, :], (BLOCK_N, BLOCK_C // 16))
     c1 = tl.broadcast_to(token[:, None], (BLOCK_N, BLOCK_C // 16))
@@ -44,8 +45,8 @@ def kept(seed, sequence, token, threshold, first_column, BLOCK_N: tl.constexpr, 
 
 @triton.jit
 def _kept_words(seed, sequence, head, queries, first_key, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """For each weight of a tile, the word that holds its byte, and the index of the byte: uint32 [BLOCK_M, BLOCK_N].
-    The byte's high bit says whether the weight is kept.
+    """Returns, for each weight of a tile, the word that holds its byte, and the index of the byte: uint32 [BLOCK_M,
+    BLOCK_N]. The byte's high bit says whether the weight is kept.
 
     Four bytes are compared at once: the high bit of a byte of ``z`` says whether its low seven bits reach those of the
     threshold, which decides together with the high bits of the byte and of the threshold.
