@@ -11,6 +11,7 @@ import dataclasses
 import multiprocessing
 import os
 import random
+import shutil
 import socket
 import sys
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # slow to import: once, in the server
 
@@ -169,6 +171,12 @@ def _command(argv: list[str], log: Path) -> None:
     raise SystemExit(main(argv))
 
 
+def join(processes: list[Any]) -> None:
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+
 def start_ranks(size: int, target: Callable[..., Any], *arguments: Any) -> list[Any]:
     """The processes that torchrun would start."""
     with socket.socket() as probe:
@@ -181,3 +189,38 @@ def _ranked(rank: int, size: int, port: int, target: Callable[..., Any], *argume
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({name: str(value) for name, value in values.items()})
     target(*arguments)
+
+
+# ---- curves over ranks -----------------------------------------------------------------------------------------------
+
+
+def trained(ranks: int, settings: PretrainSettings, output: Path, **options: Any) -> None:
+    """A run, or its continuation, under as many processes."""
+    run = run_of(output, **{"checkpoint_every": 3, "evaluate_every": 3, "evaluation_batches": 3, **options})
+    if ranks == 1:
+        pretrain(settings, run)
+        return
+    join(start_ranks(ranks, train, settings, run))
+
+
+_NUMBERS = ("loss", "gradient_norm", "validation_loss")
+
+
+def curve(output: Path) -> list[list[float]]:
+    rows = read_rows(output / "log.csv")
+    return [[float(row[name] or "nan") for name in _NUMBERS] for row in rows]
+
+
+def back_to(output: Path, step: int) -> None:
+    """Leaves of a run what one that was killed after the checkpoint of this step would have left."""
+    for path in output.glob("checkpoint-*"):
+        if int(path.name.rpartition("-")[2]) > step:
+            shutil.rmtree(path)
+
+
+def close(first: Path, second: Path) -> None:
+    """Asserts that two runs have the same curve, up to rounding."""
+    ours, theirs = curve(first), curve(second)
+    assert len(ours) == len(theirs) > 0
+    for row, other in zip(ours, theirs, strict=True):
+        assert row == pytest.approx(other, rel=1e-5, nan_ok=True)

@@ -3,55 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import train_runs
-from train_runs import run_of, settings_of
+from train_runs import back_to, close, run_of, settings_of, trained
 
-from fasttfm.train.logs import read_rows
 from fasttfm.train.pretrain import RunError, pretrain
 from fasttfm.train.settings import PretrainSettings
 
 STEPS = 9
-_NUMBERS = ("loss", "gradient_norm", "validation_loss")
-
-
-def trained(ranks: int, settings: PretrainSettings, output: Path, **options: Any) -> None:
-    """A run, or its continuation, under as many processes."""
-    run = run_of(output, **{"checkpoint_every": 3, "evaluate_every": 3, "evaluation_batches": 3, **options})
-    if ranks == 1:
-        pretrain(settings, run)
-        return
-    for process in train_runs.start_ranks(ranks, train_runs.train, settings, run):
-        process.join()
-        assert process.exitcode == 0
-
-
-def curve(output: Path) -> list[list[float]]:
-    rows = read_rows(output / "log.csv")
-    return [[float(row[name] or "nan") for name in _NUMBERS] for row in rows]
-
-
-def back_to(output: Path, step: int) -> None:
-    """Leaves of a run what one that was killed after the checkpoint of this step would have left."""
-    for path in output.glob("checkpoint-*"):
-        if int(path.name.rpartition("-")[2]) > step:
-            shutil.rmtree(path)
 
 
 def settings(corpus: dict[str, Path], family: str = "bert") -> PretrainSettings:
     """With dropout, masked tokens, and four batches per step."""
     return settings_of(corpus, family, steps=STEPS, batches_per_step=4, tokens_per_step=512)
-
-
-def close(first: Path, second: Path) -> None:
-    ours, theirs = curve(first), curve(second)
-    assert len(ours) == len(theirs) == STEPS
-    for row, other in zip(ours, theirs, strict=True):
-        assert row == pytest.approx(other, rel=1e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize(("ranks", "parallel"), [(2, "ddp"), (4, "ddp"), (2, "fsdp")])

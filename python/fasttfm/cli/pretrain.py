@@ -40,7 +40,16 @@ _OPTIMIZER = {"optimizer": "name", "learning_rate": "learning_rate", "weight_dec
 _SCHEDULE = {"steps": "steps", "warmup": "warmup", "schedule": "kind"}
 _STEP = {"precision": "precision", "compile": "compile", "cuda_graph": "cuda_graph", "bad_steps": "bad_steps"}
 _RUN = (
-    *("prepared", "device", "parallel", "checkpoint_every", "keep", "evaluate_every", "evaluation_batches"),
+    *(
+        "prepared",
+        "device",
+        "parallel",
+        "checkpoints",
+        "checkpoint_every",
+        "keep",
+        "evaluate_every",
+        "evaluation_batches",
+    ),
     *("log_every", "workers"),
 )
 
@@ -280,6 +289,11 @@ def _add_run(group: Any) -> None:
         type=int,
         metavar="STEPS",
         help="checkpoint interval (default: a fifth of the run, at most 1000)",
+    )
+    group.add_argument(
+        "--checkpoints",
+        metavar="KIND",
+        help="whole, or sharded: every process writes its part while the training goes on (default: whole)",
     )
     group.add_argument("--keep", type=int, metavar="N", help="number of checkpoints to keep (default: 3)")
     group.add_argument(

@@ -19,6 +19,7 @@ from fasttfm._atomic_files import atomic_writes, first_line, json_text
 
 CONFIG = "config.json"
 LATEST = "latest"  # the newest checkpoint in the directory of a training run
+SHARDS = "sharded"  # the folder of a sharded checkpoint, which has no weights in files of their own
 SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
 _WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -60,6 +61,9 @@ class CheckpointReader:
             if index.is_file():
                 return self._indexed(index)
             looked_for += [whole.name, index.name]
+        if any((folder / SHARDS).is_dir() for folder in (directory, directory.parent)):  # ELECTRA's are inside
+            got = "a sharded checkpoint; --resume continues its run, whose last checkpoint has the weights"
+            raise CheckpointError(f"{directory}: expected {SAFETENSORS}, got {got}")
         raise CheckpointError(f"{directory}: expected one of {', '.join(looked_for)}, found none")
 
     def _indexed(self, index: Path) -> dict[str, Path]:

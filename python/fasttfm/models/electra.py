@@ -34,7 +34,7 @@ from fasttfm.models.bert import (
 )
 from fasttfm.models.checkpoint_files import CheckpointError
 from fasttfm.models.checkpoint_names import Names, rule
-from fasttfm.models.directories import checkpoint_directory
+from fasttfm.models.directories import PARTS, checkpoint_directory
 from fasttfm.models.family import Family, Head
 from fasttfm.models.kagnet import GRAPH_NAMES, GraphChoice, GraphFields
 from fasttfm.models.objectives import ReplacedTokenDetection
@@ -342,6 +342,11 @@ class ElectraForJointPreTraining(PretrainedModel):
         """Writes both folders."""
         for name in ("generator", "discriminator"):
             getattr(self, name).save_pretrained(Path(directory) / name, **options)
+
+    def save_config(self, directory: str | Path) -> None:
+        """Writes the configurations of both folders."""
+        for name in PARTS:
+            getattr(self, name).save_config(Path(directory) / name)
 
 
 def put_back(ids: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:

@@ -195,9 +195,18 @@ class PretrainedModel(nn.Module):
         checkpoint is replaced when the new one is complete; if the save fails, it is unchanged."""
         self._check_tied()
         tensors = self.checkpoint_tensors(dict(self.state_dict()))
+        self._describe()
+        write_tensors(Path(directory), tensors, shard_bytes, config=self.config.to_dict())
+
+    def save_config(self, directory: str | Path) -> None:
+        """Writes the configuration of ``save_pretrained`` without the weights."""
+        self._describe()
+        self.config.save_pretrained(directory)
+
+    def _describe(self) -> None:
+        """Adds the class and the dtype to the configuration."""
         self.config.extra["architectures"] = [type(self).__name__]
         self.config.extra["dtype"] = str(next(self.parameters()).dtype).removeprefix("torch.")
-        write_tensors(Path(directory), tensors, shard_bytes, config=self.config.to_dict())
 
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Converts tensors with our parameters' names, such as gradients, to the names of a checkpoint of this

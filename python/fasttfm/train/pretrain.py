@@ -9,16 +9,17 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fasttfm import data
 from fasttfm._atomic_files import first_line
-from fasttfm.models.checkpoint_files import CONFIG
+from fasttfm.models.checkpoint_files import CONFIG, SHARDS
 from fasttfm.models.objectives import CausalLM, MaskedLM
 from fasttfm.train import checkpoints as files
+from fasttfm.train import sharded_checkpoints
 from fasttfm.train.checkpoints import Checkpoints, ModelFiles
 from fasttfm.train.curves import CURVES, write_curves
 from fasttfm.train.distributed import World, join, share_out
@@ -43,6 +44,7 @@ from fasttfm.train.progress import Progress, peak_flops
 from fasttfm.train.run_directory import SETTINGS, RunError, not_a_run, read_settings, run_lock, write_settings
 from fasttfm.train.schedule import Schedule
 from fasttfm.train.settings import PretrainSettings, RunSettings
+from fasttfm.train.sharded_checkpoints import ShardedCheckpoints
 from fasttfm.train.stopping import Stop
 
 _TOKENIZER, _NEW_TOKENIZER = "tokenizer", "tokenizer.new"
@@ -137,6 +139,7 @@ class _Run:
         self.phases = phases(settings, self.batches_per_step)
         self.streams = [self._stream(self.corpus.training, phase, self._workers()) for phase in self.phases]
         self.evaluation = self._evaluation_batches()
+        self.sharded = ShardedCheckpoints(self.checkpoints, world) if run.checkpoints == "sharded" else None
         self.start = self._resume() if run.resume else 0
 
     def _open_directory(self) -> None:
@@ -232,17 +235,28 @@ class _Run:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     def save(self) -> Path:
-        """Saves a checkpoint. All processes call this, after a flush of results."""
+        """Saves a checkpoint; a sharded one is complete after ``sharded.wait``. All processes call this, after a flush
+        of results. The last checkpoint of a run is whole, so that it opens as a model."""
         check_finite(self.model, self.world)
-        write_model = self.files.writer()
-        collect = self.world.main or self.world.parallel == "fsdp"
-        optimizer = files.optimizer_state(self.trainer.optimizer) if collect else {}
-        state = {
+        step, optimizer = self.trainer.completed, self.trainer.optimizer
+        path = self.checkpoints.path(step)
+        state: dict[str, Any] = {
             "settings": self._facts(),
             "trainer": self.trainer.state_dict(),
-            "optimizer": optimizer,
             "data": self.streams[self._phase()].state_dict(),
         }
+        if self.sharded is not None and step < self.steps:
+            tensors = sharded_checkpoints.tensors_of(self.model, optimizer)
+            self.sharded.start(step, tensors, self._writer(self.model.save_config, state))
+            return path
+        self._wait()
+        write_model = self.files.writer()
+        collect = self.world.main or self.world.parallel == "fsdp"
+        state["optimizer"] = files.optimizer_state(optimizer) if collect else {}
+        return self.checkpoints.save(step, self._writer(write_model, state)) if self.world.main else path
+
+    def _writer(self, write_model: Callable[[Path], None], state: dict[str, Any]) -> Callable[[Path], None]:
+        """Writes model, tokenizer and state into a checkpoint's directory."""
 
         def write(directory: Path) -> None:
             write_model(directory)
@@ -250,8 +264,12 @@ class _Run:
                 self.corpus.tokenizer.save(folder, model_max_length=self.longest, config=self.model.config)
             files.write_state(directory, state)
 
-        step = self.trainer.completed
-        return self.checkpoints.save(step, write) if self.world.main else self.checkpoints.path(step)
+        return write
+
+    def _wait(self) -> None:
+        """Waits for a sharded checkpoint that is being written."""
+        if self.sharded is not None:
+            self.sharded.wait()
 
     def _resume(self) -> int:
         found = self.checkpoints.newest()
@@ -265,8 +283,11 @@ class _Run:
             changed = files.differences(then, now)
             if changed:
                 raise RunError(f"{found} is of a run with other settings: {'; '.join(changed)}")
-            self.files.read(found)
-            files.load_optimizer_state(self.trainer.optimizer, state["optimizer"])
+            if (found / SHARDS).is_dir():
+                sharded_checkpoints.read(found, self.model, self.trainer.optimizer, self.world)
+            else:
+                self.files.read(found)
+                files.load_optimizer_state(self.trainer.optimizer, state["optimizer"])
             self.trainer.load_state_dict(state["trainer"])
             self.streams[self._phase()].load_state_dict(state["data"])
         except (KeyError, IndexError, TypeError) as error:
@@ -352,6 +373,10 @@ class _Run:
             return list(itertools.islice(stream, math.ceil(self.run.evaluation_batches / self.world.size)))
 
     def _stopped(self, checkpoint: Path, *, saved: bool) -> None:
+        if saved:
+            self._wait()
+        elif self.checkpoints.steps():  # a sharded one may be incomplete
+            checkpoint = self.checkpoints.path(self.checkpoints.steps()[-1])
         where = f"{checkpoint} was written" if saved else f"the last whole checkpoint is {checkpoint}"
         raise RunError(
             f"stopped by a signal after step {self.trainer.completed}; {where}; --resume continues from there"

@@ -12,6 +12,7 @@ import torch
 
 from fasttfm import data
 from fasttfm._atomic_files import first_line
+from fasttfm.models.checkpoint_files import SHARDS
 from fasttfm.models.directories import PARTS, checkpoint_directory
 from fasttfm.models.families import FAMILIES, TextObjective, objectives_of, trained_on_text
 from fasttfm.models.hub import Part
@@ -214,6 +215,9 @@ def make_model(settings: PretrainSettings, tokenizer: data.Tokenizer) -> Pretrai
         got = f"{config.vocab_size}, where the tokenizer has {tokenizer.vocab_size} entries"
         raise ValueError(f"vocab_size: expected no fewer than the tokenizer's, got {got}")
     torch.manual_seed(settings.seed)
+    if settings.init is not None and (Path(settings.init) / SHARDS).is_dir():  # a resumed run's, which is read later
+        folders = [folder for name in PARTS if (folder := Path(settings.init) / name).is_dir()]  # ELECTRA's two
+        return model_cls(*map(family.config.from_pretrained, folders or [Path(settings.init)]))
     if settings.init is not None:
         return model_cls.from_pretrained(settings.init, dtype=torch.float32, **_changes(settings))
     if "pad_token_id" not in settings.changes:

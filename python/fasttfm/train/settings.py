@@ -12,6 +12,7 @@ from fasttfm.data.texts import LANGUAGES
 OPTIMIZERS = ("adamw", "lamb")
 SCHEDULES = ("linear", "cosine", "constant")
 PRECISIONS = ("float32", "bfloat16", "fp8")
+CHECKPOINTS = ("whole", "sharded")
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,7 @@ class RunSettings:
     overwrite: bool = False
     checkpoint_every: int | None = None  # steps; by default five times per run, or every 1,000 steps
     keep: int = 3
+    checkpoints: str = "whole"  # or sharded: every process writes its part, in the background
     evaluate_every: int | None = None  # steps; by default ten times per run
     evaluation_batches: int = 8  # over all ranks
     log_every: int = 10
@@ -164,6 +166,7 @@ class RunSettings:
         for name in ("checkpoint_every", "keep", "evaluate_every", "evaluation_batches", "log_every"):
             if (value := getattr(self, name)) is not None:
                 at_least(name, value, 1)
+        one_of("checkpoints", self.checkpoints, CHECKPOINTS)
         if self.workers is not None:
             at_least("workers", self.workers, 0)
 
