@@ -3,11 +3,13 @@
   fasttfm embed --model DIR --data texts.txt --output vectors.npy
   fasttfm embed --model DIR --data reviews.jsonl --layers sum:4 --pooling first --output vectors.safetensors
   fasttfm embed --model DIR --data - --tokens --output tokens.npz < texts.txt
+  fasttfm embed --model DIR --data corpus/ --output vectors --rows-per-part 65536
 
 Texts are the lines of .txt files (vector i is that of line i; empty lines count), the "text" fields of .jsonl files, or
 the column "text" of .csv, .tsv and .parquet files (--text-column). --split changes how .txt files are divided. The
-vectors are one array [texts, width] in the order of the texts. For a folder of sentence-transformers, its own pooling,
-prompts, length and normalization are used: the vectors are those of SentenceTransformer.encode.
+vectors are one array [texts, width] in the order of the texts. With --rows-per-part, --output is a folder of part
+files, which several processes write together (torchrun -m fasttfm embed ...). For a folder of sentence-transformers,
+its own pooling, prompts, length and normalization are used: the vectors are those of SentenceTransformer.encode.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,10 @@ from fasttfm.cli.options import (
     exit_on_user_error,
     precision_of,
 )
+from fasttfm.cli.part_runs import Write, add_part_options, is_in_parts, prepare_parts, run_in_parts, settings_of
 
 SPLITS = ("line", "document", "file")
-_SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv")
+_SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv", ".parquet")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -46,7 +49,16 @@ def add_parser(subparsers: Any) -> None:
         help="files, directories or glob patterns; - reads lines from stdin",
     )
     parser.add_argument(
-        "--output", required=True, type=Path, metavar="FILE", help=f"output file that ends in {', '.join(_SUFFIXES)}"
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help=f"output file that ends in {', '.join(_SUFFIXES)}; or the folder of part files",
+    )
+    parser.add_argument(
+        "--format",
+        choices=tuple(suffix[1:] for suffix in _SUFFIXES),
+        help="format of part files (default: parquet); that of a file follows from its name",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
     parser.add_argument(
@@ -98,6 +110,7 @@ def add_parser(subparsers: Any) -> None:
         help="a file of vectors whose ranges --dtype int8 and uint8 use (default: those of the vectors)",
     )
     add_model_options(parser)
+    add_part_options(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(refuse=parser.error)
 
@@ -165,55 +178,119 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
+        if is_in_parts(arguments):
+            prepare_parts(arguments)
+            return run_in_parts(arguments, EmbedJob(arguments))
+        if arguments.format is not None:
+            raise ValueError(f"--format: expected with --rows-per-part, got {arguments.format}")
         _check_output(arguments)
-        from fasttfm.inference.chunks import chunk_vectors
-        from fasttfm.tasks.vector_files import Row, write_vectors
-
+        check_output_file(arguments)
         ranges = _ranges(arguments)
         embedder = embedder_of(arguments, sparse=arguments.sparse)
-        texts, again = itertools.tee(read_texts(arguments.data, arguments.split, arguments.text_column))
-        if arguments.sparse:
-            _write_sparse(arguments, embedder, texts, again)
-            return 0
-        # The copy of the texts is as far ahead as a batch, so that memory is bounded.
-        size = arguments.late_chunks if arguments.chunks is None else arguments.chunks
-        if size is not None:
-            late = arguments.late_chunks is not None
-            found = ((vectors, None) for vectors in chunk_vectors(embedder.session, texts, size, late=late))
-        elif arguments.multi:
-            found = ((vectors, None) for vectors in embedder.session.stream(texts, output="multi"))
-        elif arguments.tokens:
-            found = ((vectors, ids) for ids, vectors in embedder.token_vectors(texts))
-        else:
-            found = ((vector, None) for vector in embedder.vectors(texts))
-        rows: Iterator[Row] = (Row(text, vector, ids) for (vector, ids), text in zip(found, again, strict=True))
-        if not arguments.quiet:
-            rows = _tracked(arguments, rows)
-        count, width = write_vectors(
-            arguments.output,
-            _some(rows),
-            dtype=arguments.dtype,
-            ranges=ranges,
-            settings=_settings(arguments),
-            parts="offsets" if size is None else "chunks",
-        )
-        kind = "texts' token vectors" if arguments.tokens or arguments.multi else "vectors"
-        kind = kind if size is None else "texts' chunks, vectors"
-        rate = f"{embedder.session.counts.tokens_per_second:,.0f} tokens/s"
-        print(f"{count:,} {kind} of {width:,} numbers: {arguments.output} ({rate})")
+        texts = read_texts(arguments.data, arguments.split, arguments.text_column)
+        print(write_texts(arguments, embedder, texts, arguments.output, ranges, tracks=not arguments.quiet))
     return 0
 
 
-def _write_sparse(arguments: argparse.Namespace, embedder: Any, texts: Iterator[str], again: Iterator[str]) -> None:
+def write_texts(
+    arguments: argparse.Namespace,
+    embedder: Any,
+    texts: Iterable[str],
+    output: Path,
+    ranges: Any,
+    *,
+    tracks: bool = False,
+    first_row: int | None = None,
+) -> str:
+    """Writes the vectors of texts to a file. Returns a sentence about them."""
+    from fasttfm.inference.chunks import chunk_vectors
+    from fasttfm.tasks.vector_files import Row, write_vectors
+
+    # The copy of the texts is as far ahead as a batch, so that memory is bounded.
+    texts, again = itertools.tee(texts)
+    if arguments.sparse:
+        return _write_sparse(arguments, embedder, texts, again, output, tracks=tracks)
+    size = arguments.late_chunks if arguments.chunks is None else arguments.chunks
+    if size is not None:
+        late = arguments.late_chunks is not None
+        found = ((vectors, None) for vectors in chunk_vectors(embedder.session, texts, size, late=late))
+    elif arguments.multi:
+        found = ((vectors, None) for vectors in embedder.session.stream(texts, output="multi"))
+    elif arguments.tokens:
+        found = ((vectors, ids) for ids, vectors in embedder.token_vectors(texts))
+    else:
+        found = ((vector, None) for vector in embedder.vectors(texts))
+    rows: Iterator[Row] = (Row(text, vector, ids) for (vector, ids), text in zip(found, again, strict=True))
+    if tracks:
+        rows = _tracked(arguments, rows)
+    count, width = write_vectors(
+        output,
+        _some(rows),
+        dtype=arguments.dtype,
+        ranges=ranges,
+        settings=_settings(arguments),
+        parts="offsets" if size is None else "chunks",
+        first_row=first_row,
+    )
+    kind = "texts' token vectors" if arguments.tokens or arguments.multi else "vectors"
+    kind = kind if size is None else "texts' chunks, vectors"
+    rate = f"{embedder.session.counts.tokens_per_second:,.0f} tokens/s"
+    return f"{count:,} {kind} of {width:,} numbers: {output} ({rate})"
+
+
+def _write_sparse(
+    arguments: argparse.Namespace,
+    embedder: Any,
+    texts: Iterator[str],
+    again: Iterator[str],
+    output: Path,
+    *,
+    tracks: bool,
+) -> str:
     from fasttfm.tasks.sparse_files import write_sparse
 
     rows: Iterator[Any] = zip(again, embedder.sparse_vectors(texts), strict=True)
-    if not arguments.quiet:
+    if tracks:
         rows = _tracked(arguments, rows)
     session = embedder.session
-    count, weights = write_sparse(arguments.output, _some(rows), session.network.sparse_width)
+    count, weights = write_sparse(output, _some(rows), session.network.sparse_width)
     rate = f"{session.counts.tokens_per_second:,.0f} tokens/s"
-    print(f"{count:,} sparse vectors of {weights / count:,.1f} weights: {arguments.output} ({rate})")
+    return f"{count:,} sparse vectors of {weights / count:,.1f} weights: {output} ({rate})"
+
+
+class EmbedJob:
+    """The vectors of a corpus as part files."""
+
+    unit = "texts"
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.suffix = f".{arguments.format or ('npz' if arguments.sparse else 'parquet')}"
+        self._arguments = argparse.Namespace(**{**vars(arguments), "refuse": None})
+        _check_format(self._arguments, self.suffix, "--format")
+        if arguments.dtype in ("int8", "uint8") and arguments.calibration is None:
+            raise ValueError(f"--dtype: {arguments.dtype}: expected --calibration, so that all parts have its ranges")
+
+    def settings(self) -> dict[str, Any]:
+        names = ("adapter", "pooling", "layers", "dimensions", "normalize", "prompt", "prompt_name", "max_length")
+        forms = ("precision", "dtype", "tokens", "multi", "sparse", "chunks", "late_chunks", "split", "text_column")
+        return settings_of(self._arguments, (*names, *forms))
+
+    def rows(self) -> Iterator[Any]:
+        from fasttfm.tasks.text_rows import text_rows
+
+        return text_rows(self._arguments.data, self._arguments.split, self._arguments.text_column)
+
+    def open(self) -> Write:
+        from fasttfm.tasks.text_rows import texts_of_rows
+
+        arguments, ranges = self._arguments, _ranges(self._arguments)
+        embedder = embedder_of(arguments, sparse=arguments.sparse)
+
+        def write(path: Path, rows: Iterable[Any], first_row: int) -> str:
+            texts = texts_of_rows(rows, arguments.text_column)
+            return write_texts(arguments, embedder, texts, path, ranges, first_row=first_row)
+
+        return write
 
 
 def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None, *, sparse: bool = False) -> Any:
@@ -252,24 +329,34 @@ def _check_output(arguments: argparse.Namespace) -> None:
     output: Path = arguments.output
     if output.suffix not in _SUFFIXES:
         raise ValueError(f"--output: expected a name that ends in {', '.join(_SUFFIXES)}, got {output}")
-    if arguments.tokens and output.suffix in (".npy", ".csv"):
-        expected = "a name that ends in .npz, .safetensors or .jsonl with --tokens"
-        raise ValueError(f"--output: expected {expected}, got {output}")
-    if arguments.sparse and (output.suffix not in (".npz", ".jsonl") or arguments.tokens):
-        got = "--tokens" if arguments.tokens else f"{output}"
-        raise ValueError(f"--sparse: expected --output with a name that ends in .npz or .jsonl, got {got}")
-    if arguments.multi and (output.suffix not in (".npz", ".safetensors") or arguments.tokens or arguments.sparse):
-        got = "--tokens" if arguments.tokens else "--sparse" if arguments.sparse else f"{output}"
-        raise ValueError(f"--multi: expected --output with a name that ends in .npz or .safetensors, got {got}")
-    for name, given in (("--chunks", arguments.chunks), ("--late-chunks", arguments.late_chunks)):
-        others = [other for other in ("tokens", "multi", "sparse") if getattr(arguments, other)]
-        if given is not None and (output.suffix not in (".npz", ".safetensors") or others):
-            got = f"--{others[0]}" if others else f"{output}"
-            raise ValueError(f"{name}: expected --output with a name that ends in .npz or .safetensors, got {got}")
+    _check_format(arguments, output.suffix, "--output")
+
+
+def _check_format(arguments: argparse.Namespace, suffix: str, option: str) -> None:
+    """Raises ValueError if files with this suffix cannot have what the command computes. ``option`` states it."""
     from fasttfm.tasks.vector_files import check_type
 
-    check_type(output.suffix, arguments.dtype)
-    check_output_file(arguments)
+    arrays = (".npz", ".safetensors")
+    able = {
+        "tokens": (*arrays, ".jsonl", ".parquet"),
+        "sparse": (".npz", ".jsonl"),
+        "multi": (*arrays, ".parquet"),
+        "chunks": arrays,
+        "late_chunks": arrays,
+    }
+    chosen = [name for name in able if getattr(arguments, name) not in (None, False)]
+    for name in chosen:
+        others = [other for other in chosen if other != name and list(able).index(other) < list(able).index(name)]
+        if suffix not in able[name] or others:
+            *first, last = able[name]
+            form = "with a name that ends in" if option == "--output" else "of a file that ends in"
+            got = _option(others[0]) if others else f"{arguments.output if option == '--output' else suffix}"
+            raise ValueError(f"{_option(name)}: expected {option} {form} {', '.join(first)} or {last}, got {got}")
+    check_type(suffix, arguments.dtype)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _ranges(arguments: argparse.Namespace) -> Any:

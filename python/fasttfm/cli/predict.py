@@ -7,6 +7,7 @@
   fasttfm predict --model ALBERT-RUN --text "The war is over." "We have peace."     are they in their order?
   fasttfm predict --model ELECTRA-RUN --data texts.txt --output replaced.html       which tokens were replaced?
   fasttfm predict --model ELECTRA-RUN --data texts.txt --replace 0.15               which has its generator replaced?
+  fasttfm predict --model DIR --data reviews.jsonl --output labels --rows-per-part 65536
 
 The model's directory states the task, its labels, the maximum length and the threshold for questions without an answer.
 Examples come from files of the task's format, with or without labels, or from .txt files, .jsonl files and stdin (-),
@@ -21,7 +22,8 @@ For the head of a pre-training run:
 Depending on the task, the output has for each example: its label, with the probability of every label; its tags; its
 answer, with its place in the context and the score of having none; the choice between its endings; or the probability
 of each token to be replaced. If all examples have labels, scores are printed. Replaced tokens are marked in the
-terminal and on a page (.html).
+terminal and on a page (.html). With --rows-per-part, --output is a folder of part files, which several processes write
+together (torchrun -m fasttfm predict ...); scores are not printed then.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from fasttfm.cli.options import (
     exit_on_user_error,
     sentence,
 )
+from fasttfm.cli.part_runs import Write, add_part_options, is_in_parts, prepare_parts, run_in_parts, settings_of
 from fasttfm.tasks.pretraining_heads import PRETRAINED_TASKS, ReplacedTokensTask
 from fasttfm.tasks.registry import TASKS
 
@@ -78,11 +81,17 @@ def add_parser(subparsers: Any) -> None:
         help="replaced-tokens: the run's generator replaces this fraction of the tokens before, as in pre-training",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed of --replace")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="output file (default: print to the terminal)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="output file, or folder of part files (default: print to the terminal)",
+    )
     parser.add_argument(
         "--format",
-        choices=("csv", "jsonl", "html"),
-        help="output format; html: a page of replaced tokens (default: by the name of --output, or jsonl)",
+        choices=("csv", "jsonl", "html", "parquet"),
+        help="output format; html: a page of replaced tokens; parquet: only of part files (default: by the name of "
+        "--output, or jsonl)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
     parser.add_argument("--tokenizer", metavar="PATH", help="tokenizer (default: that of the model's directory)")
@@ -99,6 +108,7 @@ def add_parser(subparsers: Any) -> None:
         choices=("float32", "bfloat16"),
         help="compute precision (default: bfloat16 on a GPU, float32 on a CPU)",
     )
+    add_part_options(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_device_option(parser)
     add_column_options(parser.add_argument_group("columns", "of csv, tsv, jsonl and parquet files"))
@@ -109,31 +119,23 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
         from fasttfm.data.lines import DataError
-        from fasttfm.tasks.loading import load
         from fasttfm.tasks.prediction_files import Inputs, opened, read_inputs
         from fasttfm.train.progress import tracked
 
         if (arguments.text is None) == (arguments.data is None):
             got = "neither" if arguments.text is None else "both"
             raise ValueError(f"--data: expected a file of examples, or the texts of one with --text, got {got}")
+        if is_in_parts(arguments):
+            prepare_parts(arguments)
+            return run_in_parts(arguments, PredictJob(arguments))
+        if arguments.format == "parquet":
+            raise ValueError("--format: parquet: expected with --rows-per-part")
         check_output_file(arguments)
-        options = {} if arguments.threshold is None else {"threshold": arguments.threshold}
-        predictor = load(
-            arguments.model,
-            task=arguments.task,
-            tokenizer=arguments.tokenizer,
-            max_length=arguments.max_length,
-            device=arguments.device,
-            precision=arguments.precision,
-            tokens_per_batch=arguments.tokens_per_batch,
-            **options,
-        )
+        predictor = _predictor(arguments)
         task = predictor.task
-        named = (arguments.text_column, arguments.pair_column, arguments.label_column)
-        columns = columns_of(arguments) if any(named) or arguments.no_header else None
         form = _format(arguments, task)
         if arguments.text is None:
-            examples, total = read_inputs(task, arguments.data, columns)
+            examples, total = read_inputs(task, arguments.data, _columns(arguments))
         else:
             examples, total = Inputs(iter([task.example_of_line("\t".join(arguments.text))]), 1)
         if arguments.replace is not None:
@@ -155,6 +157,62 @@ def run(arguments: argparse.Namespace) -> int:
             warnings.warn(note, stacklevel=2)
         _summary(arguments, predictor, known)
     return 0
+
+
+def _predictor(arguments: argparse.Namespace) -> Any:
+    from fasttfm.tasks.loading import load
+
+    options = {} if arguments.threshold is None else {"threshold": arguments.threshold}
+    return load(
+        arguments.model,
+        task=arguments.task,
+        tokenizer=arguments.tokenizer,
+        max_length=arguments.max_length,
+        device=arguments.device,
+        precision=arguments.precision,
+        tokens_per_batch=arguments.tokens_per_batch,
+        **options,
+    )
+
+
+def _columns(arguments: argparse.Namespace) -> Any:
+    """The columns that are named; None without any."""
+    named = (arguments.text_column, arguments.pair_column, arguments.label_column)
+    return columns_of(arguments) if any(named) or arguments.no_header else None
+
+
+class PredictJob:
+    """The predictions for a file as part files."""
+
+    unit = "examples"
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = argparse.Namespace(**{**vars(arguments), "refuse": None})
+        self.suffix = f".{arguments.format or 'jsonl'}"
+        if arguments.replace is not None:
+            raise ValueError("--replace: expected without part files")
+        if arguments.format == "html":
+            raise ValueError("--format: expected csv, jsonl or parquet with part files, got html")
+
+    def settings(self) -> dict[str, Any]:
+        names = ("task", "precision", "max_length", "threshold", "text_column", "pair_column", "label_column")
+        return settings_of(self._arguments, (*names, "no_header"))
+
+    def rows(self) -> Iterator[Any]:
+        from fasttfm.tasks.prediction_files import example_rows
+
+        return example_rows(self._arguments.data, lambda: _predictor(self._arguments).task, _columns(self._arguments))
+
+    def open(self) -> Write:
+        from fasttfm.tasks.prediction_files import examples_of_rows, write_predictions
+
+        predictor, source = _predictor(self._arguments), self._arguments.data
+
+        def write(path: Path, rows: Iterable[Any], first_row: int) -> int:
+            found = predictor.stream(examples_of_rows(predictor.task, source, rows))
+            return write_predictions(path, predictor.task, found, first_row)
+
+        return write
 
 
 def _format(arguments: argparse.Namespace, task: Any) -> str:

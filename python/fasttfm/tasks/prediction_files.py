@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,9 @@ from typing import Any, NamedTuple, TextIO
 
 from fasttfm._atomic_files import atomic_write
 from fasttfm.data.lines import SURROGATE, DataError, data_error, read_lines
+from fasttfm.data.tables import Parquet
 from fasttfm.data.task_files import TagExample
+from fasttfm.tasks.parquet_files import ParquetWriter
 from fasttfm.tasks.task import Task
 
 FORMATS = ("csv", "jsonl")
@@ -49,6 +52,40 @@ def read_inputs(task: Task, source: str, columns: Any = None) -> Inputs:
     else:
         examples = _words(path) if task.name == "tag" and _columns(path) == 1 else task.read_file(path)
     return Inputs(iter(examples), len(examples))
+
+
+class Line(NamedTuple):
+    """A line of a file, which is parsed where the model is."""
+
+    number: int
+    text: str
+
+
+def example_rows(source: str, task_of: Callable[[], Task], columns: Any = None) -> Iterator[Any]:
+    """The examples of a file as rows that ``examples_of_rows`` reads: lines of ``.txt`` and ``.jsonl`` files, objects
+    of ``.parquet`` files. Other files, and files with named columns, are read as a whole by the task.
+
+    Args:
+        task_of: Opens the task, if it is needed.
+    """
+    path = Path(source)
+    if columns is None and path.name.endswith(_LINES):
+        is_json = path.name.endswith((".jsonl", ".jsonl.gz"))
+        return (Line(*each) for each in read_lines(path) if not is_json or each[1].strip())
+    if columns is None and path.suffix == ".parquet":
+        table = Parquet(path)
+        return ({name: table.value(row, name) for name in table.columns} for _, row in table.rows())
+    return read_inputs(task_of(), source, columns).examples
+
+
+def examples_of_rows(task: Task, source: str, rows: Iterable[Any]) -> Iterator[Any]:
+    """The examples of ``example_rows``."""
+    rows = iter(rows)
+    first = next(rows, None)
+    if first is None:
+        return iter(())
+    rows = itertools.chain([first], rows)
+    return _of_lines(task, source, rows, source.endswith((".jsonl", ".jsonl.gz"))) if isinstance(first, Line) else rows
 
 
 def _is_known(task: Task, path: Path) -> bool:
@@ -169,6 +206,29 @@ class Writer:
 
     def close(self) -> None:
         """Ends the file, which needs nothing more in these formats."""
+
+
+def write_predictions(path: Path, task: Task, results: Iterable[tuple[Any, Any]], first_row: int) -> int:
+    """Writes a part file of examples with their results, in the format of its name. Returns their number.
+
+    Args:
+        first_row: The number of the first example, from which on ``.parquet`` files have a column ``row``.
+    """
+    count = 0
+    if path.suffix == ".parquet":
+        with ParquetWriter(path) as file:
+            for example, result in results:
+                for row in task.table(task.record(example, result)):
+                    file.write({"row": first_row + count, **row})
+                count += 1
+        return count
+    with path.open("w", encoding="utf-8", newline="") as text:
+        writer = Writer(text, path.suffix[1:], task.table)
+        for example, result in results:
+            writer.write(task.record(example, result))
+            count += 1
+        writer.close()
+    return count
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Files of vectors, written and read in blocks: .npy, .npz, .safetensors, .jsonl and .csv."""
+"""Files of vectors, written and read in blocks: .npy, .npz, .safetensors, .jsonl and .csv; written: .parquet."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from fasttfm.inference.quantization import (
     quantize_vectors,
     restore_vectors,
 )
+from fasttfm.tasks.parquet_files import write_parquet
 
 SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv")
+WRITTEN_SUFFIXES = (*SUFFIXES, ".parquet")
 _SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "int64": "I64", "int8": "I8", "uint8": "U8"}
 _STORED = {"binary": "int8", "ubinary": "uint8"}  # other precisions are dtypes
 _ROWS = 4096  # which are quantized at a time
@@ -56,6 +58,7 @@ def write_vectors(
     ranges: np.ndarray | None = None,
     parts: str = "offsets",
     settings: Mapping[str, str] | None = None,
+    first_row: int | None = None,
 ) -> tuple[int, int]:
     """Writes rows one by one; the file appears when it is complete. Returns the number of rows and the width.
 
@@ -65,6 +68,7 @@ def write_vectors(
       ``settings`` as its metadata.
     - ``.jsonl``: one object per line with ``text`` and ``vector``, or ``text``, ``ids`` and ``vectors``.
     - ``.csv``: a column for the text and one for each element.
+    - ``.parquet``: the columns ``text`` and ``vector``, or ``text``, ``ids`` and ``vectors``.
 
     Args:
         dtype: One of ``inference.quantization.PRECISIONS``. Files of int8 and uint8 also have the arrays ``ranges`` and
@@ -72,9 +76,12 @@ def write_vectors(
         ranges: [2, width], for int8 and uint8; by default those of all vectors.
         parts: The name of the array with the first row of each text, where texts have several: ``"offsets"`` of vectors
             of tokens, ``"chunks"`` of vectors of chunks.
+        first_row: The number of the first row; ``.parquet`` then has a column ``row`` of numbers.
     """
     check_type(path.suffix, dtype)
     with atomic_write(path) as partial:
+        if path.suffix == ".parquet":
+            return write_parquet(partial, rows, dtype, first_row)
         if path.suffix in (".jsonl", ".csv"):
             return _write_text(path.suffix, partial, rows, dtype)
         with tempfile.TemporaryFile(dir=partial.parent) as body:
