@@ -62,4 +62,27 @@ FASTTFM_FUNCTION(Status, layers_run, const int64_t* words, int64_t word_count, L
   return FASTTFM_LAUNCH_HOPPER(layers_run, call);
 }
 
+// A call in parts: the numbers and addresses are those of LayersParts, `memory` has its bytes for each thread.
+FASTTFM_FUNCTION(Status, layers_run_parts_cpu, const int64_t* words, int64_t word_count,
+                 LAYERS_SIZES(FASTTFM_PARAMETER), const Tensor& cu_seqlens, const Tensor& memory,
+                 const int64_t* buffers, const int64_t* parameters, const int64_t* operands, const int64_t* parts) {
+  LayersParts call{};
+  call.call = call_of(words, word_count, LAYERS_SIZES(FASTTFM_NAME));
+  call.call.tables[0] = buffers;
+  call.call.tables[1] = parameters;
+  call.call.tables[3] = operands;
+  call.call.cu_seqlens = cu_seqlens.as<int32_t>();
+  call.memory = static_cast<char*>(memory.data);
+  // Python's Parts.table(): six numbers, the bytes between tokens in each buffer, and the first sequences.
+  call.parts = parts[0];
+  call.rows = parts[1];
+  call.buffers = parts[2];
+  call.boundary_bytes = parts[3];
+  call.workspace_bytes = parts[4];
+  call.scratch_bytes = parts[5];
+  call.token_bytes = parts + 6;
+  call.first_sequences = parts + 6 + call.buffers;
+  return cpu::layers_run_parts(call);
+}
+
 }  // namespace fasttfm

@@ -1,5 +1,6 @@
 // Lists of steps on the CPU, in fp32. GEMMs use the BLAS that the process has loaded.
 #include "common/cpu/isa.h"
+#include "common/cpu/parallel.h"
 #include "int8_linear/op.h"
 #include "layers/run.h"
 
@@ -127,6 +128,33 @@ struct Cpu {
   }
 };
 
+constexpr int64_t kMostBuffers = 64;
+
+// The call of one part, on the memory of one thread.
+Status run_part(const LayersParts& parts, int64_t part, char* memory) {
+  const LayersCall& whole = parts.call;
+  const int64_t first = parts.first_sequences[part], last = parts.first_sequences[part + 1];
+  const int32_t first_token = whole.cu_seqlens[first];
+  auto* boundaries = reinterpret_cast<int32_t*>(memory);
+  for (int64_t i = first; i <= last; ++i) boundaries[i - first] = whole.cu_seqlens[i] - first_token;
+  LayersCall call = whole;
+  call.cu_seqlens = boundaries;
+  call.sequences = last - first;
+  call.tokens = boundaries[call.sequences];
+  if (call.tokens == 0) return {};
+  if (call.tokens > parts.rows) return bad_size("layers: a part has more tokens than its memory is for");
+  if (call.max_seqlen > call.tokens) call.max_seqlen = call.tokens;
+  call.processors = 1;
+  call.workspace = memory + parts.boundary_bytes;
+  int64_t buffers[kMostBuffers];
+  const int64_t* given = whole.tables[static_cast<int>(LayerTable::buffers)];
+  for (int64_t i = 0; i < parts.buffers; ++i)
+    buffers[i] = given[i] == 0 ? 0 : given[i] + parts.token_bytes[i] * first_token;
+  buffers[0] = reinterpret_cast<int64_t>(memory + parts.boundary_bytes + parts.workspace_bytes);
+  call.tables[static_cast<int>(LayerTable::buffers)] = buffers;
+  return run<Cpu>(call);
+}
+
 Status check(const LayersCall& call) { return call.dtype == DType::f32 ? Status{} : unknown_dtype(); }
 
 }  // namespace
@@ -138,8 +166,29 @@ Status layers_run(const LayersCall& call) {
 
 Status layers_workspace(const LayersCall& call) { return write_workspace<Cpu>(call); }
 
+Status layers_run_parts(const LayersParts& parts) {
+  const Status status = check(parts.call);
+  if (status.code != StatusCode::ok) return status;
+  if (parts.buffers < 1 || parts.buffers > kMostBuffers) return bad_size("layers: too many buffers");
+  const int64_t threads = parts.call.processors < parts.parts ? parts.call.processors : parts.parts;
+  const int64_t bytes = parts.boundary_bytes + parts.workspace_bytes + parts.scratch_bytes;
+  int64_t next = 0;
+  Status failure;
+  bool has_failed = false;
+  parallel_items(threads, static_cast<int>(threads), [&](int64_t thread) {
+    for (;;) {
+      const int64_t part = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+      if (part >= parts.parts) return;
+      const Status result = run_part(parts, part, parts.memory + thread * bytes);
+      if (result.code != StatusCode::ok && !__atomic_exchange_n(&has_failed, true, __ATOMIC_ACQ_REL)) failure = result;
+    }
+  });
+  return failure;
+}
+
 }  // namespace FASTTFM_ISA
 }  // namespace fasttfm
 
 FASTTFM_CPU_LAUNCHER(layers_run, LayersCall)
 FASTTFM_CPU_LAUNCHER(layers_workspace, LayersCall)
+FASTTFM_CPU_LAUNCHER(layers_run_parts, LayersParts)

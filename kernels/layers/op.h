@@ -68,9 +68,28 @@ struct LayersCall {
   int64_t* needed;        // layers_workspace(): [1], the number of bytes
 };
 
+// A call on a CPU in parts. A part is whole sequences, which one thread runs through all steps: between steps no thread
+// waits for another one, and what a step writes stays in the cache of the core that reads it next. Only for steps that
+// keep the tokens of different sequences apart: those of a forward.
+struct LayersParts {
+  LayersCall call;                 // of all tokens, but the workspace is that of a part with `rows` tokens on one thread
+  const int64_t* first_sequences;  // [parts + 1]: of each part, and at the end the number of sequences
+  int64_t parts;
+  int64_t rows;                // at least the tokens of each part
+  const int64_t* token_bytes;  // [buffers]: how far apart tokens are in each entry of the table of buffers; 0 if shared
+  int64_t buffers;
+  // For each thread, at multiples of 256 bytes: boundaries of a part [sequences + 1], the workspace and the scratch
+  // memory, which is the first entry of the table of buffers.
+  char* memory;
+  int64_t boundary_bytes;
+  int64_t workspace_bytes;
+  int64_t scratch_bytes;
+};
+
 namespace cpu {
 Status layers_run(const LayersCall&);
 Status layers_workspace(const LayersCall&);  // reads neither tables nor tensors
+Status layers_run_parts(const LayersParts&);
 }  // namespace cpu
 
 namespace cuda {

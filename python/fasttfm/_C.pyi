@@ -248,6 +248,9 @@ def layer_norm_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, y:
 def layers_run(words: int, word_count: int, tokens: int, sequences: int, max_seqlen: int, processors: int, dtype: int,
     residual_dtype: int, parameter_dtype: int, cu_seqlens: Tensor, workspace: Tensor, buffers: int, parameters: int,
     gradients: int, operands: int, /) -> None: ...
+def layers_run_parts_cpu(words: int, word_count: int, tokens: int, sequences: int, max_seqlen: int, processors: int,
+    dtype: int, residual_dtype: int, parameter_dtype: int, cu_seqlens: Tensor, memory: Tensor, buffers: int,
+    parameters: int, operands: int, parts: int, /) -> None: ...
 def layers_workspace_cpu(words: int, word_count: int, tokens: int, sequences: int, max_seqlen: int, processors: int,
     dtype: int, residual_dtype: int, parameter_dtype: int, needed: int, /) -> None: ...
 def layers_workspace_cuda(words: int, word_count: int, tokens: int, sequences: int, max_seqlen: int, processors: int,

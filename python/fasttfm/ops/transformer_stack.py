@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -17,7 +18,10 @@ from fasttfm.ops import direct_gradients, few_rows_layers, few_tokens, folded_la
 from fasttfm.ops.attention import TABLE as ATTENTION
 from fasttfm.ops.attention import backward_op as attention_backward_op
 from fasttfm.ops.backends import Backend, BackendTable, always
+from fasttfm.ops.layers import core_executor
 from fasttfm.ops.layers.parameters import distinct, gradients_like, in_type, is_large, parts_of, summed, wanted_of
+from fasttfm.ops.layers.spec import FIELDS, Attention, FeedForward, LayerSpec, Norm, Specs
+from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, unshared
 from fasttfm.ops.transformer_block import (
     BlockBackward,
@@ -61,6 +65,8 @@ def run_layers(
             gradient = needs_gradient(x, residual, *given)
             few_rows = transformer_native.takes_few_rows(x, gradient=gradient, drops=seeds is not None)
             if transformer_native.refuse(x, residual, found, options, few_rows=few_rows) is None:
+                if x.is_cpu and not gradient and seeds is None:
+                    return _run_plan(x, residual, cu_seqlens, options, found)
                 batch = Batch(x, None if residual is None else residual.dtype, cu_seqlens, seeds)
                 if gradient:
                     return _run_with_gradient(batch, residual, options, found)
@@ -122,6 +128,50 @@ def _run_native(
     own = in_type(layers, batch.x.dtype, copies=False)
     y, z, _ = transformer_native.forward(batch, residual, layers, own, options, training=False, few_rows=few_rows)
     return y, z
+
+
+def _run_plan(
+    x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, options: BlockOptions, layers: Layers
+) -> tuple[Tensor, Tensor | None]:
+    """Inference on a CPU: the plan of the layers, which runs in parts."""
+    names = BlockParameters._fields
+    present = frozenset(name for name, shape in zip(names, layers.shapes, strict=True) if shape is not None)
+    sizes = (x.shape[1], layers.intermediate, layers.depth)
+    specs = _specs_of(sizes, residual is not None, options._replace(max_seqlen=0), present)
+    inputs = Inputs(x, residual, cu_seqlens, options.max_seqlen)
+    found = core_executor.plan_of(specs, inputs, training=False)
+    described = _with_all_fields(layers)
+    y, z, _ = core_executor.forward(found, inputs, described, described.given)
+    return y, z
+
+
+def _with_all_fields(layers: Layers) -> Layers:
+    """With the FIELDS of each layer, of which the last ones are None."""
+    missing = len(FIELDS) - PARAMETERS
+    given: list[Tensor | None] = []
+    table = array("q")
+    for first in range(0, len(layers.given), PARAMETERS):
+        given += [*layers.given[first : first + PARAMETERS], *[None] * missing]
+        table.extend((*layers.table[first : first + PARAMETERS], *[0] * missing))
+    return layers._replace(given=given, table=table, shapes=(*layers.shapes, *[None] * missing))
+
+
+@functools.lru_cache(maxsize=256)
+def _specs_of(sizes: tuple[int, int, int], pre_norm: bool, options: BlockOptions, present: frozenset[str]) -> Specs:
+    """The layers as data, without dropout. ``sizes``: their width, the columns of their feed-forward blocks, and how
+    many they are."""
+    width, intermediate, depth = sizes
+    heads = options.heads
+    spec = LayerSpec(
+        width,
+        pre_norm=pre_norm,
+        attention=Attention(heads, heads, width // heads, options.window_left, options.window_right),
+        feed_forward=FeedForward(intermediate, options.activation),
+        norm_a=Norm("layer", options.eps_a),
+        norm_b=Norm("layer", options.eps_b),
+        present=present,
+    )
+    return Specs([spec] * depth)
 
 
 def _run_with(kept: few_tokens.FewTokens, batch: Batch, options: BlockOptions, layers: Layers) -> Tensor | None:

@@ -13,7 +13,8 @@ from fasttfm import _native
 from fasttfm.kernels.common.launch import multiprocessors
 from fasttfm.ops.attention_checks import check_values
 from fasttfm.ops.backends import dtype_name, requested
-from fasttfm.ops.layers.plan import BUFFERS, Plan, Words, plan
+from fasttfm.ops.layers.parts import Parts, divided
+from fasttfm.ops.layers.plan import BUFFERS, TABLE_FIELDS, Plan, Words, plan
 from fasttfm.ops.layers.rules import situation_of, with_rules
 from fasttfm.ops.layers.spec import FIELDS, LayerSpec
 from fasttfm.ops.layers.torch_executor import Inputs
@@ -54,9 +55,14 @@ def forward(
     x, residual = inputs.x, inputs.residual
     check_values("attention", x.shape[0], inputs.max_seqlen, inputs.cu_seqlens, None)
     y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
-    kept, scratch = _rows(found.kept, x), _rows(found.scratch, x)
-    buffers = _buffers(inputs, scratch=scratch, kept=kept, y=y, z=z)
+    kept = _rows(found.kept, x)
     table = layers.table if own is layers.given else address_table(own)
+    parts = _parts_of(found, inputs)
+    if parts is not None:
+        _run_parts(found, inputs, layers, parts, _buffers(inputs, y=y, z=z), parameters=table, operands=operands)
+        return y, z, kept
+    scratch = _rows(found.scratch, x)
+    buffers = _buffers(inputs, scratch=scratch, kept=kept, y=y, z=z)
     _run(found.words, inputs, layers, buffers, parameters=table, operands=operands)
     return y, z, kept
 
@@ -108,24 +114,81 @@ def _run(
     gradients: array[int] | None = None,
     operands: array[int] | None = None,
 ) -> None:
-    x, core = inputs.x, _native.core()
-    stream = x if inputs.residual is None else inputs.residual
-    processors = multiprocessors(x) if x.is_cuda else torch.get_num_threads()
+    x = inputs.x
+    sizes = _sizes(inputs, layers, multiprocessors(x) if x.is_cuda else torch.get_num_threads())
+    workspace = torch.empty(_workspace_bytes(words, sizes, x), dtype=torch.uint8, device=x.device)
+    tables = map(_address, (buffers, parameters, gradients, operands))
+    _native.core().layers_run(*words.encoded.buffer_info(), *sizes, inputs.cu_seqlens, workspace, *tables)
+
+
+def _address(table: array[int] | None) -> int:
+    return 0 if table is None else table.buffer_info()[0]
+
+
+def _sizes(inputs: Inputs, layers: Layers, processors: int) -> Sizes:
+    x, stream = inputs.x, inputs.x if inputs.residual is None else inputs.residual
     types = (_native.DTYPE_CODES[x.dtype], _native.DTYPE_CODES[stream.dtype], _native.DTYPE_CODES[layers.dtype])
     tokens, sequences = x.shape[0], inputs.cu_seqlens.shape[0] - 1
-    sizes = Sizes(tokens, sequences, min(inputs.max_seqlen, tokens), processors, *types)
-    address, count = words.encoded.buffer_info()
+    return Sizes(tokens, sequences, min(inputs.max_seqlen, tokens), processors, *types)
+
+
+def _workspace_bytes(words: Words, sizes: Sizes, x: Tensor) -> int:
     needed = words.workspace_bytes.get(sizes)
     if needed is None:
         counted = array("q", (0,))
-        write = core.layers_workspace_cuda if x.is_cuda else core.layers_workspace_cpu
-        write(address, count, *sizes, counted.buffer_info()[0])
+        write = _native.core().layers_workspace_cuda if x.is_cuda else _native.core().layers_workspace_cpu
+        write(*words.encoded.buffer_info(), *sizes, counted.buffer_info()[0])
         (needed,) = counted
         if len(words.workspace_bytes) < _MOST_SIZES:
             words.workspace_bytes[sizes] = needed
-    workspace = torch.empty(needed, dtype=torch.uint8, device=x.device)
-    tables = (0 if each is None else each.buffer_info()[0] for each in (buffers, parameters, gradients, operands))
-    core.layers_run(address, count, *sizes, inputs.cu_seqlens, workspace, *tables)
+    return needed
+
+
+# ---- inference on a CPU in parts -------------------------------------------------------------------------------------
+
+
+def _parts_of(found: Plan, inputs: Inputs) -> Parts | None:
+    """The parts of a call that one thread each runs; None if all threads share each step."""
+    x = inputs.x
+    if x.is_cuda or found.backward or inputs.seeds is not None or (inputs.tables and inputs.positions is None):
+        return None
+    boundaries = inputs.cu_seqlens.tolist()
+    return divided(boundaries, torch.get_num_threads()) if boundaries[-1] == x.shape[0] else None
+
+
+def _run_parts(
+    found: Plan,
+    inputs: Inputs,
+    layers: Layers,
+    parts: Parts,
+    buffers: array[int],
+    *,
+    parameters: array[int],
+    operands: array[int] | None,
+) -> None:
+    threads = min(torch.get_num_threads(), len(parts.first_sequences) - 1)
+    rows = -(-parts.rows // _ROWS) * _ROWS
+    sizes = _sizes(inputs, layers, threads)
+    of_part = sizes._replace(tokens=rows, sequences=1, max_seqlen=min(sizes.max_seqlen, rows), processors=1)
+    workspace = _workspace_bytes(found.words, of_part, inputs.x)
+    memory = tuple(-(-size // _PAGE) * _PAGE for size in (4 * (parts.sequences + 1), workspace, found.scratch * rows))
+    table = parts.table(_token_bytes(inputs), memory)
+    tables = map(_address, (buffers, parameters, operands, table))
+    owned = torch.empty(threads * sum(memory), dtype=torch.uint8)
+    _native.core().layers_run_parts_cpu(
+        *found.words.encoded.buffer_info(), *sizes, inputs.cu_seqlens, owned, *tables
+    )
+
+
+_PAGE = 4096  # bytes: no two threads write to one line of the cache
+
+
+def _token_bytes(inputs: Inputs) -> list[int]:
+    """Bytes between the tokens of each buffer: 0 for those that parts share."""
+    of_x = inputs.x.shape[1] * inputs.x.element_size()
+    of_stream = of_x if inputs.residual is None else inputs.residual.shape[1] * inputs.residual.element_size()
+    known = {"x": of_x, "y": of_x, "residual": of_stream, "z": of_stream, "positions": 8}
+    return [known.get(name, 0) for name in BUFFERS] + [0] * (TABLE_FIELDS * len(inputs.tables))
 
 
 # ---- which calls the core supports -----------------------------------------------------------------------------------
