@@ -72,7 +72,7 @@ struct LayersCall {
 // waits for another one, and what a step writes stays in the cache of the core that reads it next. Only for steps that
 // keep the tokens of different sequences apart: those of a forward.
 struct LayersParts {
-  LayersCall call;                 // of all tokens, but the workspace is that of a part with `rows` tokens on one thread
+  LayersCall call;  // of all tokens, but the workspace is that of a part with `rows` tokens on one thread
   const int64_t* first_sequences;  // [parts + 1]: of each part, and at the end the number of sequences
   int64_t parts;
   int64_t rows;                // at least the tokens of each part

@@ -174,10 +174,8 @@ def _run_parts(
     memory = tuple(-(-size // _PAGE) * _PAGE for size in (4 * (parts.sequences + 1), workspace, found.scratch * rows))
     table = parts.table(_token_bytes(inputs), memory)
     tables = map(_address, (buffers, parameters, operands, table))
-    owned = torch.empty(threads * sum(memory), dtype=torch.uint8)
-    _native.core().layers_run_parts_cpu(
-        *found.words.encoded.buffer_info(), *sizes, inputs.cu_seqlens, owned, *tables
-    )
+    owned = torch.empty(threads * sum(memory), dtype=torch.uint8, device=inputs.x.device)
+    _native.core().layers_run_parts_cpu(*found.words.encoded.buffer_info(), *sizes, inputs.cu_seqlens, owned, *tables)
 
 
 _PAGE = 4096  # bytes: no two threads write to one line of the cache
