@@ -133,9 +133,9 @@ def test_whole(boundaries: list[int], threads: int) -> None:
 
 @takes_cpu
 def test_the_core_refuses_too_many_buffers() -> None:
+    table = Parts((0, 1), 1, 1).table([0] * 65, (64, 64, 64))
+    empty = torch.empty(0, dtype=torch.uint8)
+    sizes = (1, 1, 1, 1, 0, 0, 0)
+    boundaries = torch.tensor([0, 1], dtype=torch.int32)
     with pytest.raises(ValueError, match="too many buffers"):
-        table = Parts((0, 1), 1, 1).table([0] * 65, (64, 64, 64))
-        empty = torch.empty(0, dtype=torch.uint8)
-        sizes = (1, 1, 1, 1, 0, 0, 0)
-        boundaries = torch.tensor([0, 1], dtype=torch.int32)
         _native.core().layers_run_parts_cpu(0, 0, *sizes, boundaries, empty, 0, 0, 0, table.buffer_info()[0])
