@@ -22,7 +22,7 @@ class Parts(NamedTuple):
     rows: int  # of the part with the most tokens
     sequences: int  # of the part with the most sequences
 
-    def table(self, token_bytes: Sequence[int], sizes: tuple[int, int, int]) -> array[int]:
+    def table(self, token_bytes: Sequence[int], sizes: Sequence[int]) -> array[int]:
         """For the core: ``token_bytes`` between the tokens of each buffer, and the ``sizes`` of a thread's memory."""
         count = len(self.first_sequences) - 1
         return array("q", (count, self.rows, len(token_bytes), *sizes, *token_bytes, *self.first_sequences))
