@@ -44,6 +44,7 @@ _RUN = (
         "prepared",
         "device",
         "parallel",
+        "shard_optimizer",
         "checkpoints",
         "checkpoint_every",
         "keep",
@@ -284,6 +285,12 @@ def _add_run(group: Any) -> None:
     )
     group.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     group.add_argument("--parallel", metavar="NAME", help="under torchrun: ddp or fsdp (default: ddp)")
+    group.add_argument(
+        "--shard-optimizer",
+        action="store_true",
+        default=None,
+        help="with ddp: every process has a part of the optimizer's state (ZeRO-1)",
+    )
     group.add_argument(
         "--checkpoint-every",
         type=int,

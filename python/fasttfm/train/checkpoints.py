@@ -28,6 +28,7 @@ from fasttfm.models import CheckpointError
 from fasttfm.models.checkpoint_files import LATEST
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.train.distributed import World, like, whole
+from fasttfm.train.sharded_optimizer import ShardedOptimizer, parameters_with_state
 
 MANIFEST = "manifest.json"
 STATE = "training_state.pt"
@@ -259,8 +260,9 @@ class ModelFiles:
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[int, Any]:
-    """Copies of every parameter's state, gathered on the CPU."""
-    state = optimizer.state_dict()["state"]
+    """Copies of every parameter's state, gathered on the CPU. All processes call this if the optimizer is sharded; then
+    only the main process gets them."""
+    state = optimizer.whole_state() if isinstance(optimizer, ShardedOptimizer) else optimizer.state_dict()["state"]
 
     def copied(value: Any) -> Any:
         return whole(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
@@ -269,13 +271,14 @@ def optimizer_state(optimizer: Optimizer) -> dict[int, Any]:
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[int, Any]) -> None:
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = parameters_with_state(optimizer)
     shared = {
         index: {
             name: like(value, parameters[index]) if isinstance(value, torch.Tensor) else value
             for name, value in entry.items()
         }
         for index, entry in state.items()
+        if index in parameters
     }
     optimizer.load_state_dict({"state": shared, "param_groups": optimizer.state_dict()["param_groups"]})
 

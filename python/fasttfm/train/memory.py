@@ -71,24 +71,30 @@ def available(device: torch.device) -> int | None:
     return min((each for each in found if each is not None), default=None)
 
 
-def check_memory(settings: PretrainSettings, device: torch.device, *, processes: int = 1, shards: int = 1) -> None:
+def check_memory(
+    settings: PretrainSettings, device: torch.device, *, processes: int = 1, shards: int = 1, optimizer_shards: int = 1
+) -> None:
     """Raises RunError if the parameters, their gradients and the optimizer's moments of a run do not fit into the free
     memory, and warns if they do not with the activations.
 
     Args:
         processes: Those that share the tokens of a step.
-        shards: Those that share the parameters.
+        shards: Those that share the parameters and their gradients.
+        optimizer_shards: Those that share the optimizer's moments.
     """
     free = available(device)
     if free is None:
         return
     need = needed(settings, processes=processes)
-    if need.certain // shards + need.activations <= free:
+    certain = 2 * need.weights // shards + 2 * need.weights // optimizer_shards
+    if certain + need.activations <= free:
         return
     title = f"{settings.family} {settings.size or settings.init}"
     got = f"{_gib(free)} of free memory on {device}"
     among = f", of which each of {shards} processes has its part" if shards > 1 else ""
-    if need.certain // shards > free:
+    if optimizer_shards > shards:
+        among = f", of whose moments each of {optimizer_shards} processes has its part"
+    if certain > free:
         raise RunError(f"{title}: training needs {need}{among}; got {got}; {_advice(settings, free, processes)}")
     warnings.warn(f"{title}: training needs {need}{among}; there are {got}", stacklevel=2)
 

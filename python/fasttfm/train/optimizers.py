@@ -19,6 +19,7 @@ from torch.optim import AdamW, Optimizer
 
 from fasttfm import optim
 from fasttfm.train.settings import OptimizerSettings
+from fasttfm.train.sharded_optimizer import ShardedOptimizer
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -35,12 +36,17 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
 
 
 def make_optimizer(
-    parameters: nn.Module | Iterable[dict[str, Any]], settings: OptimizerSettings, *, capturable: bool = False
+    parameters: nn.Module | Iterable[dict[str, Any]],
+    settings: OptimizerSettings,
+    *,
+    capturable: bool = False,
+    sharded: bool = False,
 ) -> Optimizer:
     """The optimizer of a module's parameters, or of given parameter groups.
 
     Args:
         capturable: Whether a CUDA graph will capture the step; learning rates are then tensors on the device.
+        sharded: Whether its state is divided over the ranks (ZeRO-1); all of them call this.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameter_groups(parameters, settings.weight_decay)
@@ -58,9 +64,13 @@ def make_optimizer(
         "weight_decay": settings.weight_decay,
     }
     if settings.name == "lamb":
-        return Lamb(groups, **options)
+        return ShardedOptimizer(groups, Lamb, **options) if sharded else Lamb(groups, **options)
     if optim.refusal(each for group in groups for each in group["params"]) is None:
+        if sharded:  # a rank has no copies of weights that another one updates
+            return ShardedOptimizer(groups, optim.AdamW, **options)
         return optim.AdamW(groups, **options, weight_copies=True, direct_gradients=True, capturable=capturable)
+    if sharded:
+        return ShardedOptimizer(groups, AdamW, **options, fused=True)
     return AdamW(groups, **options, fused=True, capturable=capturable)
 
 

@@ -74,7 +74,11 @@ def pretrain(settings: PretrainSettings, run: RunSettings) -> Summary | None:
     check_model(model_source(settings, run))
     world = join(run.device, run.parallel)
     shards = world.size if world.parallel == "fsdp" else 1
-    check_memory(model_source(settings, run), world.device, processes=world.size, shards=shards)
+    if run.shard_optimizer and world.parallel != "ddp":
+        got = "one process" if world.parallel is None else f"{world.parallel}, which shards it"
+        raise ValueError(f"shard_optimizer: expected several processes with ddp, got {got}")
+    split = {"shards": shards, "optimizer_shards": world.size if run.shard_optimizer else shards}
+    check_memory(model_source(settings, run), world.device, processes=world.size, **split)
     if settings.step.cuda_graph and (world.device.type != "cuda" or world.size > 1):
         raise ValueError("cuda_graph: expected one process with a GPU")
     try:
@@ -132,9 +136,10 @@ class _Run:
         self.files = ModelFiles(self.model, world)
         self.objective = objective(settings).module(self.model)
         module = share_out(self.objective, world)
-        optimizer = make_optimizer(module, settings.optimizer, capturable=settings.step.cuda_graph)
+        how: dict[str, Any] = {"capturable": settings.step.cuda_graph, "sharded": run.shard_optimizer}
+        optimizer = make_optimizer(module, settings.optimizer, **how)
         schedule = Schedule(optimizer, settings.schedule)
-        how: dict[str, Any] = {"world": world, "seed": settings.seed}
+        how = {"world": world, "seed": settings.seed}
         self.trainer = Trainer(module, Objective.of(self.objective), optimizer, schedule, settings.step, **how)
         self.phases = phases(settings, self.batches_per_step)
         self.streams = [self._stream(self.corpus.training, phase, self._workers()) for phase in self.phases]
@@ -251,7 +256,7 @@ class _Run:
             return path
         self._wait()
         write_model = self.files.writer()
-        collect = self.world.main or self.world.parallel == "fsdp"
+        collect = self.world.main or self.world.parallel == "fsdp" or self.run.shard_optimizer
         state["optimizer"] = files.optimizer_state(optimizer) if collect else {}
         return self.checkpoints.save(step, self._writer(write_model, state)) if self.world.main else path
 

@@ -17,7 +17,7 @@ from fasttfm.train.settings import OptimizerSettings, PretrainSettings, RunSetti
 SETTINGS = "settings.json"
 _LOCK = ".lock"
 # What a resumed run states itself: where it runs, and what it does with what is there.
-_NOT_KEPT = ("output", "device", "parallel", "resume", "overwrite", "progress", "more_steps")
+_NOT_KEPT = ("output", "device", "parallel", "shard_optimizer", "resume", "overwrite", "progress", "more_steps")
 
 
 class RunError(RuntimeError):

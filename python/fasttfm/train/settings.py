@@ -150,6 +150,7 @@ class RunSettings:
     prepared: Path | None = None  # token shards; in the output folder by default
     device: str | None = None
     parallel: str | None = None
+    shard_optimizer: bool = False  # whether the ranks of DDP divide the optimizer's state
     resume: bool = False
     overwrite: bool = False
     checkpoint_every: int | None = None  # steps; by default five times per run, or every 1,000 steps

@@ -24,6 +24,7 @@ from fasttfm.models import CheckpointError
 from fasttfm.models.checkpoint_files import SHARDS
 from fasttfm.train.checkpoints import Checkpoints
 from fasttfm.train.distributed import World
+from fasttfm.train.sharded_optimizer import parameters_with_state
 
 _ONE_PROCESS = r"torch\.distributed is (disabled, )?unavailable or uninitialized"  # DCP's warning
 _OPTIMIZER = "optimizer."
@@ -113,7 +114,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer) -> Tensors:
 def read(directory: Path, model: nn.Module, optimizer: Optimizer, world: World) -> None:
     """Reads the parameters of the model and the state of the optimizer, sharded or not. All processes call this."""
     shards = directory / SHARDS
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = parameters_with_state(optimizer)
     tensors: Tensors = {"model": {name: each.detach() for name, each in model.named_parameters()}, "optimizer": {}}
     state: dict[int, dict[str, Tensor]] = {}
     try:
@@ -122,8 +123,9 @@ def read(directory: Path, model: nn.Module, optimizer: Optimizer, world: World) 
             if key.startswith(_OPTIMIZER):
                 key = key.removeprefix(_OPTIMIZER)
                 index, _, name = key.partition(".")
-                tensor = _blank(entry, parameters[int(index)])
-                tensors["optimizer"][key] = state.setdefault(int(index), {})[name] = tensor
+                if (parameter := parameters.get(int(index))) is not None:
+                    tensor = tensors["optimizer"][key] = _blank(entry, parameter)
+                    state.setdefault(int(index), {})[name] = tensor
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=_ONE_PROCESS)
             dcp.load(tensors, storage_reader=reader, no_dist=world.size == 1)
