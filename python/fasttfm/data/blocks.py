@@ -6,12 +6,11 @@ is never planned at once, and a block is a function only of corpus, seed, epoch 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from fasttfm.data.examples import Documents, SequenceFormat, limit, spread
-from fasttfm.data.shards import TokenShards
 
 # The purpose of random numbers, a part of their Philox key.
 ORDER, CUT, MASK = range(3)
@@ -21,6 +20,22 @@ def generator(seed: int, purpose: int, *counters: int) -> np.random.Generator:
     """A generator that depends only on the arguments; ``counters`` has up to three numbers."""
     counter = np.array([0, *counters, *[0] * (3 - len(counters))], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=np.array([seed, purpose], dtype=np.uint64), counter=counter))
+
+
+class TokenSource(Protocol):
+    """Documents as token ids: ``TokenShards``, or a window of a stream."""
+
+    @property
+    def index(self) -> np.ndarray:
+        """int64 [documents, 5]: shard, first sentence, sentences, first token, tokens."""
+
+    @property
+    def files(self) -> tuple[dict[str, np.ndarray], ...]:
+        """Each shard's tokens, sentences and documents."""
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all documents."""
 
 
 class Block(NamedTuple):
@@ -38,7 +53,7 @@ class Blocks:
         seed: Random seed of the order of documents.
     """
 
-    def __init__(self, shards: TokenShards, sequence_format: SequenceFormat, size: int, seed: int) -> None:
+    def __init__(self, shards: TokenSource, sequence_format: SequenceFormat, size: int, seed: int) -> None:
         self.shards, self.unit, self.seed = shards, limit(sequence_format), seed
         self.two_documents = sequence_format.kind == "nsp"
         self.count = max(1, round(shards.tokens / size))
@@ -99,7 +114,7 @@ class Blocks:
         return order, bounds
 
 
-def _parts(shards: TokenShards, most: int, *, at_sentences: bool) -> np.ndarray:
+def _parts(shards: TokenSource, most: int, *, at_sentences: bool) -> np.ndarray:
     """int64 [parts, 7]: document, shard, first sentence, sentences, first token, tokens, whether the document ends.
 
     Documents with more than ``most`` tokens are split: with ``at_sentences`` into equal parts, whose bounds are moved

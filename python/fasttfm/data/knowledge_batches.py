@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fasttfm.data.batches import Batch
+from fasttfm.data.assembly import Batch
 from fasttfm.data.knowledge import MentionExample, align
 from fasttfm.data.lines import DataError
 from fasttfm.data.masking import Masking, Vocabulary

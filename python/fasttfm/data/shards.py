@@ -67,7 +67,7 @@ class TokenShards:
             {part: np.asarray(np.load(folder / f"{number:05d}.{part}.npy", mmap_mode="r")) for part in _PARTS}
             for number in range(len(manifest["shards"]))
         )
-        return TokenShards(folder, manifest, _index(arrays), arrays)
+        return TokenShards(folder, manifest, index_of(arrays), arrays)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles only the directory and the index: another process maps the files itself."""
@@ -197,7 +197,6 @@ class _Writer:
     def __init__(self, folder: Path, tokenizer: Tokenizer, workers: int) -> None:
         self.folder, self.tokenizer, self.workers = folder, tokenizer, max(1, workers)
         self.identity = tokenizer.fingerprint
-        self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
     def write(self, groups: Iterable[list[str]]) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = []
@@ -227,7 +226,7 @@ class _Writer:
         record_path.unlink(missing_ok=True)
         # From here on the manifest does not describe the folder.
         (self.folder / _MANIFEST).unlink(missing_ok=True)
-        arrays = self._tokenize(documents)
+        arrays = token_arrays(self.tokenizer, documents)
         record: dict[str, Any] = {"number": number, "digest": digest, "documents": len(arrays["documents"]) - 1}
         record |= {"tokens": len(arrays["tokens"]), "files": {}}
         for part, array in arrays.items():
@@ -243,32 +242,37 @@ class _Writer:
             digest.update(data)
         return digest.hexdigest()
 
-    def _tokenize(self, documents: list[str]) -> dict[str, np.ndarray]:
-        """The arrays of a shard. Documents and sentences without tokens are skipped."""
-        tokens, sentences, counts = [], [np.zeros(1, np.int64)], [0]
-        total = 0
-        for start in range(0, len(documents), 256):
-            texts = documents[start : start + 256]
-            for text, encoding in zip(
-                texts, self.tokenizer.backend.encode_batch(texts, add_special_tokens=False), strict=True
-            ):
-                ids = np.array(encoding.ids, dtype=self.dtype)
-                if not len(ids):
-                    continue
-                ends = np.fromiter((end for _, end in encoding.offsets), np.int64, len(ids))
-                starts = np.array(sentence_starts(text), dtype=np.int64)
-                # A sentence starts with the first token that ends after the sentence's first character.
-                firsts = np.searchsorted(np.maximum.accumulate(ends), starts, side="right")
-                bounds = np.unique(np.append(firsts[firsts > 0], len(ids)))
-                tokens.append(ids)
-                sentences.append(total + bounds)
-                counts.append(len(bounds))
-                total += len(ids)
-        return {
-            "tokens": np.concatenate([np.zeros(0, self.dtype), *tokens]),
-            "sentences": np.concatenate(sentences),
-            "documents": np.cumsum(counts, dtype=np.int64),
-        }
+
+def token_arrays(tokenizer: Tokenizer, documents: Sequence[str]) -> dict[str, np.ndarray]:
+    """The arrays of a shard: tokens, sentences and documents. Documents and sentences without tokens are skipped."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    tokens, sentences, counts = [], [np.zeros(1, np.int64)], [0]
+    total = 0
+    for start in range(0, len(documents), 256):
+        texts = documents[start : start + 256]
+        for text, encoding in zip(texts, tokenizer.backend.encode_batch(texts, add_special_tokens=False), strict=True):
+            ids = np.array(encoding.ids, dtype=dtype)
+            if not len(ids):
+                continue
+            ends = np.fromiter((end for _, end in encoding.offsets), np.int64, len(ids))
+            starts = np.array(sentence_starts(text), dtype=np.int64)
+            # A sentence starts with the first token that ends after the sentence's first character.
+            firsts = np.searchsorted(np.maximum.accumulate(ends), starts, side="right")
+            bounds = np.unique(np.append(firsts[firsts > 0], len(ids)))
+            tokens.append(ids)
+            sentences.append(total + bounds)
+            counts.append(len(bounds))
+            total += len(ids)
+    return {
+        "tokens": np.concatenate([np.zeros(0, dtype), *tokens]),
+        "sentences": np.concatenate(sentences),
+        "documents": np.cumsum(counts, dtype=np.int64),
+    }
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type of token ids in files."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 def _groups(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
@@ -317,7 +321,8 @@ def _remove_stale(folder: Path, shards: int) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _index(arrays: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
+def index_of(arrays: Sequence[dict[str, np.ndarray]]) -> np.ndarray:
+    """``TokenShards.index`` of the arrays of some shards."""
     rows = [np.zeros((0, 5), np.int64)]
     for shard, parts in enumerate(arrays):
         sentences = np.asarray(parts["documents"])

@@ -118,6 +118,7 @@ def _files_of_path(source: str | Path) -> list[Path]:
     files = [path for path in found if path.is_file()]
     if not files:
         hint = "; to pass texts, use an iterator, for example iter(texts)" if len(str(source)) > 60 else ""
+        hint = "; fasttfm pretrain --stream reads addresses" if "://" in str(source) else hint
         raise data_error(f"{source!s:.200}", "a file, a folder or a pattern that matches one", "nothing there" + hint)
     return files
 

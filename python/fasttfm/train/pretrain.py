@@ -48,6 +48,8 @@ from fasttfm.train.sharded_checkpoints import ShardedCheckpoints
 from fasttfm.train.stopping import Stop
 
 _TOKENIZER, _NEW_TOKENIZER = "tokenizer", "tokenizer.new"
+_VALIDATION_WINDOW = 8  # batches in a window of a streamed validation set
+_Stream = data.BatchStream | data.ShardStream
 # The files of a run that has not started.
 _LEFT = re.compile(r"\.lock|settings\.json|tokenizer|tokenizer\.new|shards|.*\.partial")
 
@@ -206,20 +208,21 @@ class _Run:
         running = (number for number, phase in enumerate(self.phases) if self.trainer.completed < phase.until)
         return next(running, len(self.phases) - 1)
 
-    def _stream(self, shards: data.TokenShards, phase: Phase, workers: int) -> data.BatchStream:
+    def _stream(self, shards: data.TokenShards | data.StreamedShards, phase: Phase, workers: int) -> _Stream:
         settings = self.settings
         kind: Any = objective(settings).sequences
+        options: dict[str, Any] = {"tokens_per_batch": phase.tokens, "seed": settings.seed, "workers": workers}
+        options |= {"rank": self.world.rank, "world_size": self.world.size}
+        sequence_format = data.SequenceFormat(kind, phase.max_length)
         with _too_small(shards):
-            return data.BatchStream(
-                shards,
-                data.SequenceFormat(kind, phase.max_length),
-                masking(settings),
-                tokens_per_batch=phase.tokens,
-                seed=settings.seed,
-                rank=self.world.rank,
-                world_size=self.world.size,
-                workers=workers,
-            )
+            if isinstance(shards, data.TokenShards):
+                return data.BatchStream(shards, sequence_format, masking(settings), **options)
+            options["window_tokens"] = settings.window_tokens
+            if shards is self.corpus.training:
+                options["batches_per_step"] = self.batches_per_step
+            else:  # all ranks read the same few windows
+                options["window_tokens"] = min(settings.window_tokens, _VALIDATION_WINDOW * phase.tokens)
+            return data.ShardStream(shards, sequence_format, masking(settings), **options)
 
     def _workers(self) -> int:
         if self.run.workers is not None:
@@ -248,7 +251,7 @@ class _Run:
         state: dict[str, Any] = {
             "settings": self._facts(),
             "trainer": self.trainer.state_dict(),
-            "data": self.streams[self._phase()].state_dict(),
+            "data": self._position(),
         }
         if self.sharded is not None and step < self.steps:
             tensors = sharded_checkpoints.tensors_of(self.model, optimizer)
@@ -275,6 +278,14 @@ class _Run:
         """Waits for a sharded checkpoint that is being written."""
         if self.sharded is not None:
             self.sharded.wait()
+
+    def _position(self) -> dict[str, Any]:
+        """The position in the data; of a stream in the main process that of all ranks."""
+        stream = self.streams[self._phase()]
+        if isinstance(stream, data.BatchStream):
+            return stream.state_dict()
+        state = stream.state_dict()
+        return stream.joined(self.world.gather(state) or [state])
 
     def _resume(self) -> int:
         found = self.checkpoints.newest()
@@ -348,7 +359,7 @@ class _Run:
             while self.trainer.completed < phase.until:
                 yield next(batches)
 
-    def _of_one_shape(self, phase: Phase, stream: data.BatchStream) -> Iterator[data.Batch]:
+    def _of_one_shape(self, phase: Phase, stream: _Stream) -> Iterator[data.Batch]:
         tokens, padding = phase.tokens, self.corpus.tokenizer.special.pad or 0
         # Some sequences are short: the shape has twice as many as full-length ones; larger batches run without the
         # graph.
@@ -388,13 +399,12 @@ class _Run:
         )
 
     def _description(self) -> str:
-        settings, training = self.settings, self.corpus.training
+        settings = self.settings
         ranks = "" if self.world.size == 1 else f", {self.world.size} ranks ({self.world.parallel})"
         begin = f", from step {self.start} on" if self.start else ""
         return (
             f"{self._title()}: {files.count_parameters(self.model) / 1e6:.1f} million parameters, "
-            f"vocabulary of {self.corpus.tokenizer.vocab_size:,}; {training.documents:,} documents, "
-            f"{training.tokens / 1e6:.2f} million tokens, {self.corpus.held_out.documents:,} documents for validation; "
+            f"vocabulary of {self.corpus.tokenizer.vocab_size:,}; {self.corpus}; "
             f"{self.world.device}{ranks}, {settings.step.precision}, {objective(settings).module.name}{begin}"
         )
 
@@ -430,12 +440,14 @@ class _Run:
         """What the model has learnt; None for a resumed run without steps left, and so without an evaluation."""
         if not isinstance(self.objective, (MaskedLM, CausalLM)) or self.world.size > 1 or not held_out:
             return None
-        corpus = self.corpus
+        training, validation = self.corpus.training, self.corpus.held_out
+        if not (isinstance(training, data.TokenShards) and isinstance(validation, data.TokenShards)):
+            return None  # a stream has no frequencies of words
         return learnt(
             self.objective,
-            corpus.tokenizer,
-            corpus.training,
-            corpus.held_out,
+            self.corpus.tokenizer,
+            training,
+            validation,
             self.evaluation,
             held_out[self.objective.terms[0]],
         )
@@ -451,9 +463,12 @@ def _begun(batches: Iterator[data.Batch]) -> Iterator[data.Batch]:
 
 
 @contextlib.contextmanager
-def _too_small(shards: data.TokenShards) -> Iterator[None]:
+def _too_small(shards: data.TokenShards | data.StreamedShards) -> Iterator[None]:
     """A context in which an error about missing batches becomes a RunError."""
     try:
         yield
+    except data.DataError:
+        raise
     except ValueError as error:
-        raise RunError(f"the data are too small, {shards.documents} documents here: {error}") from error
+        here = f"{shards.documents} documents" if isinstance(shards, data.TokenShards) else f"{len(shards.files)} files"
+        raise RunError(f"the data are too small, {here} here: {error}") from error

@@ -24,8 +24,17 @@ from fasttfm.train.settings import PretrainSettings, RunSettings, one_of
 @dataclass(frozen=True)
 class Corpus:
     tokenizer: data.Tokenizer
-    training: data.TokenShards
-    held_out: data.TokenShards
+    training: data.TokenShards | data.StreamedShards
+    held_out: data.TokenShards | data.StreamedShards
+
+    def __str__(self) -> str:
+        if isinstance(self.training, data.StreamedShards) or isinstance(self.held_out, data.StreamedShards):
+            files = self.training.files if isinstance(self.training, data.StreamedShards) else ()
+            return f"{len(files):,} files, {sum(file.size for file in files) / 1e6:,.1f} MB, read while training"
+        return (
+            f"{self.training.documents:,} documents, {self.training.tokens / 1e6:.2f} million tokens, "
+            f"{self.held_out.documents:,} documents for validation"
+        )
 
 
 def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, load: bool) -> Corpus:
@@ -36,25 +45,10 @@ def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, 
         load: Whether this folder already has the tokenizer.
     """
     source: Any = list(settings.data) or data.shipped_corpus(settings.language)
-    if settings.tokenizer is not None:
-        tokenizer = data.load_tokenizer(settings.tokenizer)
-    elif load:
-        tokenizer = data.load_tokenizer(trained)
-    elif settings.init is not None:
-        data.load_tokenizer(settings.init).save(trained)
-        tokenizer = data.load_tokenizer(trained)  # read again, as in a resumed run
-    else:
-        own: Any = FAMILIES[settings.family].tokenizer
-        kind: Any = settings.vocabulary_kind or own
-        tokenizer = data.train_tokenizer(
-            kind,
-            data.read_documents(source, column=settings.text_column),
-            settings.vocabulary,
-            lowercase=settings.lowercase,
-            strip_accents=settings.strip_accents,
-            special="bert" if own == "wordpiece" else "roberta",
-        )
-        tokenizer.save(trained, model_max_length=longest_sequence(settings))
+    tokenizer = _tokenizer(settings, source, trained, load=load)
+    if settings.stream:
+        streamed = data.StreamedShards.open(source, tokenizer, column=settings.text_column)
+        return Corpus(tokenizer, *streamed.split(settings.held_out))
     shards = data.prepare(
         source,
         tokenizer,
@@ -68,6 +62,29 @@ def open_corpus(settings: PretrainSettings, run: RunSettings, trained: Path, *, 
             f"{settings.tokens_per_step} tokens and evaluation at least one document of its own"
         )
     return Corpus(tokenizer, *shards.split(settings.held_out))
+
+
+def _tokenizer(settings: PretrainSettings, source: Any, trained: Path, *, load: bool) -> data.Tokenizer:
+    """The tokenizer of the settings, or one that is trained on the data; arguments of ``open_corpus``."""
+    if settings.tokenizer is not None:
+        return data.load_tokenizer(settings.tokenizer)
+    if load:
+        return data.load_tokenizer(trained)
+    if settings.init is not None:
+        data.load_tokenizer(settings.init).save(trained)
+        return data.load_tokenizer(trained)  # read again, as in a resumed run
+    own: Any = FAMILIES[settings.family].tokenizer
+    kind: Any = settings.vocabulary_kind or own
+    tokenizer = data.train_tokenizer(
+        kind,
+        data.read_documents(source, column=settings.text_column),
+        settings.vocabulary,
+        lowercase=settings.lowercase,
+        strip_accents=settings.strip_accents,
+        special="bert" if own == "wordpiece" else "roberta",
+    )
+    tokenizer.save(trained, model_max_length=longest_sequence(settings))
+    return tokenizer
 
 
 def objective(settings: PretrainSettings) -> TextObjective:

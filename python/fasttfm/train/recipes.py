@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fasttfm.data.shard_files import shard_files
 from fasttfm.data.texts import files_of
 from fasttfm.train.settings import OptimizerSettings, PretrainSettings, ScheduleSettings, StepSettings
 
@@ -150,6 +151,16 @@ def estimated_tokens(source: Any) -> int:
         packed = path.suffix in (".gz", ".parquet")
         total += os.path.getsize(path) * (_COMPRESSED if packed else 1)
     return round(total / _BYTES)
+
+
+def streamed_tokens(source: Any) -> int:
+    """The same for files of ``StreamedShards``."""
+    total = 0.0
+    for file in shard_files(source):
+        packed = file.name.endswith((".gz", ".tgz", ".parquet"))
+        # Token ids mostly have two bytes.
+        total += file.size / 2 if file.name.endswith(".npy") else file.size * (_COMPRESSED if packed else 1) / _BYTES
+    return round(total)
 
 
 def fitted(recipe: Recipe, tokens: int, given: Mapping[str, int], parts: int = 1) -> Recipe:

@@ -88,6 +88,8 @@ class PretrainSettings:
     data: tuple[str, ...] = ()  # files, folders or patterns; the corpus that ships with the package by default
     language: str = "english"  # of the corpus that ships with the package
     text_column: str = "text"  # of files with columns
+    stream: bool = False  # whether ``data`` are read while the model trains, by addresses of fsspec
+    window_tokens: int = 1 << 22  # of a stream: sequences are shuffled within about this many tokens
     tokenizer: str | None = None  # a file or folder; by default that of ``init``, or one is trained on the data
     vocabulary: int = 4000  # maximum number of entries of a trained tokenizer
     vocabulary_kind: str | None = None  # of a trained tokenizer; the family's own by default
@@ -110,11 +112,15 @@ class PretrainSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_step", "max_length", "ngram", "vocabulary"):
+        for name in ("tokens_per_step", "max_length", "ngram", "vocabulary", "window_tokens"):
             at_least(name, getattr(self, name), 1)
         if self.batches_per_step is not None:
             at_least("batches_per_step", self.batches_per_step, 1)
         self._check_phases()
+        if self.stream and not self.data:
+            raise ValueError("stream: expected data, the addresses of files, got none")
+        if self.stream and self.tokenizer is None and self.init is None:
+            raise ValueError("stream: expected tokenizer or init: no tokenizer is trained on a stream")
         if not 0 < self.held_out < 1:
             raise ValueError(f"held_out: expected the validation set's fraction, between 0 and 1, got {self.held_out}")
         if not 0 < self.masking <= 1:
