@@ -30,7 +30,7 @@ from fasttfm.cli.options import (
     exit_on_user_error,
     precision_of,
 )
-from fasttfm.cli.part_runs import Write, add_part_options, is_in_parts, prepare_parts, run_in_parts, settings_of
+from fasttfm.cli.part_runs import Write, add_part_options, is_in_parts, run_in_parts, settings_of
 
 SPLITS = ("line", "document", "file")
 _SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv", ".parquet")
@@ -179,8 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
         if is_in_parts(arguments):
-            prepare_parts(arguments)
-            return run_in_parts(arguments, EmbedJob(arguments))
+            return run_in_parts(arguments, EmbedJob)
         if arguments.format is not None:
             raise ValueError(f"--format: expected with --rows-per-part, got {arguments.format}")
         _check_output(arguments)

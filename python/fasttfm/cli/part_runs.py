@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from fasttfm.cli.options import device_of, precision_of
+from fasttfm.inference.part_files import PartFolder, Parts, fingerprint
 
 ROWS_PER_PART = 65_536
 Write = Callable[[Path, Iterable[Any], int], Any]  # writes rows to a path; the last argument is the first row's number
+Missing = Iterator[tuple[int, Iterator[Any]]]  # the numbers and rows of parts that are not written
 _MODEL_FILES = (".json", ".safetensors", ".bin", ".pt", ".txt", ".model")  # those that change what a model computes
 
 
@@ -56,16 +59,38 @@ def add_part_options(parser: argparse.ArgumentParser) -> None:
         "--rows-per-part",
         type=int,
         metavar="N",
-        help=f"write a part file for each N rows of the input (default: one file; under torchrun {ROWS_PER_PART})",
+        help="write a part file for each N rows of the input (default: one file; with several processes "
+        f"{ROWS_PER_PART})",
+    )
+    group.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="local: this process, or those of torchrun; ray: workers of a Ray cluster",
+    )
+    group.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="ray: the cluster, or auto for that of this machine (default: RAY_ADDRESS, or a cluster that is started)",
+    )
+    group.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="ray: number of workers (default: one for each GPU of the cluster, or for each --cpus-per-worker cores)",
+    )
+    group.add_argument(
+        "--cpus-per-worker", type=int, default=1, metavar="N", help="ray: CPU cores, and threads, of a worker"
     )
 
 
 def is_in_parts(arguments: argparse.Namespace) -> bool:
     """Whether the command writes part files."""
-    return arguments.rows_per_part is not None or Ranks.of_environment().size > 1
+    is_shared = arguments.engine == "ray" or Ranks.of_environment().size > 1
+    return is_shared or arguments.rows_per_part is not None
 
 
-def prepare_parts(arguments: argparse.Namespace) -> None:
+def _prepare(arguments: argparse.Namespace) -> None:
     """Sets the number of rows of a part, the device of this process and the precision that all processes have. Raises
     ValueError for options that part files do not have."""
     if arguments.rows_per_part is None:
@@ -81,6 +106,9 @@ def prepare_parts(arguments: argparse.Namespace) -> None:
     for name, path in (("model", arguments.model), *(("data", source) for source in sources)):
         if output.is_relative_to(Path(path).resolve()):
             raise ValueError(f"--output: expected a folder outside of --{name}, got {arguments.output}")
+    if arguments.engine == "ray":
+        _prepare_ray(arguments)
+        return
     ranks, device = Ranks.of_environment(), device_of(arguments)
     if ranks.size > 1 and device.type == "cuda" and device.index is None:
         arguments.device = f"cuda:{ranks.local}"
@@ -88,19 +116,30 @@ def prepare_parts(arguments: argparse.Namespace) -> None:
     arguments.precision = precision_of(arguments, device)
 
 
-def run_in_parts(arguments: argparse.Namespace, job: PartJob) -> int:
-    """Writes the missing part files of this process: rank r of R has the parts r, r + R, ..."""
+def run_in_parts(arguments: argparse.Namespace, job_of: Callable[[argparse.Namespace], PartJob]) -> int:
+    """Writes the missing part files of this process: rank r of R has the parts r, r + R, ... With Ray, all of them."""
+    try:
+        _prepare(arguments)
+        _write_missing(arguments, job_of(arguments))
+    finally:
+        if arguments.engine == "ray":
+            from fasttfm.inference.ray import disconnect
+
+            disconnect()
+    return 0
+
+
+def _write_missing(arguments: argparse.Namespace, job: PartJob) -> None:
     from fasttfm.data.lines import DataError
-    from fasttfm.inference.part_files import PartFolder, Parts
 
     ranks = Ranks.of_environment()
-    folder = PartFolder(arguments.output, job.suffix, {**job.settings(), "rows per part": arguments.rows_per_part})
+    settings = {**job.settings(), "rows per part": arguments.rows_per_part}
+    folder = PartFolder(arguments.output.resolve(), job.suffix, settings)
     parts = Parts(job.rows(), arguments.rows_per_part)
-    write: Write | None = None
+    missing = parts.chosen(lambda number: number % ranks.size == ranks.rank and not folder.has(number))
+    run = _run_on_ray if arguments.engine == "ray" else _run_here
     count = 0
-    for number, rows in parts.chosen(lambda number: number % ranks.size == ranks.rank and not folder.has(number)):
-        write = write or job.open()
-        folder.write(number, _writer(write, rows, number * arguments.rows_per_part))
+    for number in run(arguments, job, folder, missing):
         count += 1
         if not arguments.quiet and ranks.rank == 0:
             print(f"{folder.path(number).name} is written", flush=True)
@@ -111,18 +150,84 @@ def run_in_parts(arguments: argparse.Namespace, job: PartJob) -> int:
     print(f"{where}: {count:,} of {parts.totals.parts:,} parts written")
     if is_complete:
         print(f"{arguments.output}: complete, {parts.totals.rows:,} {job.unit}")
-    return 0
 
 
-def _writer(write: Write, rows: Iterable[Any], first_row: int) -> Callable[[Path], Any]:
-    return lambda path: write(path, rows, first_row)
+def _run_here(arguments: argparse.Namespace, job: PartJob, folder: PartFolder, missing: Missing) -> Iterator[int]:
+    write: PartWriter | None = None
+    for number, rows in missing:
+        write = write or PartWriter(job.open(), folder, arguments.rows_per_part)
+        yield write(number, rows)
+
+
+# ---- Ray -------------------------------------------------------------------------------------------------------------
+
+
+def _prepare_ray(arguments: argparse.Namespace) -> None:
+    """Connects to the cluster, and chooses the workers and their precision. Workers have other current directories."""
+    from fasttfm.inference import ray
+
+    if Ranks.of_environment().size > 1:
+        raise ValueError("--engine: ray: expected one process, got several of torchrun")
+    for name, least in (("workers", 1), ("cpus_per_worker", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')}: expected a number from {least} on, got {value}")
+    if arguments.device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device: expected cpu or cuda with --engine ray, got {arguments.device}")
+    for name in ("model", "tokenizer", "calibration", "adapter"):
+        value = getattr(arguments, name, None)
+        if value is not None and Path(value).exists():
+            setattr(arguments, name, str(Path(value).resolve()))
+    resources = ray.connect(arguments.address)
+    gpus = 0 if arguments.device == "cpu" else int(resources.get("GPU", 0))
+    if arguments.device == "cuda" and not gpus:
+        raise ValueError("--device: cuda: expected a Ray cluster with GPUs, got none")
+    arguments.precision = arguments.precision or ("bfloat16" if gpus else "float32")
+    arguments.uses_gpus = gpus > 0
+    if arguments.workers is None:
+        arguments.workers = gpus or max(1, int(resources.get("CPU", 1)) // arguments.cpus_per_worker)
+
+
+def _run_on_ray(arguments: argparse.Namespace, job: PartJob, folder: PartFolder, missing: Missing) -> Iterator[int]:
+    from fasttfm.inference import ray
+
+    workers = ray.Workers(arguments.workers, arguments.cpus_per_worker, int(arguments.uses_gpus))
+    tasks = ((number, list(rows)) for number, rows in missing)
+    yield from ray.run_tasks(_OpenedThere(job, folder, arguments.rows_per_part), tasks, workers)
+
+
+@dataclass
+class _OpenedThere:
+    """Opens the model in a worker."""
+
+    job: PartJob
+    folder: PartFolder
+    size: int
+
+    def __call__(self) -> PartWriter:
+        return PartWriter(self.job.open(), self.folder, self.size)
+
+
+@dataclass
+class PartWriter:
+    """Writes the part with a number and returns the number."""
+
+    write: Write
+    folder: PartFolder
+    size: int
+
+    def __call__(self, number: int, rows: Iterable[Any]) -> int:
+        self.folder.write(number, lambda path: self.write(path, rows, number * self.size))
+        return number
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
 
 
 def settings_of(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     """The values of options, and the fingerprints of the model, its tokenizer and the input."""
     from fasttfm.data.texts import files_of
     from fasttfm.inference.opening import checkpoint_of
-    from fasttfm.inference.part_files import fingerprint
     from fasttfm.models.directories import MODULES
     from fasttfm.models.hub import model_directory
 

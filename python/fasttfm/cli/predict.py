@@ -46,7 +46,7 @@ from fasttfm.cli.options import (
     exit_on_user_error,
     sentence,
 )
-from fasttfm.cli.part_runs import Write, add_part_options, is_in_parts, prepare_parts, run_in_parts, settings_of
+from fasttfm.cli.part_runs import Write, add_part_options, is_in_parts, run_in_parts, settings_of
 from fasttfm.tasks.pretraining_heads import PRETRAINED_TASKS, ReplacedTokensTask
 from fasttfm.tasks.registry import TASKS
 
@@ -126,8 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
             got = "neither" if arguments.text is None else "both"
             raise ValueError(f"--data: expected a file of examples, or the texts of one with --text, got {got}")
         if is_in_parts(arguments):
-            prepare_parts(arguments)
-            return run_in_parts(arguments, PredictJob(arguments))
+            return run_in_parts(arguments, PredictJob)
         if arguments.format == "parquet":
             raise ValueError("--format: parquet: expected with --rows-per-part")
         check_output_file(arguments)
