@@ -24,7 +24,9 @@ from fasttfm.train import (
     Trainer,
     make_optimizer,
 )
+from fasttfm.train.muon import Muon
 from fasttfm.train.optimizers import Lamb
+from fasttfm.train.schedule import factor
 
 # As in BERT: a loss over some rows, and another one with a count of its own.
 OBJECTIVE = Objective(
@@ -247,6 +249,10 @@ def test_group_rates_follow_the_schedule() -> None:
         assert made[0].param_groups[0]["lr"] == float(made[1].param_groups[0]["lr"])
     linear = Schedule(make_optimizer(model, OptimizerSettings(learning_rate=1.0)), ScheduleSettings(10, warmup=0))
     assert [linear.set(step) for step in (0, 5, 10, 12)] == [1.0, 0.5, 0.0, 0.0]
+    constant = ScheduleSettings(20, 4, "wsd", final=0.5)
+    assert [factor(constant, step) for step in (0, 3, 4, 15, 16, 18, 20)] == [0.25, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5]
+    rates = [factor(ScheduleSettings(10, 2, "wsd", decay=decay), step) for decay in (0, 8) for step in (2, 6, 9)]
+    assert rates == [1.0, 1.0, 1.0, 1.0, 0.5, 0.125]
 
 
 @pytest.mark.parametrize(
@@ -254,8 +260,14 @@ def test_group_rates_follow_the_schedule() -> None:
     [
         (lambda: ScheduleSettings(0), "steps: expected a number from 1 on, got 0"),
         (lambda: ScheduleSettings(5, warmup=9), "warmup: expected a number of steps from 0 to all 5, got 9"),
-        (lambda: ScheduleSettings(5, kind="wave"), "schedule: expected one of linear, cosine, constant, got 'wave'"),
-        (lambda: OptimizerSettings("sgd"), "optimizer: expected one of adamw, lamb, got 'sgd'"),
+        (
+            lambda: ScheduleSettings(5, kind="wave"),
+            "schedule: expected one of linear, cosine, constant, wsd, got 'wave'",
+        ),
+        (lambda: ScheduleSettings(9, decay=2), "decay: expected with the schedule wsd, got linear"),
+        (lambda: ScheduleSettings(9, 4, "wsd", decay=6), "decay: expected a number of steps from 0 to the 5 after"),
+        (lambda: make_optimizer([{}], OptimizerSettings("muon")), "expected a module for muon, got parameter groups"),
+        (lambda: OptimizerSettings("sgd"), "optimizer: expected one of adamw, lamb, muon, got 'sgd'"),
         (lambda: OptimizerSettings(learning_rate=-1.0), "learning_rate: expected a number from 0 on, got -1.0"),
         (lambda: StepSettings(clip=0.0), "clip: expected a max gradient norm above 0 or None, got 0.0"),
         (lambda: StepSettings(precision="int8"), "precision: expected one of float32, bfloat16, fp8, got 'int8'"),
@@ -269,7 +281,7 @@ def test_wrong_settings_are_refused(make: Any, sentence: str) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, float("nan")], ids=["clipped", "skipped"])
-@pytest.mark.parametrize("name", ["torch", "fasttfm", "lamb"])
+@pytest.mark.parametrize("name", ["torch", "fasttfm", "lamb", "muon"])
 def test_an_optimizer_is_left_as_it_was(name: str, factor: float) -> None:
     """Its caller may step with it: without the clipping, and without skipping steps."""
     model = module()
@@ -277,6 +289,7 @@ def test_an_optimizer_is_left_as_it_was(name: str, factor: float) -> None:
         "torch": lambda: torch.optim.AdamW(model.parameters(), fused=True),
         "fasttfm": lambda: optim.AdamW(model.parameters(), max_norm=7.0),
         "lamb": lambda: Lamb(model.parameters()),
+        "muon": lambda: Muon(model.parameters()),
     }
     optimizer = made[name]()
     before = {name: value for name, value in vars(optimizer).items() if isinstance(value, (float, Tensor))}

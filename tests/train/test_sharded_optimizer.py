@@ -11,7 +11,7 @@ from torch import nn
 from train_runs import back_to, close, join, run_of, settings_of, start_ranks, train, trained
 
 from fasttfm import optim
-from fasttfm.train import Lamb, OptimizerSettings
+from fasttfm.train import Lamb, Muon, OptimizerSettings
 from fasttfm.train import checkpoints as files
 from fasttfm.train.distributed import join as join_ranks
 from fasttfm.train.logs import read_rows
@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "torch": (torch.optim.AdamW, {"fused": True}),
     "adamw": (optim.AdamW, {}),
     "lamb": (Lamb, {}),
+    "muon": (Muon, {}),
 }
 
 
@@ -43,7 +44,9 @@ def made(module: nn.Module, kind: str, *, sharded: bool) -> Any:
     optimizer_class, options = KINDS[kind]
     matrices = [each for each in module.parameters() if each.ndim > 1]
     vectors = [each for each in module.parameters() if each.ndim == 1]
-    groups = [{"params": matrices, "lr": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": matrices, "lr": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    if kind == "muon":
+        groups[0]["muon"] = True
     made_by: Any = (lambda given, **named: ShardedOptimizer(given, optimizer_class, **named)) if sharded else None
     return (made_by or optimizer_class)(groups, lr=0.05, weight_decay=0.1, **options)
 

@@ -39,7 +39,7 @@ _FIELDS = (
     *("masking", "mask_share", "random_share", "whole_word", "ngram", "spans", "dropout", "seed"),
 )
 _OPTIMIZER = {"optimizer": "name", "learning_rate": "learning_rate", "weight_decay": "weight_decay", "betas": "betas"}
-_SCHEDULE = {"steps": "steps", "warmup": "warmup", "schedule": "kind"}
+_SCHEDULE = {"steps": "steps", "warmup": "warmup", "schedule": "kind", "decay": "decay"}
 _STEP = {"precision": "precision", "compile": "compile", "cuda_graph": "cuda_graph", "bad_steps": "bad_steps"}
 _RUN = (
     *(

@@ -144,7 +144,7 @@ def add_training(group: Any) -> None:
         metavar="N",
         help="the same for all processes together: a run with as many has the same curve on any number of processes",
     )
-    group.add_argument("--optimizer", metavar="NAME", help="adamw or lamb (default: by --recipe)")
+    group.add_argument("--optimizer", metavar="NAME", help="adamw, lamb or muon (default: by --recipe)")
     group.add_argument(
         "--learning-rate",
         type=float,
@@ -159,7 +159,12 @@ def add_training(group: Any) -> None:
     )
     group.add_argument("--betas", type=float, nargs=2, metavar="B", help="Adam betas (default: by --recipe)")
     group.add_argument(
-        "--schedule", metavar="NAME", help="learning rate schedule: linear, cosine or constant (default: by --recipe)"
+        "--schedule",
+        metavar="NAME",
+        help="learning rate schedule: linear, cosine, constant or wsd (warmup, stable, decay) (default: by --recipe)",
+    )
+    group.add_argument(
+        "--decay", type=int, metavar="N", help="with --schedule wsd: steps of its decay (default: a fifth of all)"
     )
     group.add_argument(
         "--warmup", type=int, metavar="N", help="warmup steps (default: those of the paper, at most a tenth of all)"

@@ -2,12 +2,14 @@
 
 from fasttfm.train.gradient_cache import cached_loss
 from fasttfm.train.loop import NonFiniteError, Objective, StepResult, Trainer
+from fasttfm.train.muon import Muon
 from fasttfm.train.optimizers import Lamb, make_optimizer, parameter_groups
 from fasttfm.train.schedule import Schedule
 from fasttfm.train.settings import OptimizerSettings, ScheduleSettings, StepSettings
 
 __all__ = [
     "Lamb",
+    "Muon",
     "NonFiniteError",
     "Objective",
     "OptimizerSettings",

@@ -1,9 +1,9 @@
-"""AdamW and LAMB, and which parameters decay.
+"""AdamW, LAMB and Muon, and which parameters decay.
 
 AdamW is ``fasttfm.optim.AdamW`` if its kernel supports the parameters, with 16-bit copies of those that forwards cast,
 and gradients that backward passes write themselves; on a CPU, and with FSDP, it is torch's fused AdamW.
 
-Both read two attributes that the caller of ``step`` sets (the convention of torch's gradient scaler): ``grad_scale``,
+All read two attributes that the caller of ``step`` sets (the convention of torch's gradient scaler): ``grad_scale``,
 by which gradients are divided, and ``found_inf``; if it is 1 the step changes nothing. So clipping needs no pass over
 the gradients, and skipping a step no synchronization with the GPU.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from fasttfm import optim
+from fasttfm.train.muon import Muon, muon_groups
 from fasttfm.train.settings import OptimizerSettings
 from fasttfm.train.sharded_optimizer import ShardedOptimizer
 
@@ -49,8 +50,17 @@ def make_optimizer(
         sharded: Whether its state is divided over the ranks (ZeRO-1); all of them call this.
     """
     if isinstance(parameters, nn.Module):
-        parameters = parameter_groups(parameters, settings.weight_decay)
-    groups = list(parameters)
+        groups = parameter_groups(parameters, settings.weight_decay)
+        if settings.name == "muon":
+            groups = muon_groups(parameters, groups)
+    elif settings.name == "muon":
+        raise ValueError("make_optimizer: parameters: expected a module for muon, got parameter groups")
+    else:
+        groups = list(parameters)
+    if capturable and settings.name == "muon":
+        raise ValueError(
+            "make_optimizer: capturable: expected adamw or lamb, got muon, which reads found_inf on the host"
+        )
     if not groups:
         raise ValueError("make_optimizer: parameters: expected some that are trained, got none")
     if capturable:
@@ -63,8 +73,9 @@ def make_optimizer(
         "eps": settings.epsilon,
         "weight_decay": settings.weight_decay,
     }
-    if settings.name == "lamb":
-        return ShardedOptimizer(groups, Lamb, **options) if sharded else Lamb(groups, **options)
+    if settings.name in ("lamb", "muon"):
+        kind = Lamb if settings.name == "lamb" else Muon
+        return ShardedOptimizer(groups, kind, **options) if sharded else kind(groups, **options)
     if optim.refusal(each for group in groups for each in group["params"]) is None:
         if sharded:  # a rank has no copies of weights that another one updates
             return ShardedOptimizer(groups, optim.AdamW, **options)

@@ -14,13 +14,20 @@ from fasttfm.train.settings import ScheduleSettings
 
 def factor(settings: ScheduleSettings, step: int) -> float:
     """The factor of the learning rate in ``step``, counted from 0: a linear warmup, in which the first step's factor is
-    above 0, then a decay that reaches ``settings.final`` at the end of the run."""
+    above 0, then a decay that reaches ``settings.final`` at the end of the run; with ``wsd`` the rate is constant in
+    between."""
     if step < settings.warmup:
         return (step + 1) / settings.warmup
     if settings.kind == "constant":
         return 1.0
-    way = min(1.0, (step - settings.warmup) / max(1, settings.steps - settings.warmup))
-    share = 1 - way if settings.kind == "linear" else (1 + math.cos(math.pi * way)) / 2
+    begin = settings.warmup
+    if settings.kind == "wsd":
+        decay = settings.steps // 5 if settings.decay is None else settings.decay
+        begin = max(begin, settings.steps - decay)
+        if step < begin:
+            return 1.0
+    way = min(1.0, (step - begin) / max(1, settings.steps - begin))
+    share = (1 + math.cos(math.pi * way)) / 2 if settings.kind == "cosine" else 1 - way
     return settings.final + (1 - settings.final) * share
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from fasttfm.data.texts import LANGUAGES
 
-OPTIMIZERS = ("adamw", "lamb")
-SCHEDULES = ("linear", "cosine", "constant")
+OPTIMIZERS = ("adamw", "lamb", "muon")
+SCHEDULES = ("linear", "cosine", "constant", "wsd")
 PRECISIONS = ("float32", "bfloat16", "fp8")
 CHECKPOINTS = ("whole", "sharded")
 
@@ -37,12 +37,14 @@ class OptimizerSettings:
 @dataclass(frozen=True)
 class ScheduleSettings:
     """The learning rate schedule: a warmup over ``warmup`` steps, then a decay to the fraction ``final`` after
-    ``steps``."""
+    ``steps``. With ``wsd`` (warmup, stable, decay) the rate is constant until the last ``decay`` steps, in which it
+    decays linearly."""
 
     steps: int
     warmup: int = 0
     kind: str = "linear"
     final: float = 0.0
+    decay: int | None = None  # of wsd; by default a fifth of the steps
 
     def __post_init__(self) -> None:
         one_of("schedule", self.kind, SCHEDULES)
@@ -51,6 +53,11 @@ class ScheduleSettings:
             raise ValueError(f"warmup: expected a number of steps from 0 to all {self.steps}, got {self.warmup}")
         if not 0 <= self.final <= 1:
             raise ValueError(f"final: expected a fraction of the learning rate in [0, 1], got {self.final}")
+        if self.decay is not None and self.kind != "wsd":
+            raise ValueError(f"decay: expected with the schedule wsd, got {self.kind}")
+        if self.decay is not None and not 0 <= self.decay <= self.steps - self.warmup:
+            most = self.steps - self.warmup
+            raise ValueError(f"decay: expected a number of steps from 0 to the {most} after warmup, got {self.decay}")
 
 
 @dataclass(frozen=True)
