@@ -132,7 +132,7 @@ def _recipe(arguments: argparse.Namespace, settings: Any) -> str | None:
     from fasttfm.train.recipes import described
 
     recipe = _recipe_of(settings.family, settings.size)
-    if arguments.resume or recipe is None:
+    if arguments.resume or recipe is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
         return None
     return described(recipe, settings, _corpus_tokens(arguments))
 
@@ -165,9 +165,14 @@ def _default_device() -> str:
 
 
 def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    from fasttfm.train.run_directory import read_settings
+    from fasttfm.train.run_directory import check_restarts, read_settings, restarted
     from fasttfm.train.settings import RunSettings
 
+    if arguments.output is not None:
+        if restarted(arguments.output):
+            return _restarted(arguments)
+        more_steps = arguments.more_steps is not None
+        check_restarts(arguments.output, more_steps=more_steps, overwrite=arguments.overwrite)
     for name in ("overwrite", "init", "recipe"):
         if arguments.resume and getattr(arguments, name):
             raise ValueError(f"--resume: expected without --{name}, which starts a new run")
@@ -197,6 +202,20 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
         more_steps=arguments.more_steps is not None,
     )
     return settings, where
+
+
+def _restarted(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The settings with which a run continues when torchrun restarts its processes: those of its checkpoints, if it has
+    any, because the number of processes may differ."""
+    from fasttfm.train.checkpoints import Checkpoints
+    from fasttfm.train.run_directory import read_settings
+    from fasttfm.train.settings import RunSettings
+
+    settings, own = read_settings(arguments.output)
+    if not arguments.resume and not Checkpoints(arguments.output).steps():
+        settings = _changed(_new_settings(arguments), arguments)
+    options = {**own, **_given(arguments, {option: option for option in _RUN})}
+    return settings, RunSettings(arguments.output, **options, progress=not arguments.quiet, resume=True)
 
 
 def _given(arguments: argparse.Namespace, fields: Mapping[str, str]) -> dict[str, Any]:

@@ -106,10 +106,19 @@ def join(device: str | None = None, parallel: str | None = None) -> World:
             )
         found = torch.device("cuda", local)
         torch.cuda.set_device(found)
-        dist.init_process_group("nccl", device_id=found)
+        dist.init_process_group("nccl", device_id=found, **_after_restart())
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **_after_restart())
     return World(found, rank, size, parallel or "ddp")
+
+
+def _after_restart() -> dict[str, Any]:
+    """A store of its own for processes that torchrun has restarted: its store has the addresses of those before."""
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if count == 0:
+        return {}
+    store, rank, size = next(iter(dist.rendezvous("env://")))
+    return {"store": dist.PrefixStore(f"restart-{count}", store), "rank": rank, "world_size": size}
 
 
 def device_named(name: str | None) -> torch.device:

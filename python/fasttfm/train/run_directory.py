@@ -54,6 +54,24 @@ def read_settings(directory: Path) -> tuple[PretrainSettings, dict[str, Any]]:
         raise RunError(f"{path}: expected the settings of a run, got {error}") from None
 
 
+def restarted(directory: Path) -> bool:
+    """Whether torchrun has restarted the processes of a run (``--max-restarts``), which has begun in the directory."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0 and (directory / SETTINGS).is_file()
+
+
+def check_restarts(directory: Path, *, more_steps: bool, overwrite: bool) -> None:
+    """Raises ValueError if torchrun may restart a run that could not be told from what it replaces or extends."""
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) == 0:
+        return
+    if more_steps:
+        raise ValueError("--more-steps: expected without torchrun's --max-restarts: a restart would add them again")
+    if overwrite and any(directory.glob("checkpoint-*")):
+        got = f"checkpoints in {directory}: a restart could resume from them; remove them first"
+        raise ValueError(
+            f"--overwrite: expected with torchrun's --max-restarts a folder without checkpoints, got {got}"
+        )
+
+
 def not_a_run(directory: Path) -> RunError:
     got = "a directory without one" if directory.is_dir() else "nothing there"
     return RunError(f"{directory}: expected a run to resume, got {got}: --output is the folder of a run that began")
