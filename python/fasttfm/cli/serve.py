@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fasttfm import _extras
-from fasttfm.cli.options import MODEL_HELP, Formatter, device_of, exit_on_user_error
+from fasttfm.cli.options import MODEL_HELP, Formatter, exit_on_user_error
 
 _PACKAGES = ("starlette", "uvicorn", "orjson", "prometheus_client")
 
@@ -42,7 +42,11 @@ def add_parser(subparsers: Any) -> None:
         help="name of a model in requests, in the order of --model (default: the directory's name)",
     )
     group.add_argument(
-        "--device", metavar="NAME", help="cpu, cuda (every GPU) or cuda:N (default: every GPU, or else the CPU)"
+        "--device",
+        default="all",
+        metavar="NAMES",
+        help="cpu, cuda (every GPU) or cuda:N, or several with commas between them, each with a session; all: every "
+        "GPU, or else the CPU",
     )
     group.add_argument(
         "--precision",
@@ -171,10 +175,6 @@ def settings_of(arguments: argparse.Namespace) -> Any:
 
 
 def devices_of(arguments: argparse.Namespace) -> tuple[Any, ...]:
-    """The named device; every GPU for ``cuda`` and, where there is one, without a name."""
-    import torch
+    from fasttfm.inference.sessions import devices_named
 
-    device = device_of(arguments)
-    if device.type == "cuda" and device.index is None:
-        return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    return (device,)
+    return tuple(devices_named(arguments.device))

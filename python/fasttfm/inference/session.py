@@ -288,13 +288,24 @@ class Session:
         self._warn_truncated([tokens])
         return self._dispatcher.submit(Item([tokens], kind), len(tokens.ids), timeout)
 
+    def read(self, inputs: Sequence[Any], *, output: str = "vectors") -> list[Tokens]:
+        """The sequences of inputs, as ``submit_sequences`` takes them."""
+        return self._reader_of(self._output(output)).read(inputs)
+
     def submit_sequences(
-        self, sequences: Sequence[Tokens], *, output: str = "vectors", timeout: float | None = None, tag: Any = None
+        self,
+        sequences: Sequence[Tokens],
+        *,
+        output: str = "vectors",
+        single: bool = False,
+        timeout: float | None = None,
+        tag: Any = None,
     ) -> Future[Any]:
-        """Returns the future of the results of several sequences (``inference.formats``), in the form of ``encode``.
-        When a batch is launched, ``on_launch`` is called with the tags of its requests, its sequences and tokens."""
+        """Returns the future of the results of several sequences (``inference.formats``), in the form of ``encode``;
+        with ``single``, of the result of the only one. When a batch is launched, ``on_launch`` is called with the tags
+        of its requests, its sequences and tokens."""
         self._check_open()
-        item = Item(sequences, self._output(output), False, tag)
+        item = Item(sequences, self._output(output), single, tag)
         return self._dispatcher.submit(item, sum(len(each.ids) for each in sequences), timeout)
 
     def close(self) -> None:
