@@ -7,7 +7,7 @@ namespace fasttfm {
 FASTTFM_FUNCTION(int64_t, int8_products_cpu) { return cpu::int8_products(); }
 
 FASTTFM_FUNCTION(Status, int8_linear_cpu, const Tensor& x, const Tensor& w, const Tensor& sums, const Tensor& scales,
-                 const OptionalTensor& bias, const Tensor& y, const Tensor& rounded, const Tensor& row_scales,
+                 const OptionalTensor& bias, const Tensor& y, const Tensor& rounded, const Tensor& row_ranges,
                  int activation, Int8Products products) {
   return cpu::int8_linear({
       .x = x.as<float>(),
@@ -17,7 +17,7 @@ FASTTFM_FUNCTION(Status, int8_linear_cpu, const Tensor& x, const Tensor& w, cons
       .bias = bias.as<float>(),
       .y = y.as<float>(),
       .rounded = rounded.as<int8_t>(),
-      .row_scales = row_scales.as<float>(),
+      .row_ranges = row_ranges.as<float>(),
       .rows = x.rows(),
       .x_columns = x.columns(),
       .y_columns = y.columns(),

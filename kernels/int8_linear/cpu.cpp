@@ -12,6 +12,7 @@ namespace FASTTFM_ISA {
 namespace {
 
 constexpr int64_t kBlock = kInt8Block, kPanel = kInt8Panel;
+constexpr float kLeastStep = 1e-37f;  // of a row's range: 1 / step is finite
 
 // ---- rows of x ------------------------------------------------------------------------------------------------------
 
@@ -35,31 +36,38 @@ FASTTFM_KERNEL void store_rounded(int8_t* to, const Lanes& x, uint8_t flipped) {
 #endif
 }
 
-// Rounds a row. If any element is not finite, the row's scale is NaN, and so is its row of y.
+// Rounds a row. If any element is not finite, the row's range is NaN, and so is its row of y.
 FASTTFM_KERNEL void round_row(const Int8Linear& p, int64_t row) {
   int8_t* to = p.rounded + row * p.inner;
+  float* range = p.row_ranges + 2 * row;
   if (row >= p.rows) {
     std::memset(to, 0, static_cast<size_t>(p.inner));
-    p.row_scales[row] = 0.0f;
+    range[0] = range[1] = 0.0f;
     return;
   }
   const float* x = p.x + row * p.x_columns;
-  Lanes top = broadcast(0.0f), odd = broadcast(0.0f);
+  Lanes high = broadcast(0.0f), low = broadcast(0.0f), odd = broadcast(0.0f);  // low: the largest negated element
   for_columns(p.x_columns, [&](int64_t c, auto n) {
     const Lanes v = load(x + c, n);
-    top = larger(top, larger(v, broadcast(0.0f) - v));
+    high = larger(high, v);
+    low = larger(low, broadcast(0.0f) - v);
     odd = odd + (v - v);
   });
-  const float most = largest(top), factor = most > 0.0f ? 127.0f / most : 0.0f;
-  p.row_scales[row] = most / 127.0f + sum(odd);
+  const float smallest = -largest(low), step = (largest(high) - smallest) * (1.0f / 255.0f);
+  const float factor = step >= kLeastStep ? 1.0f / step : 0.0f;
+  range[0] = step + sum(odd);
+  range[1] = smallest + 128.0f * step;
   const uint8_t flipped = p.products == Int8Products::vnni ? 0x80 : 0;
   const int64_t whole = p.x_columns / kLanes * kLanes;
-  for (int64_t c = 0; c < whole; c += kLanes) store_rounded(to + c, load(x + c) * broadcast(factor), flipped);
+  const auto rounded = [&](const Lanes& v) {
+    return (v - broadcast(smallest)) * broadcast(factor) - broadcast(128.0f);
+  };
+  for (int64_t c = 0; c < whole; c += kLanes) store_rounded(to + c, rounded(load(x + c)), flipped);
   if (whole < p.inner) {
     std::memset(to + whole, 0, static_cast<size_t>(p.inner - whole));
     float rest[kLanes] = {};
     std::memcpy(rest, x + whole, sizeof(float) * static_cast<size_t>(p.x_columns - whole));
-    if (whole < p.x_columns) store_rounded(to + whole, load(rest) * broadcast(factor), flipped);
+    if (whole < p.x_columns) store_rounded(to + whole, rounded(load(rest)), flipped);
   }
 }
 
@@ -219,10 +227,12 @@ FASTTFM_KERNEL void write(const Int8Linear& p, const int32_t* c, int64_t row, in
   for (int64_t first = column; first < column + kBlock && first < p.y_columns; first += kPanel) {
     const Lanes scale = load(p.scales + first);
     const Lanes bias = p.bias == nullptr ? broadcast(0.0f) : load(p.bias + first);
+    const Lanes ones = to_floats(p.sums + first) * scale;  // the product with a row of ones
     const int64_t left = p.y_columns - first;
     for (int i = 0; i < rows; ++i) {
-      const Lanes product = to_floats(c + i * kBlock + first - column) * (scale * broadcast(p.row_scales[row + i]));
-      Lanes value = activate(product + bias);
+      const float* range = p.row_ranges + 2 * (row + i);
+      const Lanes product = to_floats(c + i * kBlock + first - column) * (scale * broadcast(range[0]));
+      Lanes value = activate(product + ones * broadcast(range[1]) + bias);
       const int64_t at = (row + i) * p.y_columns + first;
       float* y = p.y + at;
       if (left >= kPanel) {

@@ -2,8 +2,9 @@
 //
 //   y = activation(x w^T + bias) + residual        x [M, K] fp32, w [N, K] int8 with a scale for each row
 //
-// Each row of x is rounded to int8 with its own scale, max|x| / 127, so that its result does not depend on other rows.
-// Sums are exact, in int32; scales, bias and activation are applied in fp32.
+// Each row of x is rounded to 256 steps between its smallest and its largest element, or 0 if that is outside, so that
+// its result does not depend on other rows. What follows a GELU is hardly ever negative: a range around 0 would leave
+// nearly half of the steps unused. Sums are exact, in int32; scales, bias and activation are applied in fp32.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +30,7 @@ struct Int8Linear {
   const float* residual;  // [M, columns of y], contiguous, or null for 0
   float* y;               // [M, columns of y], contiguous
   int8_t* rounded;        // workspace: [M rounded up to 32, K]
-  float* row_scales;      // workspace: [M rounded up to 32]
+  float* row_ranges;      // workspace: [M rounded up to 32, 2]: x is about rounded * the first number + the second one
   int64_t rows;           // M
   int64_t x_columns;      // at most K; w is 0 from there on
   int64_t y_columns;      // at most N

@@ -62,8 +62,8 @@ struct Cpu {
     const int64_t rows = up_to(linear.rows, kInt8Block);
     const Count bytes = Count(rows) * linear.inner;
     linear.rounded = static_cast<int8_t*>(run->call_.workspace);
-    if (run->launches_) linear.row_scales = reinterpret_cast<float*>(linear.rounded + bytes.value);
-    run->launch(cpu::int8_linear, &linear, (bytes + (Count(rows) * 4).value).value);
+    if (run->launches_) linear.row_ranges = reinterpret_cast<float*>(linear.rounded + bytes.value);
+    run->launch(cpu::int8_linear, &linear, (bytes + (Count(rows) * 8).value).value);
   }
   static int64_t up_to(int64_t count, int64_t step) {
     const int64_t padded = (Count(count) + (step - 1)).value;

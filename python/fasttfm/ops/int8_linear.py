@@ -59,9 +59,9 @@ def fastest_products() -> int:
 
 
 def int8_workspaces(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The memory for the rounded rows of a GEMM's input [rows, columns], and for their scales."""
+    """The memory for the rounded rows of a GEMM's input [rows, columns], and for their ranges."""
     room, inner = -(-rows // _BLOCK) * _BLOCK, -(-columns // _STEP) * _STEP
-    return x.new_empty(room, inner, dtype=torch.int8), x.new_empty(room)
+    return x.new_empty(room, inner, dtype=torch.int8), x.new_empty(room, 2)
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None, products: str | None = None) -> Tensor:
@@ -88,10 +88,10 @@ def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None,
     y = flat.new_empty(len(flat), rows)
     if len(flat) == 0:
         return y.view(*x.shape[:-1], rows)
-    rounded, row_scales = int8_workspaces(flat, len(flat), columns)
+    rounded, row_ranges = int8_workspaces(flat, len(flat), columns)
     code = -1 if activation is None else CODES[activation]
     _native.core().int8_linear_cpu(
-        *(flat, weight.panels, weight.sums, weight.scales, weight.bias, y, rounded, row_scales),
+        *(flat, weight.panels, weight.sums, weight.scales, weight.bias, y, rounded, row_ranges),
         *(code, PRODUCTS.index(chosen)),
     )
     return y.view(*x.shape[:-1], rows)
