@@ -117,7 +117,7 @@ def test_a_new_folder_for_every_run(corpus: dict[str, Path], tmp_path: Path, mon
         (["--device", "tpu"], 2, "device: expected cpu, cuda or cuda:<number>, got 'tpu'"),
         (["--device", "cuda:7"], 2, "device: cuda:7 does not exist: torch sees"),
         (["--parallel", "ddp"], 2, "parallel: ddp needs several processes: torchrun --nproc-per-node N -m fasttfm ..."),
-        (["--optimizer", "sgd"], 2, "optimizer: expected one of adamw, lamb, got 'sgd'"),
+        (["--optimizer", "sgd"], 2, "optimizer: expected one of adamw, lamb, muon, got 'sgd'"),
         (["--steps", "0"], 2, "steps: expected a number from 1 on, got 0"),
         (["--warmup", "9"], 2, "warmup: expected a number of steps from 0 to all 2, got 9"),
         (["--cuda-graph"], 2, "cuda_graph: expected one process with a GPU"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import itertools
 import math
@@ -255,7 +256,8 @@ class _Run:
         }
         if self.sharded is not None and step < self.steps:
             tensors = sharded_checkpoints.tensors_of(self.model, optimizer)
-            self.sharded.start(step, tensors, self._writer(self.model.save_config, state))
+            kept = copy.deepcopy(state)  # FP8's scales change while the checkpoint is written
+            self.sharded.start(step, tensors, self._writer(self.model.save_config, kept))
             return path
         self._wait()
         write_model = self.files.writer()
