@@ -411,8 +411,8 @@ def test_parameters_in_another_dtype(bias: bool) -> None:
     assert not isinstance(layers, str)
     with torch.no_grad():
         found, expected = (layer_parameters.in_type(layers, torch.bfloat16, copies=copies) for copies in (False, True))
-    for one, other, given in zip(found, expected, layers.given, strict=True):
-        assert (one is given) is (other is given)
+    for one, other, parameter in zip(found, expected, layers.parameters, strict=True):
+        assert (one is parameter) is (other is parameter)
         assert one is None or (one.dtype == other.dtype and torch.equal(one, other))
 
 

@@ -161,7 +161,7 @@ class Int8Layers(Uncopied):
         if core_executor.refuse(self._specs, inputs, self._layers, gradient=False) is not None:
             return None
         plan = core_executor.plan_of(self._specs, inputs, training=False, precision="int8")
-        return core_executor.forward(plan, inputs, self._layers, self._layers.given, self._operands)[0]
+        return core_executor.forward(plan, inputs, self._layers, self._layers.parameters, self._operands)[0]
 
 
 def _fields_of(modules: Sequence[nn.Module]) -> list[Tensor | None]:

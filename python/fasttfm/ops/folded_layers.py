@@ -131,7 +131,7 @@ def _up_of(layer: FoldedLayer) -> dict[str, Tensor]:
 
 
 def _fold(layers: Layers, norms: FoldedNorms) -> list[FoldedLayer]:
-    every = layers_in(layers.given)
+    every = layers_in(layers.parameters)
     found: dict[tuple[int, ...], FoldedLayer] = {}  # layers that share their parameters share the folded ones
     folded = []
     for before, own in zip([None, *every], every, strict=False):

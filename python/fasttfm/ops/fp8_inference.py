@@ -80,7 +80,7 @@ def run_native(specs: Specs, inputs: Inputs, parameters: list[Tensor | None], ad
     if core_executor.refuse(specs, inputs, layers, gradient=False) is not None:
         return None
     plan = core_executor.plan_of(specs, inputs, training=False, precision="fp8")
-    return core_executor.forward(plan, inputs, layers, layers.given, addresses)[0]
+    return core_executor.forward(plan, inputs, layers, layers.parameters, addresses)[0]
 
 
 def run_by_ops(

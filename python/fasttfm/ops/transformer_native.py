@@ -41,7 +41,7 @@ _SHORT_HEAD_DIMS = (32, 64)
 class Layers(NamedTuple):
     """The parameters of consecutive layers, for the core."""
 
-    given: list[Tensor | None]  # of all layers, in the order of BlockParameters or of layers/spec.py's FIELDS
+    parameters: list[Tensor | None]  # of all layers, in the order of BlockParameters or of layers/spec.py's FIELDS
     depth: int  # the number of layers
     dtype: torch.dtype  # of all parameters
     intermediate: int
@@ -56,7 +56,7 @@ class Layers(NamedTuple):
 
     def present(self) -> list[Tensor]:
         """The parameters that are not None."""
-        return [each for each in self.given if each is not None]
+        return [each for each in self.parameters if each is not None]
 
 
 def layers_in(given: list[Any]) -> list[BlockParameters]:
@@ -276,7 +276,7 @@ def forward(
     scratch = _bytes(memory.forward, x)
     kept = _bytes(memory.kept, x) if training else scratch  # of which nothing is written
     y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
-    table = layers.table if own is layers.given else address_table(own)
+    table = layers.table if own is layers.parameters else address_table(own)
     short = _has_short_sequences(batch, options) and not training
     _native.core().transformer_block_forward(
         *(*shape, *layer_options(batch, layers, options)),

@@ -19,7 +19,7 @@ from fasttfm.ops.attention import TABLE as ATTENTION
 from fasttfm.ops.attention import backward_op as attention_backward_op
 from fasttfm.ops.backends import Backend, BackendTable, always
 from fasttfm.ops.layers import core_executor
-from fasttfm.ops.layers.parameters import distinct, gradients_like, in_type, is_large, parts_of, summed, wanted_of
+from fasttfm.ops.layers.parameters import distinct, gradients_like, in_type, is_large, needed_of, parts_of, summed
 from fasttfm.ops.layers.spec import FIELDS, Attention, FeedForward, LayerSpec, Norm, Specs
 from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, unshared
@@ -55,23 +55,23 @@ def run_layers(
     cu_seqlens: Tensor,
     seeds: Tensor | None,
     options: BlockOptions,
-    given: list[Tensor | None],
+    parameters: list[Tensor | None],
 ) -> tuple[Tensor, Tensor | None]:
     """The same for the parameters of all layers in one list."""
     cu_seqlens, seeds = cu_seqlens.contiguous(), None if seeds is None else seeds.contiguous()
     if is_plain((x, residual, cu_seqlens, seeds)) and 1 < cu_seqlens.shape[0] <= 1 + _MOST_SEQUENCES:
-        found = transformer_native.layers_of(given)
-        if isinstance(found, Layers):
-            gradient = needs_gradient(x, residual, *given)
+        layers = transformer_native.layers_of(parameters)
+        if isinstance(layers, Layers):
+            gradient = needs_gradient(x, residual, *parameters)
             few_rows = transformer_native.takes_few_rows(x, gradient=gradient, drops=seeds is not None)
-            if transformer_native.refuse(x, residual, found, options, few_rows=few_rows) is None:
+            if transformer_native.refuse(x, residual, layers, options, few_rows=few_rows) is None:
                 if x.is_cpu and not gradient and seeds is None:
-                    return _run_plan(x, residual, cu_seqlens, options, found)
+                    return _run_plan(x, residual, cu_seqlens, options, layers)
                 batch = Batch(x, None if residual is None else residual.dtype, cu_seqlens, seeds)
                 if gradient:
-                    return _run_with_gradient(batch, residual, options, found)
-                return _run_native(batch, residual, options, found, few_rows=few_rows)
-    return _run_op_by_op(x, residual, cu_seqlens, seeds, options, given)
+                    return _run_with_gradient(batch, residual, options, layers)
+                return _run_native(batch, residual, options, layers, few_rows=few_rows)
+    return _run_op_by_op(x, residual, cu_seqlens, seeds, options, parameters)
 
 
 _MOST_SEQUENCES = 65535  # of attention's backward on Hopper
@@ -83,11 +83,11 @@ def _run_op_by_op(
     cu_seqlens: Tensor,
     seeds: Tensor | None,
     options: BlockOptions,
-    given: list[Tensor | None],
+    parameters: list[Tensor | None],
 ) -> tuple[Tensor, Tensor | None]:
-    for index, parameters in enumerate(layers_in(given)):
-        own = None if seeds is None else seeds[index]
-        x, residual = transformer_block(x, residual, cu_seqlens, own, options, parameters)
+    for index, layer in enumerate(layers_in(parameters)):
+        of_layer = None if seeds is None else seeds[index]
+        x, residual = transformer_block(x, residual, cu_seqlens, of_layer, options, layer)
     return x, residual
 
 
@@ -104,13 +104,12 @@ def _refused(
     *,
     few_rows: bool,
 ) -> str | None:
-    given = list(chain.from_iterable(layers))
     if not is_plain((x, residual)):
         return transformer_native.NOT_PLAIN
-    found = transformer_native.layers_of(given)
-    if isinstance(found, str):
-        return found
-    return transformer_native.refuse(x, residual, found, options, few_rows=few_rows)
+    native = transformer_native.layers_of(list(chain.from_iterable(layers)))
+    if isinstance(native, str):
+        return native
+    return transformer_native.refuse(x, residual, native, options, few_rows=few_rows)
 
 
 def _has_few_rows(x: Tensor, residual: Tensor | None, options: BlockOptions, layers: Sequence[BlockParameters]) -> bool:
@@ -125,8 +124,8 @@ def _run_native(
     kept = few_tokens.current()
     if few_rows and kept is not None and (y := _run_with(kept, batch, options, layers)) is not None:
         return y, None
-    own = in_type(layers, batch.x.dtype, copies=False)
-    y, z, _ = transformer_native.forward(batch, residual, layers, own, options, training=False, few_rows=few_rows)
+    cast = in_type(layers, batch.x.dtype, copies=False)
+    y, z, _ = transformer_native.forward(batch, residual, layers, cast, options, training=False, few_rows=few_rows)
     return y, z
 
 
@@ -139,21 +138,21 @@ def _run_plan(
     sizes = (x.shape[1], layers.intermediate, layers.depth)
     specs = _specs_of(sizes, residual is not None, options._replace(max_seqlen=0), present)
     inputs = Inputs(x, residual, cu_seqlens, options.max_seqlen)
-    found = core_executor.plan_of(specs, inputs, training=False)
+    plan = core_executor.plan_of(specs, inputs, training=False)
     described = _with_all_fields(layers)
-    y, z, _ = core_executor.forward(found, inputs, described, described.given)
+    y, z, _ = core_executor.forward(plan, inputs, described, described.parameters)
     return y, z
 
 
 def _with_all_fields(layers: Layers) -> Layers:
     """With the FIELDS of each layer, of which the last ones are None."""
     missing = len(FIELDS) - PARAMETERS
-    given: list[Tensor | None] = []
+    parameters: list[Tensor | None] = []
     table = array("q")
-    for first in range(0, len(layers.given), PARAMETERS):
-        given += [*layers.given[first : first + PARAMETERS], *[None] * missing]
+    for first in range(0, len(layers.parameters), PARAMETERS):
+        parameters += [*layers.parameters[first : first + PARAMETERS], *[None] * missing]
         table.extend((*layers.table[first : first + PARAMETERS], *[0] * missing))
-    return layers._replace(given=given, table=table, shapes=(*layers.shapes, *[None] * missing))
+    return layers._replace(parameters=parameters, table=table, shapes=(*layers.shapes, *[None] * missing))
 
 
 @functools.lru_cache(maxsize=256)
@@ -215,11 +214,11 @@ class _TransformerStack(OpFunction):
     ) -> tuple[Tensor, Tensor | None]:
         """``direct`` are the parameters whose gradients the backward writes itself, if they are no inputs."""
         batch = Batch(x, None if residual is None else residual.dtype, cu_seqlens, seeds)
-        own = in_type(layers, x.dtype, copies=True)
-        y, z, kept = transformer_native.forward(batch, residual, layers, own, options, training=True)
+        cast = in_type(layers, x.dtype, copies=True)
+        y, z, kept = transformer_native.forward(batch, residual, layers, cast, options, training=True)
         ctx.save_for_backward(x, *unshared(cu_seqlens), seeds, kept, z)
         # Parameters are not saved tensors, which torch would wrap one by one; the backward compares their versions.
-        ctx.own, ctx.versions = own, versions(own)
+        ctx.cast, ctx.versions = cast, versions(cast)
         ctx.layers, ctx.options, ctx.residual_dtype, ctx.direct = layers, options, batch.residual_dtype, direct
         ctx.set_materialize_grads(False)
         return y, z
@@ -228,33 +227,33 @@ class _TransformerStack(OpFunction):
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
         x, cu_seqlens, seeds, kept, z = ctx.saved_tensors
         layers: Layers = ctx.layers
-        if ctx.versions != versions(ctx.own):
+        if ctx.versions != versions(ctx.cast):
             raise RuntimeError(transformer_native.CHANGED_PARAMETERS)
         batch = Batch(x, ctx.residual_dtype, cu_seqlens, seeds)
         dy = torch.zeros_like(x) if dy is None else contiguous_rows(dy)
         dz = None if dz is None else contiguous_rows(dz)
         direct: list[Tensor] | None = ctx.direct
-        wanted = wanted_of(layers, ctx.needs_input_grad[_INPUTS:] if direct is None else [True] * len(direct))
-        gradients = gradients_like(ctx.own, wanted, layers)
-        arguments = (batch, layers, ctx.own, ctx.options, kept, z)
+        needed = needed_of(layers, ctx.needs_input_grad[_INPUTS:] if direct is None else [True] * len(direct))
+        gradients = gradients_like(ctx.cast, needed, layers)
+        arguments = (batch, layers, ctx.cast, ctx.options, kept, z)
         try:
             dx, dresidual = transformer_native.backward(
                 *arguments, dy=dy, dz=dz, gradients=gradients, attention=_faster_attention(*arguments)
             )
         except _native.DoesNotFit:  # a part of the GPU is too small for blocks that wait for each other
-            dx, dresidual, gradients = _backward_op_by_op(*arguments, dy, dz, wanted)
-        found = summed(gradients, layers)
+            dx, dresidual, gradients = _backward_op_by_op(*arguments, dy, dz, needed)
+        totals = summed(gradients, layers)
         if direct is not None:
-            direct_gradients.accumulate(ctx, direct, found)
-            found = [None]
-        return dx, dresidual, None, None, None, None, None, *found
+            direct_gradients.accumulate(ctx, direct, totals)
+            totals = [None]
+        return dx, dresidual, None, None, None, None, None, *totals
 
 
 _INPUTS = 7  # of the node before the parameters
 
 
 def _faster_attention(
-    batch: Batch, layers: Layers, own: list[Tensor | None], options: BlockOptions, kept: Tensor, z: Tensor | None
+    batch: Batch, layers: Layers, cast: list[Tensor | None], options: BlockOptions, kept: Tensor, z: Tensor | None
 ) -> Callable[[Tensor], Tensor] | None:
     """Attention's backward by the op, if a layer is large and another backend than CUDA is faster; otherwise None."""
     x = batch.x
@@ -282,30 +281,30 @@ def _attention_backward(batch: Batch, options: BlockOptions, saved: Saved, dout:
 def _backward_op_by_op(
     batch: Batch,
     layers: Layers,
-    own: list[Tensor | None],
+    cast: list[Tensor | None],
     options: BlockOptions,
     kept: Tensor,
     z: Tensor | None,
     dy: Tensor | None,
     dz: Tensor | None,
-    wanted: Sequence[bool],
+    needed: Sequence[bool],
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """The backward of a native forward by the ops, from what the forward has saved."""
-    found: list[list[Tensor | None]] = []
+    by_layer: list[list[Tensor | None]] = []
     types = BlockParameters(*([layers.dtype] * PARAMETERS))  # type: ignore[arg-type]
     for index in reversed(range(layers.depth)):
         part = slice(index * PARAMETERS, (index + 1) * PARAMETERS)
         x, saved = transformer_native.kept_tensors(batch, layers, options, kept, z, index)
-        parameters: Any = BlockParameters(*own[part])  # type: ignore[arg-type]
-        needed: Any = BlockParameters(*wanted[part])  # type: ignore[arg-type]
+        parameters: Any = BlockParameters(*cast[part])  # type: ignore[arg-type]
+        needed_of_layer: Any = BlockParameters(*needed[part])  # type: ignore[arg-type]
         seeds = None if batch.seeds is None else batch.seeds[index]
         tensors = (x, batch.cu_seqlens, *saved, *parameters, dy, dz)
-        block = BlockBackward(tensors, parameters, needed, types, options, batch.residual_dtype is not None)
+        block = BlockBackward(tensors, parameters, needed_of_layer, types, options, batch.residual_dtype is not None)
         kind = kept_of(x, parameters, options)
         dy, dz = block.run(x, batch.cu_seqlens, separate_seeds(seeds, options), kind, saved, dy, dz)
-        found.append([block.gradients.get(name) for name in BlockParameters._fields])
+        by_layer.append([block.gradients.get(name) for name in BlockParameters._fields])
     assert dy is not None
-    return dy, dz, list(chain.from_iterable(reversed(found)))
+    return dy, dz, list(chain.from_iterable(reversed(by_layer)))
 
 
 # ---- for explain and info --------------------------------------------------------------------------------------------

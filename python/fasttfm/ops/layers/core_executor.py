@@ -14,7 +14,8 @@ from fasttfm.kernels.common.launch import multiprocessors
 from fasttfm.ops.attention_checks import check_values
 from fasttfm.ops.backends import dtype_name, requested
 from fasttfm.ops.layers.parts import Parts, divided
-from fasttfm.ops.layers.plan import BUFFERS, TABLE_FIELDS, Plan, Words, plan
+from fasttfm.ops.layers.plan import BUFFERS, TABLE_FIELDS, Plan, Words
+from fasttfm.ops.layers.plan import plan as make_plan
 from fasttfm.ops.layers.rules import situation_of, with_rules
 from fasttfm.ops.layers.spec import FIELDS, LayerSpec
 from fasttfm.ops.layers.torch_executor import Inputs
@@ -40,38 +41,38 @@ class Sizes(NamedTuple):
 def plan_of(specs: tuple[LayerSpec, ...], inputs: Inputs, *, training: bool, precision: str = "") -> Plan:
     """The plan for a call."""
     situation = situation_of(inputs, training=training, precision=precision)
-    return plan(specs, with_rules(situation, inputs.x.shape[0], inputs.max_seqlen))
+    return make_plan(specs, with_rules(situation, inputs.x.shape[0], inputs.max_seqlen))
 
 
 def forward(
-    found: Plan, inputs: Inputs, layers: Layers, own: list[Tensor | None], operands: array[int] | None = None
+    plan: Plan, inputs: Inputs, layers: Layers, cast: list[Tensor | None], operands: array[int] | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y, z of a pre-LN model, and what is saved for the backward.
 
     Args:
-        own: The parameters, weights in x's dtype.
+        cast: The parameters, weights in x's dtype.
         operands: In int8 and FP8, the addresses of what GEMMs read: ``LINEARS`` and ``OPERANDS`` of plan.py.
     """
     x, residual = inputs.x, inputs.residual
     check_values("attention", x.shape[0], inputs.max_seqlen, inputs.cu_seqlens, None)
     y, z = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
-    kept = _rows(found.kept, x)
-    table = layers.table if own is layers.given else address_table(own)
-    parts = _parts_of(found, inputs)
+    kept = _rows(plan.kept, x)
+    table = layers.table if cast is layers.parameters else address_table(cast)
+    parts = _parts_of(plan, inputs)
     if parts is not None:
-        _run_parts(found, inputs, layers, parts, _buffers(inputs, y=y, z=z), parameters=table, operands=operands)
+        _run_parts(plan, inputs, layers, parts, _buffers(inputs, y=y, z=z), parameters=table, operands=operands)
         return y, z, kept
-    scratch = _rows(found.scratch, x)
+    scratch = _rows(plan.scratch, x)
     buffers = _buffers(inputs, scratch=scratch, kept=kept, y=y, z=z)
-    _run(found.words, inputs, layers, buffers, parameters=table, operands=operands)
+    _run(plan.words, inputs, layers, buffers, parameters=table, operands=operands)
     return y, z, kept
 
 
 def backward(
-    found: Plan,
+    plan: Plan,
     inputs: Inputs,
     layers: Layers,
-    own: list[Tensor | None],
+    cast: list[Tensor | None],
     kept: Tensor,
     z: Tensor | None,
     *,
@@ -82,10 +83,10 @@ def backward(
     """The gradients of x and of the stream. Writes those of the parameters into ``gradients`` that are not None."""
     x, residual = inputs.x, inputs.residual
     dx, dresidual = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
-    scratch = _rows(found.backward_scratch, x)
+    scratch = _rows(plan.backward_scratch, x)
     buffers = _buffers(inputs, scratch=scratch, kept=kept, z=z, dy=dy, dz=dz, dx=dx, dresidual=dresidual)
     targets = address_table(gradients)
-    _run(found.backward_words, inputs, layers, buffers, parameters=address_table(own), gradients=targets)
+    _run(plan.backward_words, inputs, layers, buffers, parameters=address_table(cast), gradients=targets)
     return dx, dresidual
 
 
@@ -147,17 +148,17 @@ def _workspace_bytes(words: Words, sizes: Sizes, x: Tensor) -> int:
 # ---- inference on a CPU in parts -------------------------------------------------------------------------------------
 
 
-def _parts_of(found: Plan, inputs: Inputs) -> Parts | None:
+def _parts_of(plan: Plan, inputs: Inputs) -> Parts | None:
     """The parts of a call that one thread each runs; None if all threads share each step."""
     x = inputs.x
-    if x.is_cuda or found.backward or inputs.seeds is not None or (inputs.tables and inputs.positions is None):
+    if x.is_cuda or plan.backward or inputs.seeds is not None or (inputs.tables and inputs.positions is None):
         return None
     boundaries = inputs.cu_seqlens.tolist()
     return divided(boundaries, torch.get_num_threads()) if boundaries[-1] == x.shape[0] else None
 
 
 def _run_parts(
-    found: Plan,
+    plan: Plan,
     inputs: Inputs,
     layers: Layers,
     parts: Parts,
@@ -170,12 +171,12 @@ def _run_parts(
     rows = -(-parts.rows // _ROWS) * _ROWS
     sizes = _sizes(inputs, layers, threads)
     of_part = sizes._replace(tokens=rows, sequences=1, max_seqlen=min(sizes.max_seqlen, rows), processors=1)
-    workspace = _workspace_bytes(found.words, of_part, inputs.x)
-    memory = tuple(-(-size // _PAGE) * _PAGE for size in (4 * (parts.sequences + 1), workspace, found.scratch * rows))
+    workspace = _workspace_bytes(plan.words, of_part, inputs.x)
+    memory = tuple(-(-size // _PAGE) * _PAGE for size in (4 * (parts.sequences + 1), workspace, plan.scratch * rows))
     table = parts.table(_token_bytes(inputs), memory)
     tables = map(_address, (buffers, parameters, operands, table))
     owned = torch.empty(threads * sum(memory), dtype=torch.uint8, device=inputs.x.device)
-    _native.core().layers_run_parts_cpu(*found.words.encoded.buffer_info(), *sizes, inputs.cu_seqlens, owned, *tables)
+    _native.core().layers_run_parts_cpu(*plan.words.encoded.buffer_info(), *sizes, inputs.cu_seqlens, owned, *tables)
 
 
 _PAGE = 4096  # bytes: no two threads write to one line of the cache
@@ -248,17 +249,18 @@ _HEAD_DIMS = (64, 128)
 
 def _refuse_cuda(spec: LayerSpec, types: Types) -> str | None:
     dtype, stream, parameters = types
-    own = spec.attention
+    attention = spec.attention
     if dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16, got {dtype_name(dtype)}"
     if parameters not in (dtype, torch.float32) or (parameters != torch.float32 and stream != dtype):
         return "takes parameters in x's type or float32, and float32 ones where the stream is float32"
     sizes = (spec.width, spec.feed_forward.columns)
-    if own.head_dim not in _HEAD_DIMS or any(size % 8 for size in sizes) or spec.width > 8192:
-        return f"takes head dims of 64 and 128, up to 8192 columns, in multiples of 8, got {own.head_dim} and {sizes}"
-    if not own.is_causal_or_full() and own.dropout:
+    if attention.head_dim not in _HEAD_DIMS or any(size % 8 for size in sizes) or spec.width > 8192:
+        got = f"{attention.head_dim} and {sizes}"
+        return f"takes head dims of 64 and 128, up to 8192 columns, in multiples of 8, got {got}"
+    if not attention.is_causal_or_full() and attention.dropout:
         return "takes windows without dropout of attention weights"
-    if own.heads != own.kv_heads and own.dropout:
+    if attention.heads != attention.kv_heads and attention.dropout:
         return "takes grouped heads without dropout of attention weights"
     return None
 
@@ -269,12 +271,12 @@ _WINDOW_QUERIES, _WINDOW_KEYS = 512, 321  # kernels/attention/op.h: of the backw
 @functools.lru_cache(maxsize=256)
 def _refuse_backward(specs: tuple[LayerSpec, ...], types: Types, device: torch.device, max_seqlen: int) -> str | None:
     for spec in set(specs):
-        own = spec.attention
-        if not own.is_causal_or_full():
-            sides = (own.window_left, own.window_right)
+        attention = spec.attention
+        if not attention.is_causal_or_full():
+            sides = (attention.window_left, attention.window_right)
             if min(sides) < 0 or (sum(sides) > _WINDOW_KEYS and max_seqlen > _WINDOW_QUERIES):
                 return f"goes backward with windows of up to {_WINDOW_KEYS} keys, got {sides}"
-            if own.heads != own.kv_heads:
+            if attention.heads != attention.kv_heads:
                 return "goes backward with grouped heads without a window"
         limit = _native.block_memory(device.index)
         codes = (_native.DTYPE_CODES[types[0]], _native.DTYPE_CODES[types[1]])

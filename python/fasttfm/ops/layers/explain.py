@@ -48,6 +48,6 @@ def explain(specs: tuple[LayerSpec, ...], inputs: Inputs, parameters: list[Tenso
             refused(rule, spec, situation, inputs.x.shape[0], inputs.max_seqlen) for spec in dict.fromkeys(specs)
         ]
         rules[rule.name] = None if None in reasons else reasons[0]
-    found: Any = plan_of(specs, inputs, training=training)
-    kinds = [tuple(type(step).__name__ for step in steps) for steps in (found.forward, found.backward)]
+    made: Any = plan_of(specs, inputs, training=training)
+    kinds = [tuple(type(step).__name__ for step in steps) for steps in (made.forward, made.backward)]
     return PlanExplanation("ops" if why else "core", why, rules, *kinds)

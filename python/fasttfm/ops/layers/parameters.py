@@ -46,9 +46,9 @@ def parts_of(x: Tensor, seeds: Tensor | None, layers: Layers) -> list[tuple[Laye
     parts = []
     for index in range(layers.depth):
         parameters = slice(index * layers.fields, (index + 1) * layers.fields)
-        own = None if seeds is None else seeds[index : index + 1]
-        given, table = layers.given[parameters], layers.table[parameters]
-        parts.append((layers._replace(given=given, depth=1, table=table), own))
+        of_layer = None if seeds is None else seeds[index : index + 1]
+        tensors, table = layers.parameters[parameters], layers.table[parameters]
+        parts.append((layers._replace(parameters=tensors, depth=1, table=table), of_layer))
     return parts
 
 
@@ -60,32 +60,32 @@ def is_large(x: Tensor) -> bool:
 def in_type(layers: Layers, dtype: torch.dtype, *, copies: bool) -> list[Tensor | None]:
     """The parameters, with the operands of GEMMs in x's dtype, by one launch for all layers."""
     if layers.dtype == dtype:
-        return layers.given
-    own: list[Any] = list(layers.given)
+        return layers.parameters
+    tensors: list[Any] = list(layers.parameters)
     if copies:
-        indices = [first + index for first in range(0, len(own), layers.fields) for index in _MULTIPLIED]
-        cast = linear.in_type([own[index] for index in indices], dtype, copies=True)
+        indices = [first + index for first in range(0, len(tensors), layers.fields) for index in _MULTIPLIED]
+        cast = linear.in_type([tensors[index] for index in indices], dtype, copies=True)
         for index, tensor in zip(indices, cast, strict=True):
-            own[index] = tensor
-        return own
-    given: list[Tensor] = []
-    made: list[Tensor] = []
+            tensors[index] = tensor
+        return tensors
+    originals: list[Tensor] = []
+    targets: list[Tensor] = []
     for index in _MULTIPLIED:
-        same = own[index :: layers.fields]
+        same = tensors[index :: layers.fields]
         if same[0] is not None:  # one tensor for the same parameter of all layers
-            given += same
-            own[index :: layers.fields] = same[0].new_empty((layers.depth, *same[0].shape), dtype=dtype).unbind()
-            made += own[index :: layers.fields]
-    torch._foreach_copy_(made, given)
-    return own
+            originals += same
+            tensors[index :: layers.fields] = same[0].new_empty((layers.depth, *same[0].shape), dtype=dtype).unbind()
+            targets += tensors[index :: layers.fields]
+    torch._foreach_copy_(targets, originals)
+    return tensors
 
 
-def wanted_of(layers: Layers, of_unique: Sequence[bool]) -> Sequence[bool]:
+def needed_of(layers: Layers, of_unique: Sequence[bool]) -> Sequence[bool]:
     """Whether the gradient of each parameter of each layer is needed."""
-    if len(of_unique) == len(layers.given):
+    if len(of_unique) == len(layers.parameters):
         return of_unique
     by_id = dict(zip(distinct(layers), of_unique, strict=True))
-    return [each is not None and by_id[id(each)] for each in layers.given]
+    return [each is not None and by_id[id(each)] for each in layers.parameters]
 
 
 def summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tensor | None]:
@@ -93,11 +93,11 @@ def summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tenso
     autograd does for several nodes."""
     present = layers.present()
     if len(set(map(id, present))) == len(present):
-        if len(present) == len(layers.given):
+        if len(present) == len(layers.parameters):
             return gradients
-        return [gradient for gradient, each in zip(gradients, layers.given, strict=True) if each is not None]
+        return [gradient for gradient, each in zip(gradients, layers.parameters, strict=True) if each is not None]
     indices: dict[int, list[int]] = {}
-    for index, each in enumerate(layers.given):
+    for index, each in enumerate(layers.parameters):
         if each is not None:
             indices.setdefault(id(each), []).append(index)
     totals = [gradients[group[-1]] for group in indices.values()]
@@ -109,15 +109,15 @@ def summed(gradients: Sequence[Tensor | None], layers: Layers) -> Sequence[Tenso
     return totals
 
 
-def gradients_like(own: list[Tensor | None], wanted: Sequence[bool], layers: Layers) -> list[Tensor | None]:
+def gradients_like(operands: list[Tensor | None], needed: Sequence[bool], layers: Layers) -> list[Tensor | None]:
     """Allocates the gradients in the parameters' dtype. Each has a storage of its own, as those of autograd have: its
     owner may free or save it without those of the other layers."""
     if layers.depth == 1:
         return [
-            torch.empty_like(each, dtype=layers.dtype) if each is not None and want else None
-            for each, want in zip(own, wanted, strict=True)
+            torch.empty_like(operand, dtype=layers.dtype) if operand is not None and is_needed else None
+            for operand, is_needed in zip(operands, needed, strict=True)
         ]
     if None in layers.shapes:
-        return [None if each is None else torch.empty_like(each) for each in layers.given]
-    parameters: Any = layers.given
+        return [None if each is None else torch.empty_like(each) for each in layers.parameters]
+    parameters: Any = layers.parameters
     return list(map(torch.empty_like, parameters))

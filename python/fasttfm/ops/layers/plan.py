@@ -94,8 +94,8 @@ class _Forward:
             y1, z1 = self._add_norm(index, spec, branch, stream, norm, ("y1", "z1"))
             branch = self._feed_forward(index, spec, y1)
             norm = (spec.norm_b, "norm_b", "down_bias", spec.dropout_b, 2)
-            given = ("y", "z" if spec.pre_norm else None) if last else None
-            x, z = self._add_norm(index, spec, branch, z1 if spec.pre_norm else y1, norm, ("y2", "z2"), given)
+            results = ("y", "z" if spec.pre_norm else None) if last else None
+            x, z = self._add_norm(index, spec, branch, z1 if spec.pre_norm else y1, norm, ("y2", "z2"), results)
             stream = z if spec.pre_norm else x
 
     def tensor(self, name: str, columns: int) -> str:
@@ -122,17 +122,17 @@ class _Forward:
         return self._sized("counters", -(-size // _ROWS))
 
     def _attention(self, index: int, spec: LayerSpec, x: str) -> str:
-        own = spec.attention
+        attention = spec.attention
         qkv = self._project(index, spec, x)
-        attended = own.heads * own.head_dim
-        out, lse = self.tensor(f"{index}.out", attended), self._sized(f"{index}.lse", 4 * own.heads)
-        scale = 1 / math.sqrt(own.head_dim) if own.scale is None else own.scale
-        threshold = philox.threshold(own.dropout)
+        attended = attention.heads * attention.head_dim
+        out, lse = self.tensor(f"{index}.out", attended), self._sized(f"{index}.lse", 4 * attention.heads)
+        scale = 1 / math.sqrt(attention.head_dim) if attention.scale is None else attention.scale
+        threshold = philox.threshold(attention.dropout)
         seed = "seeds" if threshold else None
         self.steps.append(
             steps.Attention(
-                *(qkv, seed, SEEDS * index, own.heads, own.kv_heads, own.head_dim),
-                *(own.window_left, own.window_right, scale, threshold, philox.scale(threshold)),
+                *(qkv, seed, SEEDS * index, attention.heads, attention.kv_heads, attention.head_dim),
+                *(attention.window_left, attention.window_right, scale, threshold, philox.scale(threshold)),
                 *(out, lse, self._counters, index, self._applies("short_attention", spec)),
             )
         )
@@ -140,32 +140,46 @@ class _Forward:
 
     def _project(self, index: int, spec: LayerSpec, x: str) -> str:
         """q, k and v, whose q and k are normalized and rotated."""
-        own = spec.attention
-        qkv = self.tensor(f"{index}.qkv", own.columns)
+        attention = spec.attention
+        qkv = self.tensor(f"{index}.qkv", attention.columns)
         weight, bias = f"{index}.qkv_weight", self.parameter(index, spec, "qkv_bias")
         tables: tuple[Any, ...] = ()
-        if own.rotary is not None:
-            tables = (f"cos{own.rotary}", f"sin{own.rotary}", "positions", _table_buffer(own.rotary) + 2)
+        if attention.rotary is not None:
+            tables = (
+                f"cos{attention.rotary}",
+                f"sin{attention.rotary}",
+                "positions",
+                _table_buffer(attention.rotary) + 2,
+            )
         if self._applies("rotary_projection", spec):
-            sizes = (own.heads, own.head_dim)
+            sizes = (attention.heads, attention.head_dim)
             self.steps.append(
-                steps.RotaryProjection._make((x, weight, bias, qkv, own.columns, spec.width, *tables, *sizes))
+                steps.RotaryProjection._make((x, weight, bias, qkv, attention.columns, spec.width, *tables, *sizes))
             )
             return qkv
-        self._gemm(index, "qkv", x, qkv, own.columns, spec.width, bias)
-        if own.head_norm_eps is not None:
-            qkv = self._normalized_heads(index, spec, qkv, own.head_norm_eps)
-        if own.rotary is not None:
-            heads = (own.heads + 2 * own.kv_heads, own.heads + own.kv_heads, own.head_dim, own.rotary_columns // 2)
+        self._gemm(index, "qkv", x, qkv, attention.columns, spec.width, bias)
+        if attention.head_norm_eps is not None:
+            qkv = self._normalized_heads(index, spec, qkv, attention.head_norm_eps)
+        if attention.rotary is not None:
+            heads = (
+                attention.heads + 2 * attention.kv_heads,
+                attention.heads + attention.kv_heads,
+                attention.head_dim,
+                attention.rotary_columns // 2,
+            )
             self.steps.append(steps.Rotary._make((qkv, *tables, *heads, 1.0)))
         return qkv
 
     def _normalized_heads(self, index: int, spec: LayerSpec, qkv: str, eps: float) -> str:
-        own = spec.attention
-        y = self.tensor(f"{index}.qkv.normalized", own.columns)
+        attention = spec.attention
+        y = self.tensor(f"{index}.qkv.normalized", attention.columns)
         q_weight, k_weight = (self.parameter(index, spec, name) for name in ("q_norm_weight", "k_norm_weight"))
-        rstd = self._sized(f"{index}.qkv.rstd", 4 * (own.heads + own.kv_heads))
-        self.steps.append(steps.HeadNorm(qkv, q_weight, k_weight, rstd, own.heads, own.kv_heads, own.head_dim, y, eps))
+        rstd = self._sized(f"{index}.qkv.rstd", 4 * (attention.heads + attention.kv_heads))
+        self.steps.append(
+            steps.HeadNorm(
+                qkv, q_weight, k_weight, rstd, attention.heads, attention.kv_heads, attention.head_dim, y, eps
+            )
+        )
         return y
 
     def _applies(self, name: str, spec: LayerSpec) -> bool:
@@ -210,28 +224,30 @@ class _Forward:
         return branch
 
     def _feed_forward(self, index: int, spec: LayerSpec, y1: str) -> str:
-        own = spec.feed_forward
+        feed_forward = spec.feed_forward
         weight, bias = f"{index}.up_weight", self.parameter(index, spec, "up_bias")
-        a, code = self.tensor(f"{index}.a", own.columns), ACTIVATIONS[own.activation]
-        if self._applies("gated_gemm" if own.gated else "gemm_activation", spec):
-            self.steps.append(steps.GemmActivation(y1, weight, bias, own.columns, code, spec.width, own.gated, a))
-        elif self.situation.precision == "fp8" and not own.gated:
+        a, code = self.tensor(f"{index}.a", feed_forward.columns), ACTIVATIONS[feed_forward.activation]
+        if self._applies("gated_gemm" if feed_forward.gated else "gemm_activation", spec):
+            self.steps.append(
+                steps.GemmActivation(y1, weight, bias, feed_forward.columns, code, spec.width, feed_forward.gated, a)
+            )
+        elif self.situation.precision == "fp8" and not feed_forward.gated:
             x8, (up, up_inverse, _, x_inverse, _) = self._in_fp8(index, "up", y1, spec.width), _fp8(index, "up")
-            a8 = self._eight[a] = self._sized(f"{index}.down.x8", own.columns)
+            a8 = self._eight[a] = self._sized(f"{index}.down.x8", feed_forward.columns)
             _, _, scale, _, amax = _fp8(index, "down")
             operands = (x8, up, x_inverse, up_inverse, bias, scale, amax, a8)
-            self.steps.append(steps.Fp8GemmActivation(*operands, own.columns, code, spec.width))
-        elif self.situation.precision == "int8" and not own.gated:
-            self._gemm(index, "up", y1, a, own.columns, spec.width, None, code)
+            self.steps.append(steps.Fp8GemmActivation(*operands, feed_forward.columns, code, spec.width))
+        elif self.situation.precision == "int8" and not feed_forward.gated:
+            self._gemm(index, "up", y1, a, feed_forward.columns, spec.width, None, code)
         else:
-            rows = own.columns * (2 if own.gated else 1)
+            rows = feed_forward.columns * (2 if feed_forward.gated else 1)
             h = self.tensor(f"{index}.h", rows)
             self._gemm(index, "up", y1, h, rows, spec.width, None)
-            if own.gated:
-                self.steps.append(steps.GatedActivation(h, bias, own.columns, code, True, a))
+            if feed_forward.gated:
+                self.steps.append(steps.GatedActivation(h, bias, feed_forward.columns, code, True, a))
             else:
-                self.steps.append(steps.Activation(h, bias, own.columns, code, a))
-        return self._linear(index, spec, "down", a, own.columns, spec.width)
+                self.steps.append(steps.Activation(h, bias, feed_forward.columns, code, a))
+        return self._linear(index, spec, "down", a, feed_forward.columns, spec.width)
 
     def _add_norm(
         self,
@@ -241,12 +257,12 @@ class _Forward:
         stream: str,
         norm: tuple[Norm, str, str, float, int],
         names: tuple[str, str],
-        given: tuple[str, str | None] | None = None,
+        results: tuple[str, str | None] | None = None,
     ) -> tuple[str, str]:
-        """The normalized sum, and the sum. ``given``: the call's own tensors for both."""
+        """The normalized sum, and the sum. ``results``: the call's own tensors for both."""
         kind, prefix, linear_bias, p, seed_index = norm
-        y = self.tensor(f"{index}.{names[0]}", spec.width) if given is None else given[0]
-        z: str | None = given[1] if given is not None else None
+        y = self.tensor(f"{index}.{names[0]}", spec.width) if results is None else results[0]
+        z: str | None = results[1] if results is not None else None
         if z is None and (self.situation.training or spec.pre_norm or kind.kind == "rms"):
             z = self.stream(f"{index}.{names[1]}", spec.width)
         weight = self.parameter(index, spec, f"{prefix}_weight")
@@ -337,9 +353,9 @@ class _Backward:
         self.steps.append(steps.WeightGradient(dy, x, f"d {weight}", columns, inner))
         if bias is not None:
             self.steps.append(steps.ColumnSum(dy, f"d {bias}", columns))
-        found = self._gradients.get(x)  # of another consumer: the GEMM adds to it
-        total = self._new(x) if found is None else found
-        self.steps.append(steps.Gemm(dy, weight, None, found, total, inner, columns, False))
+        partial = self._gradients.get(x)  # of another consumer: the GEMM adds to it
+        total = self._new(x) if partial is None else partial
+        self.steps.append(steps.Gemm(dy, weight, None, partial, total, inner, columns, False))
 
     def _Gemm(self, step: steps.Gemm) -> None:
         dy = self._gradient(step.d)

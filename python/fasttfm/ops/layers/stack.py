@@ -11,7 +11,7 @@ from torch import Tensor
 from fasttfm.kernels.common.rows import contiguous_rows
 from fasttfm.ops import direct_gradients, transformer_native
 from fasttfm.ops.layers import core_executor, torch_executor
-from fasttfm.ops.layers.parameters import distinct, gradients_like, in_type, parts_of, summed, wanted_of
+from fasttfm.ops.layers.parameters import distinct, gradients_like, in_type, needed_of, parts_of, summed
 from fasttfm.ops.layers.plan import plan
 from fasttfm.ops.layers.rules import Situation
 from fasttfm.ops.layers.spec import FIELDS, LayerSpec
@@ -33,16 +33,16 @@ def run_stack(
         return torch_executor.run(plan(specs, situation).forward, inputs, parameters)
     if gradient:
         return _run_with_gradient(specs, inputs, layers)
-    own = in_type(layers, inputs.x.dtype, copies=False)
-    y, z, _ = core_executor.forward(core_executor.plan_of(specs, inputs, training=False), inputs, layers, own)
+    cast = in_type(layers, inputs.x.dtype, copies=False)
+    y, z, _ = core_executor.forward(core_executor.plan_of(specs, inputs, training=False), inputs, layers, cast)
     return y, z
 
 
 def refused(specs: tuple[LayerSpec, ...], inputs: Inputs, parameters: list[Tensor | None]) -> str | None:
     """Why torch's ops run the layers; None if the core does."""
     gradient = needs_gradient(inputs.x, inputs.residual, *parameters)
-    found = _native_layers(specs, inputs, parameters, gradient=gradient)
-    return found if isinstance(found, str) else None
+    layers = _native_layers(specs, inputs, parameters, gradient=gradient)
+    return layers if isinstance(layers, str) else None
 
 
 def _native_layers(
@@ -66,13 +66,13 @@ def _run_with_gradient(specs: tuple[LayerSpec, ...], inputs: Inputs, layers: Lay
     x, residual = inputs.x, inputs.residual
     first = 0
     for part, seeds in parts_of(x, inputs.seeds, layers):
-        given = distinct(part)
-        direct = list(given.values()) if part is layers and direct_gradients.is_accepted(given) else None
-        nodes = given.values() if direct is None else (direct_gradients.witness(x),)
-        own = specs[first : first + part.depth]
+        unique = distinct(part)
+        direct = list(unique.values()) if part is layers and direct_gradients.is_accepted(unique) else None
+        nodes = unique.values() if direct is None else (direct_gradients.witness(x),)
+        of_part = specs[first : first + part.depth]
         first += part.depth
         call = inputs._replace(seeds=seeds)
-        x, residual = _Stack.apply_plain(x, residual, own, call, part, direct, *nodes)
+        x, residual = _Stack.apply_plain(x, residual, of_part, call, part, direct, *nodes)
     return x, residual
 
 
@@ -94,15 +94,15 @@ class _Stack(OpFunction):
         """``x`` and ``residual`` replace those of ``inputs``. ``direct`` are the parameters whose gradients the
         backward writes itself, if they are no inputs."""
         call = inputs._replace(x=x, residual=residual)
-        found = core_executor.plan_of(specs, call, training=True)
-        own = in_type(layers, x.dtype, copies=True)
-        y, z, kept = core_executor.forward(found, call, layers, own)
+        plan_of_call = core_executor.plan_of(specs, call, training=True)
+        cast = in_type(layers, x.dtype, copies=True)
+        y, z, kept = core_executor.forward(plan_of_call, call, layers, cast)
         tables = [table for pair in inputs.tables for table in pair]
         shared = unshared(inputs.cu_seqlens, inputs.positions)
         ctx.save_for_backward(x, residual, kept, z, inputs.seeds, *shared, *tables)
         # Parameters are not saved tensors, which torch would wrap one by one; the backward compares their versions.
-        ctx.own, ctx.versions = own, versions(own)
-        ctx.plan, ctx.layers, ctx.direct, ctx.max_seqlen = found, layers, direct, inputs.max_seqlen
+        ctx.cast, ctx.versions = cast, versions(cast)
+        ctx.plan, ctx.layers, ctx.direct, ctx.max_seqlen = plan_of_call, layers, direct, inputs.max_seqlen
         ctx.set_materialize_grads(False)
         return y, z
 
@@ -110,17 +110,17 @@ class _Stack(OpFunction):
     def backward(ctx: Any, dy: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
         x, residual, kept, z, seeds, cu_seqlens, positions, *tables = ctx.saved_tensors
         layers: Layers = ctx.layers
-        if ctx.versions != versions(ctx.own):
+        if ctx.versions != versions(ctx.cast):
             raise RuntimeError(transformer_native.CHANGED_PARAMETERS)
         pairs = tuple(zip(tables[::2], tables[1::2], strict=True))
         inputs = Inputs(x, residual, cu_seqlens, ctx.max_seqlen, seeds, pairs, positions)
         dy = torch.zeros_like(x) if dy is None else contiguous_rows(dy)
         dz = None if dz is None else contiguous_rows(dz)
         direct: list[Tensor] | None = ctx.direct
-        wanted = wanted_of(layers, ctx.needs_input_grad[_INPUTS:] if direct is None else [True] * len(direct))
-        gradients = gradients_like(ctx.own, wanted, layers)
+        needed = needed_of(layers, ctx.needs_input_grad[_INPUTS:] if direct is None else [True] * len(direct))
+        gradients = gradients_like(ctx.cast, needed, layers)
         dx, dresidual = core_executor.backward(
-            ctx.plan, inputs, layers, ctx.own, kept, z, dy=dy, dz=dz, gradients=gradients
+            ctx.plan, inputs, layers, ctx.cast, kept, z, dy=dy, dz=dz, gradients=gradients
         )
         totals: Sequence[Tensor | None] = summed(gradients, layers)
         if direct is not None:

@@ -166,10 +166,10 @@ def _add_norm_cast(state: _State, step: steps.AddNorm, scale: str, y8: str) -> N
     norm = NormArguments(*parameters, None, None, 0.0, step.eps)
     slot, want_z = state.linear(scale).input, step.z is not None
     terms = (state.get(step.x), state.get(step.residual))
-    found = add_norm_cast(*terms, norm, slot, requested(None), want_z=want_z, with_columns=False)
-    state.tensors[step.y], state.tensors[y8] = found.y, found.y8
+    sums = add_norm_cast(*terms, norm, slot, requested(None), want_z=want_z, with_columns=False)
+    state.tensors[step.y], state.tensors[y8] = sums.y, sums.y8
     if step.z is not None:
-        state.tensors[step.z] = found.z
+        state.tensors[step.z] = sums.z
 
 
 def _add_norm(state: _State, step: steps.AddNorm) -> None:
