@@ -37,6 +37,18 @@ FASTTFM_HOST_DEVICE Span packed_span(const int32_t* cu_seqlens, int64_t sequence
   return {first, length < 0 ? 0 : length < longest ? length : longest};
 }
 
+// The rows of the sequences [first, last). Writes their boundaries [last - first + 1], relative to the first row.
+inline Span packed_part(const int32_t* cu_seqlens, int64_t first, int64_t last, int size, int32_t* relative) {
+  const int start = packed_first(cu_seqlens, first, size);
+  int end = start;
+  for (int64_t sequence = first; sequence <= last; ++sequence) {
+    const int next = packed_first(cu_seqlens, sequence, size);
+    end = next > end ? next : end;
+    relative[sequence - first] = end - start;
+  }
+  return {start, end - start};
+}
+
 // Whether boundaries start at 0, do not decrease, and have no sequence that is longer than `longest` or ends after the
 // last row. For the CPU, which validates them.
 inline bool packed_valid(const int32_t* cu_seqlens, int64_t sequences, int64_t size, int64_t longest) {

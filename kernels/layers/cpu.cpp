@@ -1,6 +1,7 @@
 // Lists of steps on the CPU, in fp32. GEMMs use the BLAS that the process has loaded.
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
+#include "common/packed.h"
 #include "int8_linear/op.h"
 #include "layers/run.h"
 
@@ -134,13 +135,12 @@ constexpr int64_t kMostBuffers = 64;
 Status run_part(const LayersParts& parts, int64_t part, char* memory) {
   const LayersCall& whole = parts.call;
   const int64_t first = parts.first_sequences[part], last = parts.first_sequences[part + 1];
-  const int32_t first_token = whole.cu_seqlens[first];
-  auto* boundaries = reinterpret_cast<int32_t*>(memory);
-  for (int64_t i = first; i <= last; ++i) boundaries[i - first] = whole.cu_seqlens[i] - first_token;
+  auto* relative = reinterpret_cast<int32_t*>(memory);
+  const Span rows = packed_part(whole.cu_seqlens, first, last, packed_size(whole.tokens), relative);
   LayersCall call = whole;
-  call.cu_seqlens = boundaries;
+  call.cu_seqlens = relative;
   call.sequences = last - first;
-  call.tokens = boundaries[call.sequences];
+  call.tokens = rows.length;
   if (call.tokens == 0) return {};
   if (call.tokens > parts.rows) return bad_size("layers: a part has more tokens than its memory is for");
   if (call.max_seqlen > call.tokens) call.max_seqlen = call.tokens;
@@ -149,7 +149,7 @@ Status run_part(const LayersParts& parts, int64_t part, char* memory) {
   int64_t buffers[kMostBuffers];
   const int64_t* given = whole.tables[static_cast<int>(LayerTable::buffers)];
   for (int64_t i = 0; i < parts.buffers; ++i)
-    buffers[i] = given[i] == 0 ? 0 : given[i] + parts.token_bytes[i] * first_token;
+    buffers[i] = given[i] == 0 ? 0 : given[i] + parts.token_bytes[i] * rows.first;
   buffers[0] = reinterpret_cast<int64_t>(memory + parts.boundary_bytes + parts.workspace_bytes);
   call.tables[static_cast<int>(LayerTable::buffers)] = buffers;
   return run<Cpu>(call);

@@ -148,7 +148,7 @@ def test_a_second_call_does_nothing(tmp_path: Path, tokenizer: Tokenizer, monkey
     monkeypatch.setattr("fasttfm.data.shards._Writer.write", lambda *_: pytest.fail("worked again"))
     assert make(tmp_path / "shards", tokenizer, source).fingerprint == first.fingerprint
     monkeypatch.undo()
-    monkeypatch.setattr("fasttfm.data.shards._Writer._tokenize", lambda *_: pytest.fail("tokenized again"))
+    monkeypatch.setattr("fasttfm.data.shards.token_arrays", lambda *_: pytest.fail("tokenized again"))
     assert make(tmp_path / "shards", tokenizer).fingerprint == first.fingerprint  # an iterable has to be read
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "shards").glob("0*")} == times
 

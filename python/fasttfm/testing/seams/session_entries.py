@@ -148,6 +148,10 @@ def session_entries(device: str) -> list[EntryPoint]:
 # ---- int8 layers, which sessions call with a lock --------------------------------------------------------------------
 
 
+# tests/ops/test_int8_linear.py compares their bits.
+_BORDERS = "a number on the border of two steps of int8 is rounded to either of them"
+
+
 def _int8_encoder(name: str, device: torch.device) -> Any:
     model = _model(name, "int8", device)
     pack_linears(model, "int8")
@@ -178,6 +182,7 @@ def _int8_layers(name: str) -> EntryPoint:
         make=functools.partial(_int8_encoder, name),
         inputs=_int8_inputs,
         call=_run_int8,
+        left_out={"other instruction sets": _BORDERS},
         reference=_run_one_by_one,
     )
 
