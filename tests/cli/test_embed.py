@@ -146,7 +146,7 @@ def test_normalized_vectors(bert_directory: Path, texts: Path, tmp_path: Path, p
         (("--layers", "sum:3"), "layers: expected 1 to the model's 1, got 3"),
         (("--layers", "weights:a"), "layers: expected last"),
         (("--max-length", "500"), "max_length: expected 3 to the model's 128 positions, got 500"),
-        (("--tokens",), ".npz, .safetensors, .jsonl or .parquet, got"),
+        (("--tokens",), "--tokens: expected --output with a name that ends in .npz, .safetensors, .jsonl or .parquet"),
         (("--prompt-name", "query"), "prompt_name: expected one of the model's prompts (none), got 'query'"),
     ],
 )

@@ -148,7 +148,7 @@ def session_entries(device: str) -> list[EntryPoint]:
 # ---- int8 layers, which sessions call with a lock --------------------------------------------------------------------
 
 
-# tests/ops/test_int8_linear.py compares their bits.
+# The numbers of this model's input and weights have one such number; those of other families have none.
 _BORDERS = "a number on the border of two steps of int8 is rounded to either of them"
 
 
@@ -182,7 +182,7 @@ def _int8_layers(name: str) -> EntryPoint:
         make=functools.partial(_int8_encoder, name),
         inputs=_int8_inputs,
         call=_run_int8,
-        left_out={"other instruction sets": _BORDERS},
+        left_out={"other instruction sets": _BORDERS} if name == "nomic_bert" else {},
         reference=_run_one_by_one,
     )
 
