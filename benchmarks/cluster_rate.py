@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from fasttfm import __version__, models
-from fasttfm.bench.timing import device_name, file_stem
+from fasttfm.bench.timing import device_name, file_stem, percentiles
 from fasttfm.cli.part_runs import PartWriter
 from fasttfm.data import read_documents, shipped_corpus, train_tokenizer
 from fasttfm.inference import Session, ray
@@ -132,7 +132,7 @@ def rate(settings: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any
             print(f"run {run}: {name:9} {rates[name][-1]:9.1f} texts/s", flush=True)
     rows, best = [], statistics.median(rates["sessions"])
     for name, measured in rates.items():
-        p20, p50, p80 = (float(np.quantile(measured, share)) for share in (0.2, 0.5, 0.8))
+        p20, p50, p80 = percentiles(measured)
         print(f"{name:9} {p50:9.1f} texts/s, {p50 / best:.1%} of the sessions")
         found = {f"texts_per_s_{part}": round(value, 1) for part, value in (("p20", p20), ("p50", p50), ("p80", p80))}
         more = {"fraction": round(p50 / best, 4), "model": f"bert-{settings.size}", "runs": settings.runs}

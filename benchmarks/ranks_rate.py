@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from fasttfm import __version__, data
-from fasttfm.bench.timing import device_name, file_stem
+from fasttfm.bench.timing import device_name, file_stem, percentiles
 from fasttfm.train.logs import read_rows
 
 
@@ -85,12 +85,6 @@ def rate_of(output: Path) -> float:
     return tokens / (float(last["seconds"]) - float(first["seconds"]))
 
 
-def quantiles(values: list[float]) -> tuple[float, float, float]:
-    ordered = sorted(values)
-    p20, p50, p80 = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.5, 0.8))
-    return p20, p50, p80
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, metavar="case", help=", ".join(CASES))
@@ -123,7 +117,7 @@ def main() -> int:
         print(f"{case:32} {statistics.median(found):10,.0f} tokens/s  {ratio}")
         about = (arguments.runs, arguments.steps, device_name(cpu), round(load, 2), torch.__version__, __version__)
         what = (case, f"bert {' '.join(arguments.set)}", arguments.tokens, arguments.batches)
-        rows.append((*what, *map(round, quantiles(found)), ratio, *about))
+        rows.append((*what, *map(round, percentiles(found)), ratio, *about))
     if arguments.out:
         path = arguments.out / f"{file_stem(cpu)}-ranks.csv"
         with path.open("w", newline="") as file:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from fasttfm import __version__, data
-from fasttfm.bench.timing import device_name, file_stem
+from fasttfm.bench.timing import device_name, file_stem, percentiles
 from fasttfm.models import BertConfig, BertForMaskedLM
 from fasttfm.models.objectives import MaskedLM
 from fasttfm.train import (
@@ -78,7 +78,7 @@ def main() -> int:
     rates[f"training step of bert {settings.size}", 0] = step
     rows = []
     for (case, workers), measured in rates.items():
-        p20, p50, p80 = quantiles(measured)
+        p20, p50, p80 = percentiles(measured)
         print(f"{case:32} {workers} workers: {p50 / 1e6:8.3f} million tokens/s")
         where = device_name(device if case.startswith("training") else torch.device("cpu"))
         how = (settings.runs, settings.seconds, where, round(load, 2), torch.__version__, __version__)
@@ -163,12 +163,6 @@ def step_rate(address: str, tokenizer: data.Tokenizer, device: torch.device, set
             tokens += batch.tokens
         trainer.flush()
     return tokens / (time.perf_counter() - start)
-
-
-def quantiles(values: list[float]) -> tuple[float, float, float]:
-    ordered = sorted(values)
-    p20, p50, p80 = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.5, 0.8))
-    return p20, p50, p80
 
 
 if __name__ == "__main__":

@@ -27,11 +27,15 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, str, Any]]:
     for number, line in read_lines(path):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise data_error(path, "a JSON object", f"{line:.60} ({error})", line=number) from None
-        yield number, line, value
+        yield number, line, json_value(path, number, line)
+
+
+def json_value(path: Path, number: int, line: str) -> Any:
+    """The value of a line."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise data_error(path, "a JSON object", f"{line:.60} ({error})", line=number) from None
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:

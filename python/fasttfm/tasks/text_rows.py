@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from fasttfm.data.lines import SURROGATE, data_error, read_lines
+from fasttfm.data.lines import SURROGATE, data_error, json_value, read_lines
 from fasttfm.data.texts import files_of, read_documents
 
 _JSON = (".jsonl", ".jsonl.gz")
@@ -47,11 +46,7 @@ def texts_of_rows(rows: Iterable[str | JsonLine], column: str) -> Iterator[str]:
 
 def _parsed(row: JsonLine, column: str) -> str:
     path = Path(row.path)
-    try:
-        value: Any = json.loads(row.line)
-    except (ValueError, RecursionError) as error:
-        raise data_error(path, "a JSON object", f"{row.line:.60} ({error})", line=row.number) from None
-    text = value
+    text = value = json_value(path, row.number, row.line)
     for name in [column] if isinstance(value, dict) and column in value else column.split("."):
         text = text.get(name) if isinstance(text, dict) else None
     if not isinstance(text, str):
