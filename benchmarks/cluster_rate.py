@@ -1,6 +1,6 @@
 """Times part files: two workers with one thread each, next to two independent sessions; memory over very many texts.
 
-    python benchmarks/cluster_rate.py rate --size base --out benchmarks/results
+    python benchmarks/cluster_rate.py rate --size base --runs 2 --out benchmarks/results    about three minutes
     python benchmarks/cluster_rate.py stream --texts 10000000 --out benchmarks/results
 
 ``rate``: contenders are two processes with a session each, which only compute (``sessions``), two ranks of
@@ -66,8 +66,10 @@ SIZES: dict[str, dict[str, int]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=("rate", "stream", "session"), help="session: a process of rate")
-    parser.add_argument("--texts", type=int, help="default: 4096 for rate, 1,000,000 for stream")
-    parser.add_argument("--rows-per-part", type=int, help="default: 128 for rate, 10,000 for stream")
+    parser.add_argument("--texts", type=int, help="default: 4096 for rate, 256 with --size base; 1,000,000 for stream")
+    parser.add_argument(
+        "--rows-per-part", type=int, help="default: 128 for rate, 16 with --size base; 10,000 for stream"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--size", choices=SIZES, default="mini", help="rate: the size of BERT")
     parser.add_argument("--contenders", nargs="+", help="default: sessions torchrun ray, or local ray for stream")
@@ -78,8 +80,10 @@ def main() -> int:
     settings = parser.parse_args()
     if settings.case == "session":
         return session(settings)
-    settings.texts = settings.texts or {"rate": 4096, "stream": 1_000_000}[settings.case]
-    settings.rows_per_part = settings.rows_per_part or {"rate": 128, "stream": 10_000}[settings.case]
+    of_rate = (256, 16) if settings.size == "base" else (4096, 128)  # some seconds on each core
+    texts, rows_per_part = of_rate if settings.case == "rate" else (1_000_000, 10_000)
+    settings.texts = settings.texts or texts
+    settings.rows_per_part = settings.rows_per_part or rows_per_part
     with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
         rows, is_good = (rate if settings.case == "rate" else stream)(settings, Path(folder))
     if settings.out:
@@ -107,12 +111,12 @@ def row(settings: argparse.Namespace, contender: str, **values: Any) -> dict[str
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Writes rows, which replace those of the same case, contender and model."""
     key = ("case", "contender", "model")
-    new = {tuple(str(each[name]) for name in key) for each in rows}
+    new = {tuple(str(entry[name]) for name in key) for entry in rows}
     kept = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
     with path.open("w", newline="") as file:
         table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         table.writeheader()
-        table.writerows([each for each in kept if tuple(each[name] for name in key) not in new] + rows)
+        table.writerows([entry for entry in kept if tuple(entry[name] for name in key) not in new] + rows)
 
 
 # ---- rate ------------------------------------------------------------------------------------------------------------
@@ -134,10 +138,10 @@ def rate(settings: argparse.Namespace, folder: Path) -> tuple[list[dict[str, Any
     for name, measured in rates.items():
         p20, p50, p80 = percentiles(measured)
         print(f"{name:9} {p50:9.1f} texts/s, {p50 / best:.1%} of the sessions")
-        found = {f"texts_per_s_{part}": round(value, 1) for part, value in (("p20", p20), ("p50", p50), ("p80", p80))}
+        values = {f"texts_per_s_{part}": round(value, 1) for part, value in (("p20", p20), ("p50", p50), ("p80", p80))}
         more = {"fraction": round(p50 / best, 4), "model": f"bert-{settings.size}", "runs": settings.runs}
-        rows.append(row(settings, name, workers=WORKERS, **found, **more))
-    return rows, all(each["fraction"] >= LEAST_FRACTION for each in rows)
+        rows.append(row(settings, name, workers=WORKERS, **values, **more))
+    return rows, all(entry["fraction"] >= LEAST_FRACTION for entry in rows)
 
 
 def save_model(folder: Path, size: str) -> None:
@@ -158,7 +162,7 @@ def of_sessions(settings: argparse.Namespace, model: Path, data: Path, output: P
         call = [sys.executable, __file__, "session", "--model", model, "--data", part]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         environment = {**os.environ, **THREADS}
-        processes.append(subprocess.Popen([str(each) for each in call], env=environment, text=True, **pipes))
+        processes.append(subprocess.Popen([str(word) for word in call], env=environment, text=True, **pipes))
     for process in processes:  # the models are open
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -190,7 +194,7 @@ def of_torchrun(settings: argparse.Namespace, model: Path, data: Path, output: P
     embed(settings, launcher, model, data, output)
     paths = sorted(output.glob("part-*"))
     times = [[path.stat().st_mtime for path in paths[rank::WORKERS]] for rank in range(WORKERS)]
-    return sum(steady_rate(each, settings.rows_per_part) for each in times)
+    return sum(steady_rate(moments, settings.rows_per_part) for moments in times)
 
 
 def of_ray(settings: argparse.Namespace, model: Path, data: Path, output: Path) -> float:
@@ -260,15 +264,15 @@ def stream(settings: argparse.Namespace, folder: Path) -> tuple[list[dict[str, A
             raise SystemExit(f"{name}: expected {settings.texts} texts, got {parts.totals.rows}")
         second, last = memory.thirds()
         print(f"{name:5} {texts_per_s:11,.0f} texts/s, {second:.1f} MiB, then {last:.1f} MiB", flush=True)
-        found = {"texts_per_s_p50": round(texts_per_s), "runs": 1, "model": "simulated"}
+        values = {"texts_per_s_p50": round(texts_per_s), "runs": 1, "model": "simulated"}
         sizes = {"mib_second_third": round(second, 1), "mib_last_third": round(last, 1)}
-        rows.append(row(settings, name, workers=workers, **found, **sizes))
-    return rows, all(each["mib_last_third"] <= MOST_GROWTH * each["mib_second_third"] for each in rows)
+        rows.append(row(settings, name, workers=workers, **values, **sizes))
+    return rows, all(entry["mib_last_third"] <= MOST_GROWTH * entry["mib_second_third"] for entry in rows)
 
 
 def run_here(opened: Opened, missing: Iterator[tuple[int, Iterator[Any]]]) -> Iterator[int]:
     write = opened()
-    return (write(*each) for each in missing)
+    return (write(*part) for part in missing)
 
 
 def run_on_ray(opened: Opened, missing: Iterator[tuple[int, Iterator[Any]]]) -> Iterator[int]:

@@ -78,9 +78,12 @@ class Inputs:
 
 def sessions(directory: Path, inputs: Inputs, threads: int) -> dict[str, Encode]:
     from fasttfm.inference import EmbedSettings, Session
+    from fasttfm.inference.precision import candidates
 
+    forms: dict[str, dict[str, Any]] = {"session float32": {}, "session int8": {"precision": "int8"}}
+    forms |= {f"session {each.name}": {"dtype": each.dtype} for each in candidates() if not each.int8}
     calls = {}
-    for name, options in (("session fp32", {}), ("session int8", {"precision": "int8"})):
+    for name, options in forms.items():
         session = Session(str(directory), settings=EmbedSettings(pooling="mean"), device="cpu", **options)
         calls[name] = session.encode
     return calls
@@ -275,23 +278,30 @@ def texts_of(part: str, inputs: Inputs) -> list[str]:
     return [text]
 
 
-def measured(calls: Mapping[str, Encode], texts: list[str], seconds: float) -> dict[str, list[tuple[float, float]]]:
-    """Wall and processor seconds of each call, in rounds of about ``seconds`` for all contenders."""
-    repeats = {}
+Times = list[tuple[float, float]]
+
+
+def measured(calls: Mapping[str, Encode], texts: list[str], seconds: float) -> tuple[dict[str, Any], dict[str, Times]]:
+    """The vectors of each call, and its wall and processor seconds in rounds of about ``seconds`` for all contenders:
+    five rounds, or three where one call of each takes longer."""
+    vectors, repeats = {}, {}
+    begun = time.perf_counter()
     for name, call in calls.items():
-        call(texts)
+        if len(texts) <= BATCH:
+            call(texts)
         start = time.perf_counter()
-        call(texts)
+        vectors[name] = call(texts)
         repeats[name] = max(1, int(seconds / len(calls) / 5 / (time.perf_counter() - start)))
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
-    for _ in range(5):
+    rounds = 5 if time.perf_counter() - begun < seconds else 3
+    times: dict[str, Times] = {name: [] for name in calls}
+    for _ in range(rounds):
         for name, call in calls.items():
             wall, processor = time.perf_counter(), time.process_time()
             for _ in range(repeats[name]):
                 call(texts)
             wall, processor = time.perf_counter() - wall, time.process_time() - processor
             times[name].append((wall / repeats[name], processor / repeats[name]))
-    return times
+    return vectors, times
 
 
 def smallest_cosine(result: Any, expected: Any) -> float:
@@ -349,7 +359,10 @@ def main() -> None:
     device = torch.device("cpu")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        directory = settings.directory or random_model(settings.model, Path(folder))
+        if settings.directory is None:
+            directory = random_model(settings.model, Path(folder))
+        else:  # peers write their files next to the model's
+            directory = Path(shutil.copytree(settings.directory, Path(folder) / settings.directory.name))
         inputs = Inputs(directory)
         calls: dict[str, Encode] = {}
         for make in (sessions, transformers_models, *(CONTENDERS[peer] for peer in settings.peers)):
@@ -359,9 +372,9 @@ def main() -> None:
                 print(f"{make.__name__} are left out: {error}", flush=True)
         for part in settings.parts:
             texts = texts_of(part, inputs)
-            expected = calls["transformers"](texts)
-            cosines = {name: smallest_cosine(call(texts), expected) for name, call in calls.items()}
-            for name, samples in measured(calls, texts, settings.seconds).items():
+            vectors, times = measured(calls, texts, settings.seconds)
+            cosines = {name: smallest_cosine(found, vectors["transformers"]) for name, found in vectors.items()}
+            for name, samples in times.items():
                 wall, processor = (statistics.median(column) for column in zip(*samples, strict=True))
                 row = {"part": part, "contender": name, "threads": settings.threads}
                 row |= {"ms": round(1e3 * wall, 3), "processor_ms": round(1e3 * processor, 3)}

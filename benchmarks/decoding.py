@@ -14,6 +14,7 @@ between them. Times are wall-clock medians of synchronized calls. Contenders:
     graph replay, fused   the CUDA graph of the session's greedy step, replayed STEPS times in a row; up to 16 sequences
                           with the kernels of ops.decode_linear, beyond with torch's GEMMs
     graph replay, few rows  the same with the GEMMs for few rows, on Hopper
+    graph replay, one kernel  the same with one kernel for all layers (up to 16 sequences), on Hopper
     transformers          ``generate`` of transformers
     transformers static   the same with a static cache, which transformers compiles on a GPU
 
@@ -37,6 +38,7 @@ import torch
 from fasttfm import __version__, models
 from fasttfm.bench.timing import device_name, file_stem
 from fasttfm.generate import GenerationSession, decoder
+from fasttfm.ops.layers import decode_layers
 
 PROMPT = 128
 COLUMNS = (
@@ -48,7 +50,12 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "session temperature": {"do_sample": True, "temperature": 0.8, "seed": 1},
     "session top-k": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 1},
 }
-REPLAYS: dict[str, int | None] = {"graph replay, fused": None, "graph replay, few rows": 1}  # FEW_ROWS_FROM
+# decoder.FEW_ROWS_FROM, decode_layers.MOST_ROWS
+REPLAYS: dict[str, tuple[int | None, int]] = {
+    "graph replay, fused": (None, 0),
+    "graph replay, few rows": (1, 0),
+    "graph replay, one kernel": (1, decode_layers.MOST_ROWS),
+}
 Call = Callable[[int], object]  # of a number of new tokens
 
 
@@ -81,16 +88,17 @@ def transformers_call(directory: str, prompts: torch.Tensor, dtype: torch.dtype,
     return run
 
 
-def replay_ms(model: Any, prompts: torch.Tensor, steps: int, rounds: int, few_rows_from: int | None) -> float:
+def replay_ms(model: Any, prompts: torch.Tensor, steps: int, rounds: int, kernels: tuple[int | None, int]) -> float:
     """Milliseconds of a replay of the CUDA graph of a step."""
-    chosen, decoder.FEW_ROWS_FROM = decoder.FEW_ROWS_FROM, few_rows_from
+    chosen = decoder.FEW_ROWS_FROM, decode_layers.MOST_ROWS
+    decoder.FEW_ROWS_FROM, decode_layers.MOST_ROWS = kernels
     try:
         session = GenerationSession(model, max_batch=len(prompts), max_length=PROMPT + 8, graphs=True)
         submitted = [session.submit(row, max_new_tokens=4, eos_token_id=[]) for row in prompts.tolist()]
         for sequence in submitted:
             sequence.result()
     finally:
-        decoder.FEW_ROWS_FROM = chosen
+        decoder.FEW_ROWS_FROM, decode_layers.MOST_ROWS = chosen
     assert session._graphs is not None
     graph = session._graphs.captured(session._bucket(len(prompts)))
     assert graph is not None
@@ -137,7 +145,7 @@ def main() -> None:
     torch.manual_seed(0)
     model: Any = models.GPT2LMHeadModel(models.GPT2Config()).to(device, dtype).eval()
     rounds = 2 if settings.quick else 6
-    replays = {name: start for name, start in REPLAYS.items() if device.type == "cuda"}
+    replays = REPLAYS if device.type == "cuda" else {}
     for batch in settings.batches:
         prompts = torch.randint(0, 50000, (batch, PROMPT), device=device)
         contenders: dict[str, Callable[[], Call]] = {
@@ -150,8 +158,8 @@ def main() -> None:
         for name, make in contenders.items():
             figures[name] = measured(make(), settings.steps, rounds, device)
             gc.collect()
-        for name, few_rows_from in replays.items():
-            figures[name] = replay_ms(model, prompts, settings.steps, rounds, few_rows_from), None
+        for name, kernels in replays.items():
+            figures[name] = replay_ms(model, prompts, settings.steps, rounds, kernels), None
             gc.collect()
         for name, (token, first) in figures.items():
             ending = "" if first is None else f", {first:.2f} ms to the first"

@@ -31,9 +31,10 @@ from training_contenders import Case, make_batch, necessary_flops
 from training_step import append_row, measure, training_step, versions, write_chart
 
 from fasttfm.kernels.common import philox
-from fasttfm.ops import fp8, fp8_native
+from fasttfm.ops import fp8
 from fasttfm.ops.dropout_add_layer_norm import backward_op, forward_op
-from fasttfm.ops.fp8_norm import NormArguments, add_norm_backward_cast, add_norm_cast
+from fasttfm.ops.fp8 import native as fp8_native
+from fasttfm.ops.fp8.norm import NormArguments, add_norm_backward_cast, add_norm_cast
 
 CASES = (
     "bert-large:64x512",

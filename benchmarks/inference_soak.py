@@ -3,7 +3,7 @@
     python benchmarks/inference_soak.py --minutes 30
     python benchmarks/inference_soak.py --device cpu --size tiny --minutes 20 --out benchmarks/results
 
-Four threads call two sessions of BERT at once, one in each precision of the device (bf16 and FP8 on a GPU, fp32 and
+Four threads call sessions of BERT at once, one in each precision of the device (bf16, fp16 and FP8 on a GPU, fp32 and
 int8 on a CPU), and a generation session of GPT-2. A call is ``encode`` of 1 to 64 texts, ``submit`` of one text, or the
 greedy continuation of a prompt. Texts have 1 to 512 ids.
 
@@ -341,9 +341,11 @@ def make(device: torch.device, size: str, count: int) -> Soak:
     options: dict[str, dict[str, Any]] = {"float32": {}, "int8": {"precision": "int8"}}
     if device.type == "cuda":
         model = model.bfloat16()
-        options = {"bfloat16": {}, "fp8": {"precision": "fp8", "calibration": texts[:32]}}
-        if (reason := fp8.missing(device)) is not None:
-            options = {"bfloat16": {}, "bfloat16, few graphs": {"max_graphs": 4}}
+        options = {"bfloat16": {}, "float16": {"dtype": torch.float16}}
+        if (reason := fp8.missing(device)) is None:
+            options["fp8"] = {"precision": "fp8", "calibration": texts[:32]}
+        else:
+            options["bfloat16, few graphs"] = {"max_graphs": 4}
             print(f"without fp8: {reason}")
     sessions = {name: Session(model, **session_options) for name, session_options in options.items()}
     contenders = [Contender(name, session, Vectors(session, model, texts)) for name, session in sessions.items()]

@@ -1,11 +1,13 @@
 """Times pre-training on one and on two ranks with one thread each: tokens per second, and their ratios to one rank.
 
     python benchmarks/ranks_rate.py --out benchmarks/results
+    python benchmarks/ranks_rate.py --cases "1 rank" "2 ranks, ddp" --steps 9 --runs 2    about three minutes
 
 Every run is `fasttfm pretrain` under torchrun on the CPU with as many tokens and batches per step, which the ranks
-divide; gloo adds up the gradients. "2 processes" are two runs of one rank at the same time, which send each other
-nothing: what two cores of the machine give at most. Runs of all cases alternate, so that other load on the machine
-affects all of them.
+divide; gloo adds up the gradients. A run has one core for each rank. "2 processes" are two runs of one rank at the same
+time, each on a core of its own, which send each other nothing: what two cores of the machine give at most. Runs of all
+cases alternate, so that other load on the machine affects all of them. The exit status is 1 if two ranks of DDP have
+less than 1.75 times the rate of one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import torch
 from fasttfm import __version__, data
 from fasttfm.bench.timing import device_name, file_stem, percentiles
 from fasttfm.train.logs import read_rows
+
+LEAST_RATIO = 1.75
 
 
 class Case(NamedTuple):
@@ -50,7 +54,12 @@ def rate(case: Case, arguments: argparse.Namespace, folder: Path) -> float:
     """Tokens per second of a run, without its first steps; of several at the same time their sum."""
     outputs = [folder / f"run-{number}" for number in range(case.launches)]
     commands = [command(case, arguments, folder, output) for output in outputs]
-    launched = [subprocess.Popen(each, stdout=subprocess.DEVNULL) for each in commands]
+    cores = sorted(os.sched_getaffinity(0))
+    launched = []
+    for number, call in enumerate(commands):
+        first = number * case.ranks
+        pinned = ["taskset", "--cpu-list", ",".join(map(str, cores[first : first + case.ranks]))]
+        launched.append(subprocess.Popen([*pinned, *call], stdout=subprocess.DEVNULL))
     statuses = [process.wait() for process in launched]
     if any(statuses):
         raise SystemExit(f"{case}: expected runs that end with status 0, got {statuses}")
@@ -73,8 +82,8 @@ def command(case: Case, arguments: argparse.Namespace, folder: Path, output: Pat
         "--output": output,
     }
     model = ["pretrain", "bert", "--size", "tiny", "--set", *arguments.set, "--device", "cpu", "--no-compare"]
-    given = [str(each) for pair in numbers.items() for each in pair]
-    return [sys.executable, *launcher, *model, *given, *case.options, "--overwrite", "--quiet"]
+    options = [str(part) for pair in numbers.items() for part in pair]
+    return [sys.executable, *launcher, *model, *options, *case.options, "--overwrite", "--quiet"]
 
 
 def rate_of(output: Path) -> float:
@@ -96,6 +105,10 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path, help="folder for the CSV")
     arguments = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    needed = max(CASES[case].ranks * CASES[case].launches for case in arguments.cases)
+    if cores < needed:
+        raise SystemExit(f"ranks_rate: expected {needed} cores, one for each rank, got {cores}")
     os.environ["OMP_NUM_THREADS"] = "1"
     load = os.getloadavg()[0]
     rates: dict[str, list[float]] = {case: [] for case in arguments.cases}
@@ -107,23 +120,26 @@ def main() -> int:
             data.shipped_corpus(), data.load_tokenizer(folder / "tokenizer"), folder / "shards", progress=False
         )
         for _ in range(arguments.runs):
-            for case, found in rates.items():
-                found.append(rate(CASES[case], arguments, folder))
-                print(f"{case}: {found[-1]:,.0f} tokens/s", flush=True)
+            for case, measured in rates.items():
+                measured.append(rate(CASES[case], arguments, folder))
+                print(f"{case}: {measured[-1]:,.0f} tokens/s", flush=True)
     one = statistics.median(rates["1 rank"]) if "1 rank" in rates else None
-    cpu, rows = torch.device("cpu"), []
-    for case, found in rates.items():
-        ratio = "" if one is None else f"{statistics.median(found) / one:.3f}"
-        print(f"{case:32} {statistics.median(found):10,.0f} tokens/s  {ratio}")
+    cpu, rows, ratios = torch.device("cpu"), [], {}
+    print(f"{arguments.tokens:,} tokens in {arguments.batches} batches per step; {' '.join(arguments.set)}")
+    for case, measured in rates.items():
+        if one is not None:
+            ratios[case] = statistics.median(measured) / one
+        ratio = f"{ratios[case]:.3f}" if case in ratios else ""
+        print(f"{case:32} {statistics.median(measured):10,.0f} tokens/s  {ratio}")
         about = (arguments.runs, arguments.steps, device_name(cpu), round(load, 2), torch.__version__, __version__)
         what = (case, f"bert {' '.join(arguments.set)}", arguments.tokens, arguments.batches)
-        rows.append((*what, *map(round, percentiles(found)), ratio, *about))
+        rows.append((*what, *map(round, percentiles(measured)), ratio, *about))
     if arguments.out:
         path = arguments.out / f"{file_stem(cpu)}-ranks.csv"
         with path.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
         print(f"rows: {path}")
-    return 0
+    return int(ratios.get("2 ranks, ddp", LEAST_RATIO) < LEAST_RATIO)
 
 
 if __name__ == "__main__":

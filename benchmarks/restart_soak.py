@@ -157,13 +157,13 @@ def main() -> int:
         if status != 0:
             print((folder / "said").read_text(), file=sys.stderr)
             return status
-        found = difference(output, undisturbed)
+        largest = difference(output, undisturbed)
         seconds = time.monotonic() - begun
     print(
         f"{arguments.kills} kills of {arguments.ranks} ranks, {steps_of(arguments)} steps in {seconds:.0f} s: "
-        f"largest relative difference {found:.1e}, tolerance {arguments.tolerance:.0e}"
+        f"largest relative difference {largest:.1e}, tolerance {arguments.tolerance:.0e}"
     )
-    return int(found > arguments.tolerance)
+    return int(largest > arguments.tolerance)
 
 
 if __name__ == "__main__":

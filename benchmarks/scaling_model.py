@@ -109,14 +109,14 @@ class Network:
 
 def buckets(timeline: Timeline) -> list[tuple[float, int]]:
     """DDP's buckets: when each is ready, and its bytes."""
-    found: list[tuple[float, int]] = []
+    full: list[tuple[float, int]] = []
     size = 0
     for ready, count in zip(timeline.ready, timeline.bytes, strict=True):
         size += count
-        if size >= (BUCKET if found else FIRST_BUCKET):
-            found.append((ready, size))
+        if size >= (BUCKET if full else FIRST_BUCKET):
+            full.append((ready, size))
             size = 0
-    return [*found, (timeline.ready[-1], size)] if size else found
+    return [*full, (timeline.ready[-1], size)] if size else full
 
 
 def step_time(timeline: Timeline, costs: Sequence[float], *, waits: float = 0.0, interference: float = 0.0) -> float:
@@ -157,7 +157,7 @@ def projection(gpus: Sequence[int], network: Network) -> list[dict[str, Any]]:
             bare = step_time(timeline, costs, waits=WAITS * network.all_reduce(64, count))
             step = bare + slowest(count, timeline.deviation)
             exposed = max(0.0, bare - timeline.step)
-            values = (title, count, *(round(1e3 * each, 3) for each in (step, bare, exposed)))
+            values = (title, count, *(round(1e3 * seconds, 3) for seconds in (step, bare, exposed)))
             rate, efficiency = SEQUENCES / step, timeline.step / step
             origin = (round(1e3 * timeline.step, 3), network.nvlink / 1e9, network.adapter / 1e9)
             values += (round(rate, 1), round(efficiency, 4), *origin, f"nvidia-h200-{source}.csv", __version__)
@@ -305,10 +305,10 @@ def measured_timeline(trainer: Trainer, batch: Batch, steps: int) -> Timeline:
             times.append(seconds)
     for hook in hooks:
         hook.remove()
-    medians = {key: statistics.median(each[key] for each in times) for key in times[0]}
+    medians = {key: statistics.median(marked[key] for marked in times) for key in times[0]}
     step = medians.pop(-1)
     order = sorted(medians, key=lambda index: medians[index])
-    fifths = statistics.quantiles((each[-1] for each in times), n=5) if len(times) > 1 else [0.0, 0.0]
+    fifths = statistics.quantiles((marked[-1] for marked in times), n=5) if len(times) > 1 else [0.0, 0.0]
     sizes = tuple(parameters[index].numel() * parameters[index].element_size() for index in order)
     return Timeline(
         tuple(medians[index] for index in order), sizes, medians[order[-1]], step, deviation_of(fifths[0], fifths[-1])
@@ -379,14 +379,14 @@ def check(ranks: int, size: Size) -> dict[str, float]:
     options = {"waits": WAITS * costs[0], "interference": busy}
     step = statistics.mean(step_time(timeline, adapted(costs[1:], timeline), **options) for timeline in timelines)
     step += slowest(ranks, statistics.mean(timeline.deviation for timeline in timelines))
-    found = statistics.mean(part[4] for part in parts)
+    measured = statistics.mean(part[4] for part in parts)
     return {
         "ranks": ranks,
         "compute_ms": 1e3 * statistics.mean(timeline.step for timeline in timelines),
         "all_reduce_ms": 1e3 * sum(costs[1:]),
         "predicted_ms": 1e3 * step,
-        "measured_ms": 1e3 * found,
-        "error": step / found - 1,
+        "measured_ms": 1e3 * measured,
+        "error": step / measured - 1,
     }
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _START_SECONDS = 600.0  # a server imports for long on a busy machine
+_STOP_SECONDS = 90.0  # for 30 seconds it answers what is in flight; a reload that has begun ends first
 _TEXT = """
 the of and to in a is that for on with as by at from this be are was not have it or an which their its people government
 country states power law public time year first new great war peace world work life water house day city school system
@@ -76,7 +77,7 @@ class Process:
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
             try:
-                self.popen.wait(30)
+                self.popen.wait(_STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 self.popen.kill()
                 self.popen.wait()
@@ -175,13 +176,13 @@ def run_async(coroutine: Any) -> Any:
 
 
 def session_of(options: Any, folder: Path) -> Any:
-    """A session of the same model in this process."""
+    """A session of the same model in this process, in the precision of ``start_ours``."""
     import torch
 
     from fasttfm.inference import Session
 
-    precision = "int8" if options.precision == "int8" else None
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(options.precision)
+    precision = (options.precision or "auto") if dtype is None else None
     return Session(folder, device=options.device, dtype=dtype, precision=precision)
 
 

@@ -20,19 +20,19 @@ Rows go to ``<machine>-serve.csv``, and the latencies against the load to ``<mac
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import random
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from serve_client import Measured, closed_loop, open_loop
 from serve_contenders import Contender, contenders, random_model, run_async, sentences
 
 _TEXTS = 32  # of a request with several
+_WARM_SECONDS = 0.4
 
 
 @dataclass
@@ -54,120 +54,11 @@ class Row:
     versions: str = ""
 
 
-@dataclass
-class Measured:
-    """The latencies of requests, in seconds, and how many failed."""
-
-    seconds: float
-    latencies: list[float] = field(default_factory=list)
-    errors: int = 0
-
-    def row(self, part: str, contender: str, load: str, texts: int = 1, note: str = "") -> Row:
-        p50, p90, p99 = np.percentile(self.latencies or [np.nan], [50, 90, 99]) * 1e3
-        rate = len(self.latencies) * texts / self.seconds
-        numbers = [round(float(number), 3) for number in (rate, p50, p90, p99)]
-        return Row(part, contender, load, len(self.latencies), *numbers, self.errors, note)
-
-
-class Connection:
-    """A connection that is kept open. It reads only what the servers write: a status, a length or chunks, a body."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._reader: asyncio.StreamReader | None = None
-
-    async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
-        if self._reader is None:
-            self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=2**24)
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        self._writer.write(head.encode() + body)
-        answer = await self._reader.readuntil(b"\r\n\r\n")
-        status = int(answer[9:12])
-        lines = answer.lower().split(b"\r\n")
-        length = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), None)
-        if length is not None:
-            return status, await self._reader.readexactly(length)
-        parts = []
-        while size := int(await self._reader.readline(), 16):
-            parts.append(await self._reader.readexactly(size))
-            await self._reader.readexactly(2)
-        await self._reader.readexactly(2)
-        return status, b"".join(parts)
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._writer.close()
-            self._reader = None
-
-
-async def closed_loop(port: int, path: str, bodies: list[bytes], clients: int, seconds: float) -> Measured:
-    """``clients`` clients, each with one request at a time, after a second that does not count."""
-    warm = min(1.0, seconds / 4)
-    begun = time.perf_counter() + warm
-    end = begun + seconds
-    measured = Measured(seconds)
-
-    async def client(number: int) -> None:
-        connection, index = Connection(port), number * 17
-        while (now := time.perf_counter()) < end:
-            try:
-                status, _ = await asyncio.wait_for(connection.post(path, bodies[index % len(bodies)]), 60)
-            except (OSError, asyncio.IncompleteReadError, TimeoutError, asyncio.TimeoutError):
-                status = 0
-                connection.close()
-            index += 1
-            if now < begun:
-                continue
-            if status == 200:
-                measured.latencies.append(time.perf_counter() - now)
-            else:
-                measured.errors += 1
-        connection.close()
-
-    await asyncio.gather(*(client(number) for number in range(clients)))
-    return measured
-
-
-async def open_loop(
-    port: int, path: str, bodies: list[bytes], rate: float, seconds: float, most: int = 512
-) -> Measured:
-    """Requests at a rate, at random times. A latency counts from the time at which the request was due. At most
-    ``most`` are in flight: a request that finds no free connection is an error."""
-    measured, generator = Measured(seconds), random.Random(0)
-    free = [Connection(port) for _ in range(most)]
-    running: set[asyncio.Task[None]] = set()
-
-    async def send(due: float, body: bytes) -> None:
-        connection = free.pop()
-        try:
-            status, _ = await asyncio.wait_for(connection.post(path, body), 60)
-        except (OSError, asyncio.IncompleteReadError, TimeoutError, asyncio.TimeoutError):
-            status = 0
-            connection.close()
-        free.append(connection)
-        if status == 200:
-            measured.latencies.append(time.perf_counter() - due)
-        else:
-            measured.errors += 1
-
-    begun = due = time.perf_counter()
-    index = 0
-    while due < begun + seconds:
-        due += generator.expovariate(rate)
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        index += 1
-        if not free:
-            measured.errors += 1
-            continue
-        task = asyncio.ensure_future(send(due, bodies[index % len(bodies)]))
-        running.add(task)
-        task.add_done_callback(running.discard)
-    await asyncio.gather(*running)
-    for connection in free:
-        connection.close()
-    return measured
+def row_of(measured: Measured, part: str, contender: str, load: str, texts: int = 1, note: str = "") -> Row:
+    p50, p90, p99 = np.percentile(measured.latencies or [np.nan], [50, 90, 99]) * 1e3
+    rate = len(measured.latencies) * texts / measured.seconds
+    numbers = [round(float(number), 3) for number in (rate, p50, p90, p99)]
+    return Row(part, contender, load, len(measured.latencies), *numbers, measured.errors, note)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -177,22 +68,28 @@ def single_bodies(texts: list[str], name: str) -> list[bytes]:
     return [json.dumps({"input": text, "model": name}).encode() for text in texts]
 
 
+def warm_up(server: Contender, texts: list[str], most: int) -> None:
+    """Batches of all sizes, so that no kernel is compiled and no graph captured while others are measured."""
+    bodies = single_bodies(texts, server.model)
+    for clients in sorted({1, 2, 3, *(size * factor for size in (4, 8, 16, 32, 64) for factor in (1, 1.5)), most}):
+        if clients <= most:
+            run_async(closed_loop(server.port, "/v1/embeddings", bodies, int(clients), _WARM_SECONDS))
+
+
 def run_singles(options: argparse.Namespace, servers: list[Contender], texts: list[str]) -> list[Row]:
     """Closed loops of one client and of ``--clients``, the servers in turns."""
     rows = []
-    for clients in (1, options.clients):
-        parts: dict[str, list[Measured]] = {server.name: [] for server in servers}
+    for server in servers:
+        warm_up(server, texts, max(options.clients))
+    for clients in sorted({1, *options.clients}):
+        totals = {server.name: Measured(0.0) for server in servers}
         for _ in range(options.rounds):
             for server in servers:
                 bodies = single_bodies(texts, server.model)
                 loop = closed_loop(server.port, "/v1/embeddings", bodies, clients, options.seconds / options.rounds)
-                parts[server.name].append(run_async(loop))
-        for name, parts_of_server in parts.items():
-            total = Measured(sum(part.seconds for part in parts_of_server))
-            for part in parts_of_server:
-                total.latencies += part.latencies
-                total.errors += part.errors
-            rows.append(total.row("closed loop, single texts", name, f"{clients} clients"))
+                totals[server.name].add(run_async(loop))
+        for name, total in totals.items():
+            rows.append(row_of(total, "closed loop, single texts", name, f"{clients} clients"))
             print(rows[-1], flush=True)
     return rows
 
@@ -205,7 +102,7 @@ def run_open(options: argparse.Namespace, server: Contender, texts: list[str], b
         bodies = single_bodies(texts, server.model)
         measured = run_async(open_loop(server.port, "/v1/embeddings", bodies, rate, options.seconds))
         rows.append(
-            measured.row("open loop, single texts", server.name, f"{rate:.1f}/s", note=f"{fraction:g} of closed")
+            row_of(measured, "open loop, single texts", server.name, f"{rate:.1f}/s", note=f"{fraction:g} of closed")
         )
         print(rows[-1], flush=True)
     return rows
@@ -226,13 +123,10 @@ def run_texts(options: argparse.Namespace, server: Contender, texts: list[str], 
             session.encode(groups[(len(encode.latencies) + number) % len(groups)])
             encode.latencies.append(time.perf_counter() - now)
         encode.seconds += time.perf_counter() - begun
-        measured = run_async(closed_loop(server.port, "/v1/embeddings", bodies, options.text_clients, share))
-        served.latencies += measured.latencies
-        served.errors += measured.errors
-        served.seconds += measured.seconds
+        served.add(run_async(closed_loop(server.port, "/v1/embeddings", bodies, options.text_clients, share)))
     rows = [
-        encode.row("32 texts a request", "Session.encode", "1 caller", _TEXTS),
-        served.row("32 texts a request", server.name, f"{options.text_clients} clients", _TEXTS),
+        row_of(encode, "32 texts a request", "Session.encode", "1 caller", _TEXTS),
+        row_of(served, "32 texts a request", server.name, f"{options.text_clients} clients", _TEXTS),
     ]
     rows[1].note = f"{rows[1].per_second / rows[0].per_second:.1%} of encode's texts/s"
     for row in rows:
@@ -251,13 +145,10 @@ def run_added(options: argparse.Namespace, server: Contender, texts: list[str], 
             session.submit(texts[(len(submitted.latencies) + number) % len(texts)]).result()
             submitted.latencies.append(time.perf_counter() - now)
         submitted.seconds += time.perf_counter() - begun
-        measured = run_async(closed_loop(server.port, "/v1/embeddings", bodies, 1, share))
-        served.latencies += measured.latencies
-        served.errors += measured.errors
-        served.seconds += share
+        served.add(run_async(closed_loop(server.port, "/v1/embeddings", bodies, 1, share)))
     rows = [
-        submitted.row("one text", "Session.submit", "1 caller"),
-        served.row("one text", server.name, "1 client"),
+        row_of(submitted, "one text", "Session.submit", "1 caller"),
+        row_of(served, "one text", server.name, "1 client"),
     ]
     rows[1].note = f"{rows[1].ms_p50 - rows[0].ms_p50:.3f} ms added at p50"
     for row in rows:
@@ -279,7 +170,7 @@ def write(rows: list[Row], options: argparse.Namespace, name: str) -> None:
 
     device = torch.device("cuda" if options.device == "cuda" else "cpu")
     for row in rows:
-        row.model, row.device = name, device_name(device)
+        row.model, row.device = row.model or name, device_name(device)
         row.versions = f"fasttfm {__version__}, torch {torch.__version__}"
     if options.out is None:
         return
@@ -324,15 +215,17 @@ def _draw(rows: list[Row], path: Path, name: str) -> None:
     print(path)
 
 
-def summary(rows: list[Row], clients: int) -> list[str]:
+def summary(rows: list[Row]) -> list[str]:
     """What the rows show, a line for each comparison."""
     lines = []
-    singles = {row.contender: row for row in rows if row.part.startswith("closed") and row.load == f"{clients} clients"}
-    ours = next((row for name, row in singles.items() if name.startswith("fasttfm")), None)
-    peers = [row for row in singles.values() if row is not ours]
-    if ours is not None:
-        lines.append(f"{clients} clients, single texts: {ours.per_second:,.0f} requests/s, p99 {ours.ms_p99:.1f} ms")
-        best = max(peers, key=lambda row: row.per_second, default=None)
+    closed = [row for row in rows if row.part.startswith("closed")]
+    for load in dict.fromkeys(row.load for row in closed):
+        singles = [row for row in closed if row.load == load]
+        ours = next((row for row in singles if row.contender.startswith("fasttfm")), None)
+        if ours is None:
+            continue
+        lines.append(f"{load}, single texts: {ours.per_second:,.0f} requests/s, p99 {ours.ms_p99:.1f} ms")
+        best = max((row for row in singles if row is not ours), key=lambda row: row.per_second, default=None)
         if best is not None:
             ratio = ours.per_second / best.per_second
             lines.append(f"  {ratio:.2f} times {best.contender} ({best.per_second:,.0f}/s, p99 {best.ms_p99:.1f} ms)")
@@ -356,7 +249,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--infinity", metavar="PROGRAM", help="infinity_emb, whose engines are measured too")
     parser.add_argument("--engines", default="torch,optimum", help="engines of infinity")
     parser.add_argument("--url", help="a server that runs; only its closed loops are measured")
-    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--clients", type=int, nargs="+", default=[32], help="clients of the closed loops")
     parser.add_argument("--text-clients", type=int, default=4, help="clients with 32 texts a request")
     parser.add_argument("--tokens", type=int, help="the length of texts; by default sentences of 5 to 60 tokens")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each row")
@@ -372,9 +265,9 @@ def main() -> int:
     if options.url:
         server = Contender(options.url, int(options.url.rpartition(":")[2].strip("/")), "")
         bodies = [json.dumps({"input": text}).encode() for text in texts]
-        for clients in (1, options.clients):
+        for clients in sorted({1, *options.clients}):
             loop = closed_loop(server.port, "/v1/embeddings", bodies, clients, options.seconds)
-            print(run_async(loop).row("closed loop, single texts", options.url, f"{clients} clients"))
+            print(row_of(run_async(loop), "closed loop, single texts", options.url, f"{clients} clients"))
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or random_model(options.random or "minilm", Path(scratch))
@@ -382,7 +275,9 @@ def main() -> int:
         with contenders(options, folder) as servers:
             ours = servers[0]
             rows += run_singles(options, servers, texts)
-            rates = {row.contender: row.per_second for row in rows if row.load == f"{options.clients} clients"}
+            rates = {
+                server.name: max(row.per_second for row in rows if row.contender == server.name) for server in servers
+            }
             for contender in (candidate for candidate in servers if rates[candidate.name]):
                 rows += run_open(options, contender, texts, rates[contender.name])
             for contender in servers[1:]:
@@ -396,7 +291,7 @@ def main() -> int:
                 ours.stop()
                 rows += [Row(**values) for values in soak(options, folder, texts)]
         write(rows, options, folder.name)
-    print(*summary(rows, options.clients), sep="\n")
+    print(*summary(rows), sep="\n")
     return int(any(row.errors for row in rows if row.part != "open loop, single texts"))
 
 

@@ -3,10 +3,21 @@
 #include <algorithm>
 #include <memory>
 
-#include "attention/hopper/work_partition.h"
+#include "attention/hopper/shared/work_partition.h"
 #include "binding.h"
+#include "fp8_cast.h"
 
 namespace fasttfm {
+
+// attention_native.py passes a tuple of these.
+// clang-format off: it lays out macros without commas differently each time.
+#define PROBLEM(F) \
+  F(const OptionalTensor&, cu_seqlens) F(const OptionalTensor&, cu_seqlens_k) F(const OptionalTensor&, lengths) \
+  F(const OptionalTensor&, lengths_k) F(const OptionalTensor&, seed) F(int64_t, max_seqlen) \
+  F(int64_t, max_seqlen_k) F(int64_t, window_left) \
+  F(int64_t, window_right) F(float, scale) F(int, threshold) F(float, dropout_scale)
+// clang-format on
+FASTTFM_STRUCT(AttentionProblem, PROBLEM)
 
 namespace {
 
@@ -45,15 +56,8 @@ bool has_layout(const Tensor& q, const Tensor& k, const Tensor& v, bool packed) 
          v.has_adjacent_columns();
 }
 
-// attention_native.py passes them in this order.
-#define PROBLEM(F)                                                                                                     \
-  F(const OptionalTensor&, cu_seqlens), F(const OptionalTensor&, cu_seqlens_k), F(const OptionalTensor&, lengths),     \
-      F(const OptionalTensor&, lengths_k), F(const OptionalTensor&, seed), F(int64_t, max_seqlen),                     \
-      F(int64_t, max_seqlen_k), F(int64_t, window_left), F(int64_t, window_right), F(float, scale), F(int, threshold), \
-      F(float, dropout_scale)
-
 AttentionCall call_of(const CallContext& context, const Operands& given, const Tensor& workspace, DType dtype,
-                      PROBLEM(FASTTFM_PARAMETER)) {
+                      const AttentionProblem& problem) {
   const Heads &q = given.q, &k = given.k, &v = given.v;
   return {
       .q = q.data,
@@ -68,24 +72,24 @@ AttentionCall call_of(const CallContext& context, const Operands& given, const T
       .v_sequence_stride = v.sequence_stride,
       .v_token_stride = v.token_stride,
       .v_head_stride = v.head_stride,
-      .cu_seqlens = cu_seqlens.as<int32_t>(),
-      .cu_seqlens_k = cu_seqlens_k.as<int32_t>(),
-      .lengths = lengths.as<int32_t>(),
-      .lengths_k = lengths_k.as<int32_t>(),
-      .seed = seed.as<int64_t>(),
-      .sequences = cu_seqlens.given ? cu_seqlens.shape[0] - 1 : q.sequences,
+      .cu_seqlens = problem.cu_seqlens.as<int32_t>(),
+      .cu_seqlens_k = problem.cu_seqlens_k.as<int32_t>(),
+      .lengths = problem.lengths.as<int32_t>(),
+      .lengths_k = problem.lengths_k.as<int32_t>(),
+      .seed = problem.seed.as<int64_t>(),
+      .sequences = problem.cu_seqlens.given ? problem.cu_seqlens.shape[0] - 1 : q.sequences,
       .heads = q.heads,
       .kv_heads = k.heads,
       .head_dim = q.head_dim,
       .queries = q.tokens,
       .keys = k.tokens,
-      .max_seqlen = max_seqlen,
-      .max_seqlen_k = max_seqlen_k,
-      .window_left = window_left,
-      .window_right = window_right,
-      .scale = scale,
-      .threshold = threshold,
-      .dropout_scale = dropout_scale,
+      .max_seqlen = problem.max_seqlen,
+      .max_seqlen_k = problem.max_seqlen_k,
+      .window_left = problem.window_left,
+      .window_right = problem.window_right,
+      .scale = problem.scale,
+      .threshold = problem.threshold,
+      .dropout_scale = problem.dropout_scale,
       .dtype = dtype,
       .workspace = workspace.as<float>(),
       .threads = context.threads,
@@ -105,10 +109,10 @@ constexpr Status kBadLayout{StatusCode::bad_size, "attention: q, k and v must be
 
 // `workspace`: a float on a GPU; the CPU's is allocated here if it is None, which saves a call of torch.
 FASTTFM_FUNCTION(Status, attention_forward, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v,
-                 PROBLEM(FASTTFM_PARAMETER), const Tensor& out, const OptionalTensor& lse,
+                 const AttentionProblem& problem, const Tensor& out, const OptionalTensor& lse,
                  const OptionalTensor& workspace) {
-  if (!has_layout(q, k, v, cu_seqlens.given)) return kBadLayout;
-  AttentionForward params{call_of(context, Operands(q, k, v), workspace, q.dtype(), PROBLEM(FASTTFM_NAME)), out.data,
+  if (!has_layout(q, k, v, problem.cu_seqlens.given)) return kBadLayout;
+  AttentionForward params{call_of(context, Operands(q, k, v), workspace, q.dtype(), problem), out.data,
                           lse.as<float>()};
   std::unique_ptr<Vector[]> own;
   if (!context.is_cuda() && !workspace.given) {
@@ -175,13 +179,14 @@ FASTTFM_FUNCTION(int64_t, attention_column_parts_cuda, const Tensor& q, const Op
 #endif
 
 FASTTFM_FUNCTION(Status, attention_backward, const Tensor& dout, const Tensor& q, const OptionalTensor& k,
-                 const OptionalTensor& v, PROBLEM(FASTTFM_PARAMETER), const Tensor& out, const Tensor& lse,
+                 const OptionalTensor& v, const AttentionProblem& problem, const Tensor& out, const Tensor& lse,
                  const Tensor& dq, const OptionalTensor& dk, const OptionalTensor& dv, const Tensor& workspace,
                  const OptionalTensor& column_sums, const OptionalTensor& column_parts) {
-  if (!has_layout(q, k, v, cu_seqlens.given) || !has_layout(dq, dk, dv, cu_seqlens.given)) return kBadLayout;
+  if (!has_layout(q, k, v, problem.cu_seqlens.given) || !has_layout(dq, dk, dv, problem.cu_seqlens.given))
+    return kBadLayout;
   const Operands gradients(dq, dk, dv);
   const AttentionBackward params{
-      call_of(context, Operands(q, k, v), workspace, q.dtype(), PROBLEM(FASTTFM_NAME)),
+      call_of(context, Operands(q, k, v), workspace, q.dtype(), problem),
       dout.data,
       out.data,
       lse.as<float>(),
@@ -206,19 +211,17 @@ FASTTFM_FUNCTION(Status, attention_backward, const Tensor& dout, const Tensor& q
 }
 
 #ifdef FASTTFM_WITH_HOPPER
-// The gradient of qkv [T, 3, H, D] in FP8: `as_rows` [T, 3 H D], and what attention/op.h says of `as_columns`
-// [3 H D, P]. `e5m2`: not 0 for e5m2, 0 for e4m3.
-FASTTFM_FUNCTION(Status, attention_backward_fp8_cuda, const Tensor& dout, const Tensor& qkv, PROBLEM(FASTTFM_PARAMETER),
-                 const Tensor& out, const Tensor& lse, const Tensor& fp8_scale, const Tensor& amax,
-                 const Tensor& as_rows, const Tensor& as_columns, int e5m2, const Tensor& workspace,
-                 const OptionalTensor& column_sums, const OptionalTensor& column_parts) {
+// The gradient of qkv [T, 3, H, D] in FP8: rows [T, 3 H D], and what attention/op.h says of the columns [3 H D, P].
+FASTTFM_FUNCTION(Status, attention_backward_fp8_cuda, const Tensor& dout, const Tensor& qkv,
+                 const AttentionProblem& problem, const Tensor& out, const Tensor& lse, const Fp8Cast& cast,
+                 const Tensor& workspace, const OptionalTensor& column_sums, const OptionalTensor& column_parts) {
   const Tensor none;
-  if (!has_layout(qkv, none, none, cu_seqlens.given)) return kBadLayout;
+  if (!has_layout(qkv, none, none, problem.cu_seqlens.given)) return kBadLayout;
   const Operands operands(qkv, none, none);
   const int64_t width = operands.q.heads * operands.q.head_dim;
-  auto* rows = as_rows.as<char>();
+  auto* rows = cast.as_rows.as<char>();
   const AttentionBackward params{
-      call_of(context, operands, workspace, qkv.dtype(), PROBLEM(FASTTFM_NAME)),
+      call_of(context, operands, workspace, qkv.dtype(), problem),
       dout.data,
       out.data,
       lse.as<float>(),
@@ -238,7 +241,7 @@ FASTTFM_FUNCTION(Status, attention_backward_fp8_cuda, const Tensor& dout, const 
       column_sums.data,
       column_sums.given ? column_sums.dtype() : qkv.dtype(),
       column_parts.as<float>(),
-      {fp8_scale.as<float>(), amax.as<float>(), as_columns.data, as_columns.shape[1], e5m2},
+      {cast.scale.as<float>(), cast.amax.as<float>(), cast.as_columns.data, cast.as_columns.shape[1], cast.e5m2},
   };
   return cuda::attention_backward(params);
 }

@@ -201,15 +201,39 @@ CallContext context_of(const Function& function, const Value* values) {
   return context;
 }
 
+// The values of a struct, which is a tuple.
+void read_struct(const Function& function, size_t first, const Parameter& parameter, PyObject* given, Value* values,
+                 Shapes& shapes) {
+  const size_t count = parameter.fields->types.size();
+  const size_t length = PyTuple_Check(given) ? static_cast<size_t>(PyTuple_GET_SIZE(given)) : 0;
+  if (length != count)
+    throw py::type_error(
+        std::string(function.name) + ": " + parameter.name + ": expected the " + std::to_string(count) + " fields of " +
+        parameter.fields->name + " in a tuple, got " +
+        (PyTuple_Check(given) ? std::to_string(length) : py::repr(py::handle(given)).cast<std::string>()));
+  for (size_t i = first; i < first + count; ++i)
+    read_argument(function, i, PyTuple_GET_ITEM(given, i - first), values[i], shapes.numbers[i].data());
+}
+
 PyObject* run(const Function& function, PyObject* const* given, size_t count) {
-  if (count != function.types.size())
-    throw py::type_error(std::string(function.name) + ": expected " + std::to_string(function.types.size()) +
+  if (count != function.parameters.size())
+    throw py::type_error(std::string(function.name) + ": expected " + std::to_string(function.parameters.size()) +
                          " arguments, got " + std::to_string(count));
   alignas(Value) char memory[kMaxArguments * sizeof(Value)];  // only those that are given are initialized
   auto* values = reinterpret_cast<Value*>(memory);
-  std::uninitialized_value_construct_n(values, count);
+  std::uninitialized_value_construct_n(values, function.types.size());
   Shapes shapes;
-  for (size_t i = 0; i < count; ++i) read_argument(function, i, given[i], values[i], shapes.numbers[i].data());
+  size_t value = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const Parameter& parameter = function.parameters[i];
+    if (parameter.fields != nullptr) {
+      read_struct(function, value, parameter, given[i], values, shapes);
+      value += parameter.fields->types.size();
+    } else {
+      read_argument(function, value, given[i], values[value], shapes.numbers[value].data());
+      ++value;
+    }
+  }
   const CallContext context = context_of(function, values);
   Outcome outcome;
   {
@@ -223,12 +247,20 @@ PyObject* run(const Function& function, PyObject* const* given, size_t count) {
   Py_RETURN_NONE;
 }
 
+const char* type_name(ArgumentType type) {
+  static const char* const names[] = {"Tensor", "Tensor | None", "int", "int", "float", "int"};
+  return names[static_cast<size_t>(type)];
+}
+
 // The signature as _C.pyi has it; the docstring of the function.
 std::string signature_of(const Function& function) {
   std::string text = std::string(function.name) + "(";
-  for (size_t i = 0; i < function.types.size(); ++i) {
-    static const char* const names[] = {"Tensor", "Tensor | None", "int", "int", "float", "int"};
-    text += (i == 0 ? "" : ", ") + function.arguments[i] + ": " + names[static_cast<size_t>(function.types[i])];
+  size_t value = 0;
+  for (const Parameter& parameter : function.parameters) {
+    const Struct* fields = parameter.fields;
+    text += (text.back() == '(' ? "" : ", ") + parameter.name + ": ";
+    text += fields != nullptr ? fields->name : type_name(function.types[value]);
+    value += fields != nullptr ? fields->types.size() : 1;
   }
   return text + (text.back() == '(' ? "" : ", /") + ") -> " + (function.returns_number ? "int" : "None");
 }
@@ -500,6 +532,37 @@ std::vector<std::string> parameter_names(const char* parameters) {
   }
   if (!word.empty()) names.push_back(word);
   return names;
+}
+
+Function function_of(const char* name, const char* parameters, const std::vector<const Struct*>& structs,
+                     const std::vector<ArgumentType>& types) {
+  Function function{name, {}, {}, {}, false, {}};
+  const std::vector<std::string> names = parameter_names(parameters);
+  for (size_t i = 0; i < names.size(); ++i) {
+    function.parameters.push_back({names[i], structs[i]});
+    if (structs[i] == nullptr) {
+      function.arguments.push_back(names[i]);
+      function.types.push_back(types[i]);
+      continue;
+    }
+    for (const std::string& field : structs[i]->fields) function.arguments.push_back(names[i] + "." + field);
+    function.types.insert(function.types.end(), structs[i]->types.begin(), structs[i]->types.end());
+  }
+  return function;
+}
+
+// The named tuple; its docstring has the types of the fields.
+void add_struct(Module& module, const Struct& fields) {
+  py::list names;
+  std::string doc;
+  for (size_t i = 0; i < fields.fields.size(); ++i) {
+    names.append(fields.fields[i]);
+    doc += (i == 0 ? "" : ", ") + fields.fields[i] + ": " + type_name(fields.types[i]);
+  }
+  const py::object type = py::module_::import("collections").attr("namedtuple")(fields.name, names);
+  type.attr("__doc__") = std::string(fields.name) + "(" + doc + ")";
+  type.attr("__module__") = module.python.attr("__name__");
+  module.python.attr(fields.name) = type;
 }
 
 void add_function(Module& module, Function function) {

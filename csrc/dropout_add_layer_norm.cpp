@@ -2,6 +2,7 @@
 
 #include "binding.h"
 #include "common/cuda/device.h"
+#include "fp8_cast.h"
 
 namespace fasttfm {
 
@@ -19,7 +20,7 @@ struct Rows {
   F(const Tensor&, x), F(const Tensor&, residual), F(const OptionalTensor&, weight), F(const OptionalTensor&, bias), \
       F(const OptionalTensor&, linear_bias), F(const OptionalTensor&, cu_seqlens), F(const OptionalTensor&, seed),   \
       F(int, threshold), F(float, scale), F(float, eps)
-#define FORWARD(F) INPUTS(F), F(const Tensor&, y), F(const OptionalTensor&, z), F(const Tensor&, statistics)
+#define FORWARD(F) INPUTS(F), F(const Tensor&, y), F(const OptionalTensor&, z), F(const OptionalTensor&, statistics)
 
 bool has_layout(const Tensor& x, const Tensor& residual) { return x.has_rows() && residual.has_rows(); }
 
@@ -30,7 +31,6 @@ constexpr Status kBadLayout{
 DropoutAddLayerNormForward params_of(const CallContext& context, FORWARD(FASTTFM_PARAMETER)) {
   const Rows rows(y.given ? y : x, cu_seqlens);  // if there is a y, x may be a copy as [rows, columns]
   const Tensor& parameter = weight.given ? weight : bias.given ? bias : linear_bias;
-  float* mean = statistics.as<float>();
   return {
       .x = x.data,
       .residual = residual.data,
@@ -39,8 +39,8 @@ DropoutAddLayerNormForward params_of(const CallContext& context, FORWARD(FASTTFM
       .linear_bias = linear_bias.data,
       .y = y.data,
       .z = z.data,
-      .mean = mean,
-      .rstd = mean + x.rows(),
+      .mean = statistics.as<float>(),
+      .rstd = statistics.from<float>(x.rows()),
       .rows = x.rows(),
       .columns = x.columns(),
       .x_stride = x.row_stride(),
@@ -133,19 +133,18 @@ FASTTFM_FUNCTION(int64_t, dropout_add_layer_norm_backward_memory_cuda, int64_t c
 #ifdef FASTTFM_WITH_HOPPER
 // The forward that also writes y in e4m3, as rows and, if `as_columns` is given, as columns.
 FASTTFM_FUNCTION(Status, dropout_add_layer_norm_fp8_cuda, INPUTS(FASTTFM_PARAMETER), const OptionalTensor& y,
-                 const OptionalTensor& z, const Tensor& statistics, const Tensor& y_scale, const OptionalTensor& y_amax,
-                 const Tensor& as_rows, const OptionalTensor& as_columns) {
+                 const OptionalTensor& z, const OptionalTensor& statistics, const Tensor& y_scale,
+                 const OptionalTensor& y_amax, const Tensor& as_rows, const OptionalTensor& as_columns) {
   if (!has_layout(x, residual)) return kBadLayout;
   return cuda::dropout_add_layer_norm_fp8({params_of(context, FORWARD(FASTTFM_NAME)), y_scale.as<float>(),
                                            y_amax.as<float>(), as_rows.data, as_columns.data});
 }
 
-// The backward that writes dx in FP8; `dx` of the arguments is not used. `e5m2`: as in fp8.cpp.
-FASTTFM_FUNCTION(Status, dropout_add_layer_norm_backward_fp8_cuda, BACKWARD(FASTTFM_PARAMETER), const Tensor& dx_scale,
-                 const Tensor& dx_amax, const Tensor& as_rows, const Tensor& as_columns, int e5m2) {
+// The backward that writes dx in FP8; `dx` of the arguments is not used.
+FASTTFM_FUNCTION(Status, dropout_add_layer_norm_backward_fp8_cuda, BACKWARD(FASTTFM_PARAMETER), const Fp8Cast& cast) {
   return cuda::dropout_add_layer_norm_backward_fp8({gradient_params_of(context, BACKWARD(FASTTFM_NAME)),
-                                                    dx_scale.as<float>(), dx_amax.as<float>(), as_rows.data,
-                                                    as_columns.data, e5m2});
+                                                    cast.scale.as<float>(), cast.amax.as<float>(), cast.as_rows.data,
+                                                    cast.as_columns.data, cast.e5m2});
 }
 #endif
 

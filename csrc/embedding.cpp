@@ -7,37 +7,38 @@
 namespace fasttfm {
 
 // The inputs of both directions.
-#define INPUTS(F)                                                                                                    \
-  F(const Tensor&, ids), F(const Tensor&, word_table), F(const OptionalTensor&, position_table),                     \
-      F(const OptionalTensor&, segment_table), F(const OptionalTensor&, position_ids),                               \
-      F(const OptionalTensor&, segment_ids), F(const OptionalTensor&, cu_seqlens), F(const OptionalTensor&, weight), \
-      F(const OptionalTensor&, seed), F(const Tensor&, statistics), F(int, layer_norm), F(int, threshold),           \
-      F(float, scale)
+// clang-format off: it lays out macros without commas differently each time.
+#define INPUTS(F) \
+  F(const Tensor&, ids) F(const Tensor&, word_table) F(const OptionalTensor&, position_table) \
+  F(const OptionalTensor&, segment_table) F(const OptionalTensor&, position_ids) F(const OptionalTensor&, segment_ids) \
+  F(const OptionalTensor&, cu_seqlens) F(const OptionalTensor&, weight) F(const OptionalTensor&, seed) \
+  F(const Tensor&, statistics) F(int, layer_norm) F(int, threshold) F(float, scale)
+// clang-format on
+FASTTFM_STRUCT(EmbeddingInputs, INPUTS)
 
 // ---- CPU ------------------------------------------------------------------------------------------------------------
 
 namespace {
 
-EmbeddingRows rows_of(const CallContext& context, const Tensor& output, INPUTS(FASTTFM_PARAMETER)) {
-  static_cast<void>(statistics);
+EmbeddingRows rows_of(const CallContext& context, const Tensor& output, const EmbeddingInputs& inputs) {
   return {
-      .word_table = word_table.data,
-      .position_table = position_table.data,
-      .segment_table = segment_table.data,
-      .ids = ids.as<int64_t>(),
-      .position_ids = position_ids.as<int64_t>(),
-      .segment_ids = segment_ids.as<int64_t>(),
-      .cu_seqlens = cu_seqlens.as<int32_t>(),
-      .weight = weight.as<float>(),
-      .seed = seed.as<int64_t>(),
-      .sequences = cu_seqlens.given ? cu_seqlens.shape[0] - 1 : 0,
-      .tokens_per_sequence = std::max<int64_t>(1, ids.columns()),
-      .rows = ids.rows() * ids.columns(),
-      .columns = word_table.columns(),
-      .threshold = threshold,
-      .scale = scale,
-      .layer_norm = layer_norm,
-      .table_dtype = word_table.dtype(),
+      .word_table = inputs.word_table.data,
+      .position_table = inputs.position_table.data,
+      .segment_table = inputs.segment_table.data,
+      .ids = inputs.ids.as<int64_t>(),
+      .position_ids = inputs.position_ids.as<int64_t>(),
+      .segment_ids = inputs.segment_ids.as<int64_t>(),
+      .cu_seqlens = inputs.cu_seqlens.as<int32_t>(),
+      .weight = inputs.weight.as<float>(),
+      .seed = inputs.seed.as<int64_t>(),
+      .sequences = inputs.cu_seqlens.given ? inputs.cu_seqlens.shape[0] - 1 : 0,
+      .tokens_per_sequence = std::max<int64_t>(1, inputs.ids.columns()),
+      .rows = inputs.ids.rows() * inputs.ids.columns(),
+      .columns = inputs.word_table.columns(),
+      .threshold = inputs.threshold,
+      .scale = inputs.scale,
+      .layer_norm = inputs.layer_norm,
+      .table_dtype = inputs.word_table.dtype(),
       .dtype = output.dtype(),
       .threads = context.threads,
   };
@@ -45,24 +46,24 @@ EmbeddingRows rows_of(const CallContext& context, const Tensor& output, INPUTS(F
 
 }  // namespace
 
-FASTTFM_FUNCTION(Status, embedding_forward_cpu, INPUTS(FASTTFM_PARAMETER), const OptionalTensor& bias, const Tensor& y,
-                 float eps) {
-  const EmbeddingRows rows = rows_of(context, y, INPUTS(FASTTFM_NAME));
-  float* mean = statistics.as<float>();
-  return cpu::embedding_forward({rows, bias.as<float>(), y.data, mean, statistics.from<float>(rows.rows), eps});
+FASTTFM_FUNCTION(Status, embedding_forward_cpu, const EmbeddingInputs& inputs, const OptionalTensor& bias,
+                 const Tensor& y, float eps) {
+  const EmbeddingRows rows = rows_of(context, y, inputs);
+  float* mean = inputs.statistics.as<float>();
+  return cpu::embedding_forward({rows, bias.as<float>(), y.data, mean, inputs.statistics.from<float>(rows.rows), eps});
 }
 
 FASTTFM_FUNCTION(int64_t, embedding_workspace_cpu, int64_t rows, int64_t columns) {
   return cpu::embedding_workspace(rows, columns);
 }
 
-FASTTFM_FUNCTION(Status, embedding_backward_cpu, const Tensor& dy, INPUTS(FASTTFM_PARAMETER), const Tensor& dx,
+FASTTFM_FUNCTION(Status, embedding_backward_cpu, const Tensor& dy, const EmbeddingInputs& inputs, const Tensor& dx,
                  const OptionalTensor& positions, const OptionalTensor& dweight, const OptionalTensor& dbias,
                  const Tensor& workspace) {
-  const EmbeddingRows rows = rows_of(context, dy, INPUTS(FASTTFM_NAME));
-  return cpu::embedding_backward({rows, dy.data, statistics.as<float>(), statistics.from<float>(rows.rows),
-                                  dx.as<float>(), positions.as<int64_t>(), dweight.as<float>(), dbias.as<float>(),
-                                  workspace.as<float>()});
+  const EmbeddingRows rows = rows_of(context, dy, inputs);
+  return cpu::embedding_backward({rows, dy.data, inputs.statistics.as<float>(),
+                                  inputs.statistics.from<float>(rows.rows), dx.as<float>(), positions.as<int64_t>(),
+                                  dweight.as<float>(), dbias.as<float>(), workspace.as<float>()});
 }
 
 FASTTFM_FUNCTION(Status, embedding_table_backward_cpu, const Tensor& dx, const Tensor& indices, const Tensor& dtable,
@@ -92,31 +93,31 @@ FASTTFM_CONSTANT(embedding_gpu_segments, kEmbeddingSegments)
 namespace {
 
 EmbeddingGpuRows gpu_rows_of(const CallContext& context, const Tensor& output, DType bias_dtype,
-                             INPUTS(FASTTFM_PARAMETER)) {
+                             const EmbeddingInputs& inputs) {
   return {
-      .word_table = word_table.data,
-      .position_table = position_table.data,
-      .segment_table = segment_table.data,
-      .ids = ids.as<int64_t>(),
-      .position_ids = position_ids.as<int64_t>(),
-      .segment_ids = segment_ids.as<int64_t>(),
-      .cu_seqlens = cu_seqlens.as<int32_t>(),
-      .weight = weight.data,
-      .seed = seed.as<int64_t>(),
-      .statistics = statistics.as<float>(),
-      .word_rows = word_table.rows(),
-      .position_rows = position_table.given ? position_table.rows() : 0,
-      .segment_rows = segment_table.given ? segment_table.rows() : 0,
-      .sequences = cu_seqlens.given ? cu_seqlens.shape[0] - 1 : 0,
-      .tokens_per_sequence = std::max<int64_t>(1, ids.columns()),
-      .rows = ids.rows() * ids.columns(),
-      .columns = word_table.columns(),
-      .threshold = threshold,
-      .scale = scale,
-      .layer_norm = layer_norm != 0,
-      .table_dtype = word_table.dtype(),
+      .word_table = inputs.word_table.data,
+      .position_table = inputs.position_table.data,
+      .segment_table = inputs.segment_table.data,
+      .ids = inputs.ids.as<int64_t>(),
+      .position_ids = inputs.position_ids.as<int64_t>(),
+      .segment_ids = inputs.segment_ids.as<int64_t>(),
+      .cu_seqlens = inputs.cu_seqlens.as<int32_t>(),
+      .weight = inputs.weight.data,
+      .seed = inputs.seed.as<int64_t>(),
+      .statistics = inputs.statistics.as<float>(),
+      .word_rows = inputs.word_table.rows(),
+      .position_rows = inputs.position_table.given ? inputs.position_table.rows() : 0,
+      .segment_rows = inputs.segment_table.given ? inputs.segment_table.rows() : 0,
+      .sequences = inputs.cu_seqlens.given ? inputs.cu_seqlens.shape[0] - 1 : 0,
+      .tokens_per_sequence = std::max<int64_t>(1, inputs.ids.columns()),
+      .rows = inputs.ids.rows() * inputs.ids.columns(),
+      .columns = inputs.word_table.columns(),
+      .threshold = inputs.threshold,
+      .scale = inputs.scale,
+      .layer_norm = inputs.layer_norm != 0,
+      .table_dtype = inputs.word_table.dtype(),
       .dtype = output.dtype(),
-      .weight_dtype = weight.dtype(),
+      .weight_dtype = inputs.weight.dtype(),
       .bias_dtype = bias_dtype,
       .device = context.device,
       .stream = context.stream,
@@ -125,23 +126,22 @@ EmbeddingGpuRows gpu_rows_of(const CallContext& context, const Tensor& output, D
 
 }  // namespace
 
-FASTTFM_FUNCTION(Status, embedding_forward_cuda, INPUTS(FASTTFM_PARAMETER), const OptionalTensor& bias, const Tensor& y,
-                 float eps, const Tensor& errors) {
+FASTTFM_FUNCTION(Status, embedding_forward_cuda, const EmbeddingInputs& inputs, const OptionalTensor& bias,
+                 const Tensor& y, float eps, const Tensor& errors) {
   return cuda::embedding_forward(
-      {gpu_rows_of(context, y, bias.dtype(), INPUTS(FASTTFM_NAME)), bias.data, y.data, errors.as<int64_t>(), eps});
+      {gpu_rows_of(context, y, bias.dtype(), inputs), bias.data, y.data, errors.as<int64_t>(), eps});
 }
 
 FASTTFM_FUNCTION(int64_t, embedding_workspace_cuda, int64_t rows, int64_t columns) {
   return cuda::embedding_gpu_workspace(rows, columns);
 }
 
-FASTTFM_FUNCTION(Status, embedding_backward_cuda, const Tensor& dy, INPUTS(FASTTFM_PARAMETER),
+FASTTFM_FUNCTION(Status, embedding_backward_cuda, const Tensor& dy, const EmbeddingInputs& inputs,
                  const OptionalTensor& dword, const OptionalTensor& dposition, const OptionalTensor& dsegment,
                  const OptionalTensor& dweight, const OptionalTensor& dbias, const Tensor& workspace,
                  int64_t padding_index) {
-  return cuda::embedding_backward({gpu_rows_of(context, dy, dbias.dtype(), INPUTS(FASTTFM_NAME)), dy.data, dword.data,
-                                   dposition.data, dsegment.data, dweight.data, dbias.data, workspace.as<float>(),
-                                   padding_index});
+  return cuda::embedding_backward({gpu_rows_of(context, dy, dbias.dtype(), inputs), dy.data, dword.data, dposition.data,
+                                   dsegment.data, dweight.data, dbias.data, workspace.as<float>(), padding_index});
 }
 #endif
 

@@ -10,12 +10,12 @@ namespace fasttfm {
 // if there may be several parts.
 FASTTFM_FUNCTION(int64_t, few_rows_tile, int64_t rows, int64_t columns, int64_t inner, int64_t processors,
                  int64_t partial) {
-  return few_rows::plan_product(rows, {columns, inner, partial != 0}, processors).tile;
+  return few_rows::plan_gemm(rows, {columns, inner, partial != 0}, processors).tile;
 }
 
 FASTTFM_FUNCTION(int64_t, few_rows_parts, int64_t rows, int64_t columns, int64_t inner, int64_t processors,
                  int64_t partial) {
-  return few_rows::plan_product(rows, {columns, inner, partial != 0}, processors).parts;
+  return few_rows::plan_gemm(rows, {columns, inner, partial != 0}, processors).parts;
 }
 
 // Which LayerNorms are parts of the GEMMs of layers of these sizes: 0 for none, 1 for the first, 2 for both.
@@ -37,19 +37,19 @@ FASTTFM_FUNCTION(Status, few_rows_layer_plan, few_rows::FoldedNorms norms, int64
   return {};
 }
 
-// The bytes of the workspace of few_rows_layers_cuda; 0 if it does not support these sizes.
+// The bytes of the workspace of the kernel for all layers; 0 if it does not support these sizes.
 FASTTFM_FUNCTION(int64_t, few_rows_layers_workspace, int64_t width, int64_t intermediate, int64_t heads) {
   return few_rows::layers_workspace(width, intermediate, heads);
 }
 
 #ifdef FASTTFM_WITH_HOPPER
 // `cluster`: 0 for the tile's own number of blocks. What follows `dependent` is for LayerNorms.
-FASTTFM_FUNCTION(Status, few_rows_product_cuda, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+FASTTFM_FUNCTION(Status, few_rows_gemm_cuda, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                  const OptionalTensor& y, const OptionalTensor& parts, int tile, int cluster, int part_count,
                  int activates, Activation activation, int dependent, float eps, const OptionalTensor& statistics,
                  const OptionalTensor& norms, const OptionalTensor& residual, const OptionalTensor& residual_weight,
                  const OptionalTensor& y_statistics) {
-  return cuda::few_rows_product({
+  return cuda::few_rows_gemm({
       .x = x.data,
       .weight = weight.data,
       .bias = bias.data,
@@ -129,22 +129,30 @@ FASTTFM_FUNCTION(Status, few_rows_attention_cuda, const Tensor& qkv, const Tenso
   });
 }
 
-// `parameters` is a table of addresses.
-FASTTFM_FUNCTION(Status, few_rows_layers_cuda, const int64_t* parameters, int64_t layers, const Tensor& x,
-                 const Tensor& y, const Tensor& cu_seqlens, const Tensor& workspace, int64_t intermediate,
-                 int64_t heads, Activation activation, float eps_a, float eps_b, int polls) {
+// `keys` and `values` are [layers, sequences, heads, capacity, D]; `norm_weight` and `norm_bias` are those of the
+// LayerNorm before the first layer.
+FASTTFM_FUNCTION(Status, few_rows_decode_layers_cuda, const int64_t* parameters, const Tensor& x, const Tensor& y,
+                 const Tensor& keys, const Tensor& values, const Tensor& lengths, const Tensor& norm_weight,
+                 const Tensor& norm_bias, const Tensor& workspace, int64_t intermediate, Activation activation,
+                 float eps_a, float eps_b, int polls) {
   return cuda::few_rows_layers({
       .parameters = parameters,
+      .entries = kLayerParameters,
       .x = x.data,
       .y = y.data,
-      .cu_seqlens = cu_seqlens.as<int32_t>(),
+      .cache = {.keys = keys.data,
+                .values = values.data,
+                .lengths = lengths.as<int32_t>(),
+                .sequences = keys.shape[1],
+                .capacity = keys.shape[3],
+                .norm_weight = norm_weight.data,
+                .norm_bias = norm_bias.data},
       .workspace = workspace.data,
-      .layers = layers,
+      .layers = keys.shape[0],
       .tokens = x.shape[0],
       .width = x.shape[1],
       .intermediate = intermediate,
-      .heads = heads,
-      .sequences = cu_seqlens.shape[0] - 1,
+      .heads = keys.shape[2],
       .activation = activation,
       .eps_a = eps_a,
       .eps_b = eps_b,

@@ -112,10 +112,10 @@ FASTTFM_FUNCTION(Status, fp8_gelu_backward_cuda, const Tensor& da, const Tensor&
   });
 }
 
-FASTTFM_FUNCTION(Status, fp8_gelu_product_cuda, const Tensor& x, const Tensor& weight, const Tensor& x_inverse,
+FASTTFM_FUNCTION(Status, fp8_gelu_gemm_cuda, const Tensor& x, const Tensor& weight, const Tensor& x_inverse,
                  const Tensor& weight_inverse, const OptionalTensor& bias, const Tensor& scale, const Tensor& amax,
                  const OptionalTensor& h, const Tensor& a, Activation activation) {
-  return cuda::fp8_gelu_product({
+  return cuda::fp8_gelu_gemm({
       .x = x.data,
       .weight = weight.data,
       .x_inverse = x_inverse.as<float>(),
@@ -135,16 +135,16 @@ FASTTFM_FUNCTION(Status, fp8_gelu_product_cuda, const Tensor& x, const Tensor& w
   });
 }
 
-FASTTFM_FUNCTION(int64_t, fp8_gelu_product_workspace_cuda, int64_t rows, int64_t columns) {
-  return cuda::fp8_gelu_product_workspace(rows, columns);
+FASTTFM_FUNCTION(int64_t, fp8_gelu_gemm_workspace_cuda, int64_t rows, int64_t columns) {
+  return cuda::fp8_gelu_gemm_workspace(rows, columns);
 }
 
-FASTTFM_FUNCTION(Status, fp8_gelu_product_backward_cuda, const Tensor& dy, const Tensor& weight,
-                 const Tensor& dy_inverse, const Tensor& weight_inverse, const Tensor& h, const OptionalTensor& bias,
-                 const Tensor& a_scale, const Tensor& scale, const Tensor& amax, const Tensor& as_rows,
-                 const Tensor& as_columns, const Tensor& a_columns, const OptionalTensor& dbias,
-                 const Tensor& workspace, int e5m2, Activation activation) {
-  return cuda::fp8_gelu_product_backward({
+FASTTFM_FUNCTION(Status, fp8_gelu_gemm_backward_cuda, const Tensor& dy, const Tensor& weight, const Tensor& dy_inverse,
+                 const Tensor& weight_inverse, const Tensor& h, const OptionalTensor& bias, const Tensor& a_scale,
+                 const Tensor& scale, const Tensor& amax, const Tensor& as_rows, const Tensor& as_columns,
+                 const Tensor& a_columns, const OptionalTensor& dbias, const Tensor& workspace, int e5m2,
+                 Activation activation) {
+  return cuda::fp8_gelu_gemm_backward({
       .dy = dy.data,
       .weight = weight.data,
       .dy_inverse = dy_inverse.as<float>(),

@@ -2,8 +2,26 @@
 
 #include "binding.h"
 
-#ifdef FASTTFM_WITH_CUDA
 namespace fasttfm {
+
+// y [M, N] = x [M, K] weight [N, K]^T + bias, fp32.
+FASTTFM_FUNCTION(Status, linear_cpu, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                 const Tensor& y) {
+  Gemm gemm{};
+  gemm.a = x.data;
+  gemm.b = weight.data;
+  gemm.bias = bias.data;
+  gemm.d = y.data;
+  gemm.rows = x.shape[0];
+  gemm.columns = weight.shape[0];
+  gemm.inner = weight.shape[1];
+  gemm.transposed_b = 1;
+  gemm.dtype = gemm.out_dtype = x.dtype();
+  gemm.threads = context.threads;
+  return cpu::gemm(gemm);
+}
+
+#ifdef FASTTFM_WITH_CUDA
 
 FASTTFM_FUNCTION(int64_t, gemm_workspace_bytes_cuda) { return cuda::kGemmWorkspace; }
 FASTTFM_FUNCTION(int64_t, gemm_library_version_cuda) { return cuda::gemm_library_version(); }
@@ -32,6 +50,7 @@ FASTTFM_FUNCTION(Status, gemm_cuda, const Tensor& a, const Tensor& b, const Opti
       .a_scale = nullptr,
       .b_scale = nullptr,
       .fast_accumulation = 0,
+      .threads = 0,
   });
 }
 
@@ -60,8 +79,10 @@ FASTTFM_FUNCTION(Status, fp8_gemm_cuda, const Tensor& a, const Tensor& b, const 
       .a_scale = a_scale.as<float>(),
       .b_scale = b_scale.as<float>(),
       .fast_accumulation = fast_accumulation,
+      .threads = 0,
   });
 }
 
-}  // namespace fasttfm
 #endif
+
+}  // namespace fasttfm

@@ -40,7 +40,7 @@ FASTTFM_FUNCTION(Status, knowledge_block_sizes_cuda, TRANSFORMER_SHAPE(FASTTFM_P
 #endif
 
 FASTTFM_FUNCTION(Status, knowledge_block_forward, PARAMETERS, const Tensor& y, const OptionalTensor& entity_y) {
-  const TransformerForward layer{TRANSFORMER_CALL, nullptr, y.data, nullptr, 0, 0};
+  const TransformerForward layer{TRANSFORMER_CALL, nullptr, y.data, nullptr};
   const KnowledgeForward params{layer, ENTITY_CALL, entity_y.data};
   return FASTTFM_LAUNCH_HOPPER(knowledge_block_forward, params);
 }
@@ -49,9 +49,8 @@ FASTTFM_FUNCTION(Status, knowledge_block_forward, PARAMETERS, const Tensor& y, c
 FASTTFM_FUNCTION(Status, knowledge_block_backward, PARAMETERS, const Tensor& dy, const Tensor& dx,
                  const int64_t* gradients, const OptionalTensor& entity_dy, const Tensor& entity_dx,
                  const OptionalTensor& ddown) {
-  const TransformerBackward layer{
-      TRANSFORMER_CALL,    nullptr, dy.data, nullptr, dx.data, nullptr, gradients, cuda::block_memory(context.device),
-      BackwardPart::whole, nullptr, nullptr};
+  const TransformerBackward layer{TRANSFORMER_CALL, nullptr, dy.data,   nullptr,
+                                  dx.data,          nullptr, gradients, cuda::block_memory(context.device)};
   const KnowledgeBackward params{layer, ENTITY_CALL, entity_dy.data, entity_dx.data, ddown.data};
   return FASTTFM_LAUNCH_HOPPER(knowledge_block_backward, params);
 }

@@ -43,6 +43,8 @@ FASTTFM_FUNCTION(Status, layers_workspace_cuda, const int64_t* words, int64_t wo
   call.needed = needed;
   return cuda::layers_workspace(call);
 }
+
+FASTTFM_FUNCTION(int64_t, layers_names_ranges_cuda) { return cuda::layers_names_ranges(); }
 #endif
 
 // The tables of addresses are those of LayerTable.

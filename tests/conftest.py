@@ -65,6 +65,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "default:::torch")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def float32_on_cpus() -> Iterator[None]:
+    """Which precision a command chooses on a CPU depends on its instructions: here it is fp32, the one that tests
+    compare with, unless a test chooses another."""
+    from fasttfm.inference import precision
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "supported_products", lambda: ["generic"])
+        patch.setattr(precision, "has_bf16_instructions", lambda: False)
+        yield
+
+
 def pytest_report_header() -> list[str]:
     if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
         return []
@@ -79,10 +91,10 @@ def mark_slow(items: list[pytest.Item], seconds: dict[str, float]) -> None:
         if not any(item.get_closest_marker(mark) for mark in ("slow", "interpreted", "gpu")):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, tests in functions.items():
-        each = seconds.get(name, 0.0)
+        mean = seconds.get(name, 0.0)
         kept = len(tests)
-        if each * len(tests) > MOST_SECONDS:
-            kept = 0 if each > LONG_SECONDS else min(kept, max(1, int(MOST_SECONDS / each)))
+        if mean * len(tests) > MOST_SECONDS:
+            kept = 0 if mean > LONG_SECONDS else min(kept, max(1, int(MOST_SECONDS / mean)))
         chosen = {number * len(tests) // kept for number in range(kept)}
         for number, item in enumerate(tests):
             if number not in chosen:
@@ -95,13 +107,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if WRITTEN_DURATIONS is None:
         return
     tests: dict[str, float] = {}
-    reports = (each for reports in terminalreporter.stats.values() for each in reports)
-    for report in (each for each in reports if isinstance(each, pytest.TestReport)):
+    reports = (report for reports in terminalreporter.stats.values() for report in reports)
+    for report in (item for item in reports if isinstance(item, pytest.TestReport)):
         tests[report.nodeid] = tests.get(report.nodeid, 0.0) + report.duration
     functions: dict[str, list[float]] = {}
     for name, duration in tests.items():
         functions.setdefault(name.partition("[")[0], []).append(duration)
-    means = {name: round(sum(each) / len(each), 2) for name, each in sorted(functions.items()) if sum(each) > 1}
+    means = {name: round(sum(times) / len(times), 2) for name, times in sorted(functions.items()) if sum(times) > 1}
     Path(WRITTEN_DURATIONS).write_text(json.dumps(means, indent=1) + "\n")
 
 
@@ -142,10 +154,10 @@ def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
     report = yield
-    found = re.search(r"No module named '(\w+)", str(report.longrepr)) if report.failed else None
-    if found is not None and found[1] in ABSENT:
+    missing = re.search(r"No module named '(\w+)", str(report.longrepr)) if report.failed else None
+    if missing is not None and missing[1] in ABSENT:
         report.outcome = "skipped"
-        report.longrepr = (str(collector.path), 0, f"Skipped: {found[1]} is not installed")
+        report.longrepr = (str(collector.path), 0, f"Skipped: {missing[1]} is not installed")
     return report
 
 

@@ -26,6 +26,7 @@ _DEBERTA = {
     "pos_att_type": ["p2c", "c2p"],
     "position_biased_input": False,
 }
+_XLNET = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 48}
 # The name of its classes, its sizes and the kind of its tokenizer.
 SMALL_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "bert": ("Bert", {**_SMALL, "max_position_embeddings": 64}, "wordpiece"),
@@ -42,6 +43,7 @@ SMALL_FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "jina_embeddings_v3": ("JinaEmbeddingsV3", {**_SMALL, "max_position_embeddings": 64}, "unigram"),
     "nomic_bert": ("NomicBert", {**_SMALL, "max_position_embeddings": 64}, "wordpiece"),
     "deberta-v2": ("DebertaV2", {**_SMALL, **_DEBERTA}, "wordpiece"),
+    "xlnet": ("XLNet", _XLNET, "unigram"),
     "openai-gpt": ("OpenAIGPT", _GPT, "bpe"),
     "gpt2": ("GPT2", _GPT, "bpe"),
 }

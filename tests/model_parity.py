@@ -48,7 +48,14 @@ T5 = {
     "max_position_embeddings": "n_positions",
     "head_dim": "d_kv",
 }
-FIELDS = {"DistilBert": DISTILBERT, "T5": T5, "MT5": T5}  # the names of a family's fields, by BERT's
+XLNET = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "d_inner",
+    "max_position_embeddings": "",  # it has none
+}
+FIELDS = {"DistilBert": DISTILBERT, "T5": T5, "MT5": T5, "XLNet": XLNET}  # the names of a family's fields, by BERT's
 FAMILIES = (
     "Bert",
     "Roberta",
@@ -63,6 +70,7 @@ FAMILIES = (
     "EuroBert",
     "NomicBert",
     "DebertaV2",
+    "XLNet",
     "Qwen3",
     "Llama",
     "T5",
@@ -80,6 +88,7 @@ ROBERTAS = ("Roberta", "XLMRoberta", "Camembert")  # positions start after the p
 MASKS = {
     "full": torch.ones(B, S, dtype=torch.int64),
     "right": torch.arange(S).expand(B, S) < torch.tensor([[4], [9], [1]]),
+    "left": torch.arange(S).expand(B, S) >= torch.tensor([[4], [0], [8]]),
     "anywhere": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 0]]),
 }
 generator = torch.Generator().manual_seed(0)
@@ -97,7 +106,8 @@ def config_of(package: Any, name: str, sizes: dict[str, Any]) -> Any:
     """The configuration of a class of ours or of transformers; sizes have the field names of BERT."""
     family = family_of(name)
     names = FIELDS.get(family, {})
-    return getattr(package, f"{family}Config")(**{names.get(key, key): value for key, value in sizes.items()})
+    fields = {names.get(key, key): value for key, value in sizes.items()}
+    return getattr(package, f"{family}Config")(**{key: value for key, value in fields.items() if key})
 
 
 def theirs_of(name: str, **changes: Any) -> Any:
@@ -126,13 +136,13 @@ def arguments(name: str) -> dict[str, Tensor]:
     if name.endswith("PreTraining"):
         pairs = "sentence_order_label" if name.startswith("Albert") else "next_sentence_label"
         return {"labels": WORDS, pairs: torch.tensor([1, 0, 1])}
-    if name.endswith("MaskedLM"):
+    if name.endswith(("MaskedLM", "XLNetLMHeadModel")):
         return {"labels": WORDS}
     if name.endswith("CausalLM"):
         return {"labels": IDS}
     if name.endswith("TokenClassification"):
         return {"labels": WORDS.clamp(max=LABELS - 1)}
-    if name.endswith("QuestionAnswering"):
+    if name.endswith(("QuestionAnswering", "QuestionAnsweringSimple")):
         return {"start_positions": torch.tensor([0, 1, 99]), "end_positions": torch.tensor([3, 5, 0])}
     if name.endswith(("NextSentencePrediction", "MultipleChoice")):
         return {"labels": torch.tensor([1, 0, 1])}
@@ -151,7 +161,7 @@ def tensors(output: Any, mask: Tensor | None = None) -> dict[str, Tensor]:
     """The tensors of an output; hidden states and token logits without the rows of padding."""
     found: dict[str, Tensor] = {}
     for name in output.keys():  # noqa: SIM118 - theirs is no mapping of ours
-        if name == "past_key_values":
+        if name in ("past_key_values", "mems"):
             continue
         value = output[name]
         for index, each in enumerate(value if isinstance(value, tuple) else [value]):

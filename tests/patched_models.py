@@ -43,6 +43,18 @@ def with_dropout(module: Any, p: float) -> Any:
     return module
 
 
+# Changes of the sizes for families that need them.
+CHANGES: dict[str, dict[str, Any]] = {
+    "ModernBert": {"pad_token_id": 0},
+    "EuroBert": {"pad_token_id": 0, "num_key_value_heads": 1},
+    "NomicBert": {"pad_token_id": 0},
+}
+
+
+def changes_of(name: str) -> dict[str, Any]:
+    return next((changes for family, changes in CHANGES.items() if name.startswith(family)), {})
+
+
 def pair(name: str, *, dropout: float = 0.0, **changes: Any) -> tuple[Any, Any]:
     """A patched model of transformers and an unpatched copy."""
     pytest.importorskip("transformers")

@@ -13,7 +13,8 @@ import torch
 
 from fasttfm import _gpus, _native
 from fasttfm.kernels.attention import tuning
-from fasttfm.ops import backends
+from fasttfm.ops.core import backends
+from fasttfm.ops.core.declare import DECLARED, normalizing_ops
 from fasttfm.testing.chips import BLOCK_MEMORY, BLOCK_REGISTERS, STATIC_MEMORY, Usage, resource_usage
 from fasttfm.testing.harness import check_accuracy
 from fasttfm.testing.specs import all_specs
@@ -243,6 +244,21 @@ ROWS = {
 }
 
 
+def test_the_page_lists_every_op_with_cuda_kernels() -> None:
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `cuda`")]
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])[1:]]
+    of_cuda = {name for name in DECLARED if "cuda" in backends.tables()[name].names}
+    assert sorted(listed) == sorted(of_cuda)
+    hopper = {name for row in rows if row.split("|")[2].strip() == "no" for name in re.findall(r"`(\w+)`", row)[1:]}
+    assert hopper == {
+        name
+        for name in of_cuda
+        for backend in backends.tables()[name].backends
+        if backend.absent is _native.missing_hopper
+    }
+    assert set(ROWS) == set(normalizing_ops())
+
+
 @with_cuda
 @pytest.mark.parametrize("op", ROWS)
 def test_the_page_lists_the_rows_that_fit_99_kilobytes(op: str) -> None:
@@ -327,7 +343,7 @@ def test_row_kernels_have_registers_for_their_blocks(machine_code: list[Usage]) 
 
 SIMILAR = [
     (op, case.name)
-    for op in ("layer_norm", "rms_norm", "gelu_layer_norm", "dropout_add_layer_norm")
+    for op in normalizing_ops()
     for case in SPECS[op].cases
     if case.name in ("typical", "plain", "no_dropout", "fp32_residual", "linear_bias_alone", "large_mean")
 ]

@@ -121,7 +121,7 @@ def test_an_op_without_a_test_or_a_page_is_found(tmp_path: Path) -> None:
         path = tmp_path / pattern.format(op="scale")
         path.parent.mkdir(parents=True)
         path.touch()
-    (tmp_path / "python/fasttfm/ops/checks.py").touch()
+    (tmp_path / "python/fasttfm/ops/vocabulary.py").touch()
     assert rules.missing_files(tmp_path) == []
     (tmp_path / "tests/ops/test_scale.py").unlink()
     assert rules.missing_files(tmp_path) == ["scale: there is no tests/ops/test_scale.py"]
@@ -168,7 +168,7 @@ def test_anonymous_namespaces_are_found() -> None:
         ("fasttfm.kernels.scale.triton", "from fasttfm.kernels.scale.reference import scale", False),
         ("fasttfm.kernels.scale.triton", "from fasttfm.kernels.scale import reference", False),
         ("fasttfm.kernels.scale.triton", "from .reference import scale", False),
-        ("fasttfm.kernels.scale.triton", "import fasttfm.ops.checks", False),
+        ("fasttfm.kernels.scale.triton", "import fasttfm.ops.core.checks", False),
         ("fasttfm.kernels.scale.triton", "def f():\n    from fasttfm import ops", False),
         ("fasttfm.kernels.scale.triton", "from fasttfm import _C", False),
         ("fasttfm.ops.scale", "from fasttfm.kernels.scale import reference", True),

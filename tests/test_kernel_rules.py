@@ -23,8 +23,14 @@ NARROW_PRODUCTS = {
     ("kernels/vocabulary/triton_tail.py", "token * weight_stride"): "fewer than 8 rows at the end of a vocabulary",
 }
 NARROW_CPP_PRODUCTS = {
-    ("kernels/dropout_add_layer_norm/cuda_backward_tiles.cuh", f"{name} * columns"): "rows of a tile in shared memory"
-    for name in ("present", "adjacent")
+    **{
+        (
+            "kernels/dropout_add_layer_norm/cuda_backward_tiles.cuh",
+            f"{name} * columns",
+        ): "rows of a tile in shared memory"
+        for name in ("present", "adjacent")
+    },
+    ("kernels/few_rows/layers_cached_attention.cuh", "i * pitch"): "results of warps and blocks in shared memory",
 }
 # The second or third dimension of a grid, which has up to 65,535 programs.
 SHORT_GRIDS = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fasttfm import _C, _native, optim
-from fasttfm.ops import weight_copies
+from fasttfm.ops.core import weight_copies
 from fasttfm.optim import AdamW, cpu_norm
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, compare
 

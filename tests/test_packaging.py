@@ -81,7 +81,7 @@ def test_the_sdist_contains_everything_needed_to_build_and_test(sdist: Path) -> 
     assert {"python/fasttfm/data/corpus/moby-dick.txt.gz", "python/fasttfm/data/corpus/tasks/qa-dev.json"} <= names
     assert {
         "kernels/layer_norm/cpu.cpp",
-        "kernels/attention/hopper/forward.cu",
+        "kernels/attention/hopper/forward/forward.cu",
         "csrc/binding.h",
         "python/fasttfm/_C.pyi",
         "tools/new_op.py",

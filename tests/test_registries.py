@@ -109,7 +109,7 @@ def test_tasks_on_text_refuse_it(toy: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_patching_names_it_once_it_has_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(
-        TypeError, match=r"RoBERTa, XLM-RoBERTa, CamemBERT, MPNet, .*, DistilBERT, ModernBERT or GPT-2 of"
+        TypeError, match=r"RoBERTa, XLM-RoBERTa, CamemBERT, MPNet, .*, ModernBERT, EuroBERT, NomicBERT or GPT-2 of"
     ):
         patch(nn.Linear(2, 2))
     monkeypatch.setitem(FAMILIES, "toy", replace(FAMILY, patching="toy"))
@@ -122,5 +122,6 @@ def test_types_and_names() -> None:
     assert family_of_type("bart") is None
     assert list(trained_on_text()) == [
         *("bert", "roberta", "xlm-roberta", "camembert", "albert", "electra", "distilbert", "modernbert"),
+        *("eurobert", "nomic_bert"),
         *("gpt", "gpt2", "gpt3"),
     ]

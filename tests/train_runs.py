@@ -55,6 +55,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT,
     "gpt3": {**_GPT, "local_window": 8},
     "modernbert": {**_BERT, "local_attention": 16},
+    "eurobert": _BERT,
+    "nomic_bert": _BERT,
     "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
 }
 

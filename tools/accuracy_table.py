@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import torch
 
-from fasttfm.ops.backends import BackendRefused, dtype_name, tables
+from fasttfm.ops.core.backends import BackendRefused, dtype_name, tables
 from fasttfm.testing.harness import accuracy
 from fasttfm.testing.spec import FLOAT_DTYPES, OpSpec
 from fasttfm.testing.specs import all_specs
@@ -43,7 +43,7 @@ def rows(spec: OpSpec) -> list[list[str]]:
     backends = ("cuda", "triton", "torch") if device == "cuda" else ("cpu", "torch")
     present = [b.name for b in tables()[spec.name].backends if b.name in backends and b.absent() is None]
     gradients = {f"d{name}" for name in spec.differentiable}
-    found = []
+    table = []
     for backend in present:
         row = [spec.name, backend]
         for dtype in FLOAT_DTYPES:
@@ -55,14 +55,14 @@ def rows(spec: OpSpec) -> list[list[str]]:
             outputs = ratios(item for item in comparisons if item.name not in gradients)
             backward = ratios(item for item in comparisons if item.name in gradients)
             row.append(outputs if outputs == backward else f"{outputs}; {backward}")
-        found.append(row)
-    return found
+        table.append(row)
+    return table
 
 
 def ratios(comparisons: Iterable[Comparison]) -> str:
     """The median ratio and the largest."""
-    found = [comparison.ratio for comparison in comparisons if comparison.naive_error > 0]
-    return f"{statistics.median(found):.2f} ({max(found):.2f})" if found else "exact"
+    ratios = [comparison.ratio for comparison in comparisons if comparison.naive_error > 0]
+    return f"{statistics.median(ratios):.2f} ({max(ratios):.2f})" if ratios else "exact"
 
 
 if __name__ == "__main__":

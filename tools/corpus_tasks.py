@@ -40,7 +40,7 @@ def make(addresses: Documents, chapters: Documents) -> dict[str, str]:
     files: dict[str, str] = {}
     for seed, name in enumerate(("train", "dev")):
         random = np.random.Generator(np.random.Philox(key=seed))
-        part = Part(name, *(_passages(each, name == "dev", random) for each in (addresses, chapters)), random)
+        part = Part(name, *(_passages(texts, name == "dev", random) for texts in (addresses, chapters)), random)
         size = {"train": 1.0, "dev": 0.25}[name]
         for task, suffix, function in _TASKS:
             files[f"{task}-{name}.{suffix}"] = function(part, size)
@@ -48,13 +48,15 @@ def make(addresses: Documents, chapters: Documents) -> dict[str, str]:
 
 
 def _passages(documents: Documents, dev: bool, random: np.random.Generator) -> list[Passage]:
-    found = []
+    passages = []
     for number, (name, lines) in enumerate(documents.items()):
         if (number % 5 == 0) is dev:
             year = int(name[:4]) if "_" in name else 1851
-            found += [Passage(*lines[i : i + 1], year, lines[i + 1]) for i in range(1, len(lines) - 1)]
-    plain = [each for each in found if 50 <= len(each.text) <= 180 and 40 <= len(each.following) <= 180]
-    unique = list({each.text: each for each in plain if each.text.isprintable() and '"' not in each.text}.values())
+            passages += [Passage(*lines[i : i + 1], year, lines[i + 1]) for i in range(1, len(lines) - 1)]
+    plain = [passage for passage in passages if 50 <= len(passage.text) <= 180 and 40 <= len(passage.following) <= 180]
+    unique = list(
+        {passage.text: passage for passage in plain if passage.text.isprintable() and '"' not in passage.text}.values()
+    )
     return [unique[i] for i in random.permutation(len(unique))]
 
 
@@ -66,8 +68,8 @@ _ERAS = {"1801-1870": range(1801, 1871), "1901-1950": range(1901, 1951), "1991-2
 def _classify(part: Part, size: float) -> str:
     rows = []
     for era, years in _ERAS.items():
-        own = [each for each in part.addresses if each.year in years]
-        rows += [(f"{each.text} {each.following}", era) for each in own[: round(130 * size)]]
+        era_passages = [passage for passage in part.addresses if passage.year in years]
+        rows += [(f"{passage.text} {passage.following}", era) for passage in era_passages[: round(130 * size)]]
     return _tsv(("sentence", "label"), part.random.permutation(rows).tolist())
 
 
@@ -75,8 +77,8 @@ def _classify(part: Part, size: float) -> str:
 
 
 def _pair(part: Part, size: float) -> str:
-    old = [each.text for each in part.addresses if each.year < 1870]
-    new = [each.text for each in part.addresses if each.year > 1960]
+    old = [passage.text for passage in part.addresses if passage.year < 1870]
+    new = [passage.text for passage in part.addresses if passage.year > 1960]
     rows = []
     for number in range(round(320 * size)):
         first, second = old[-1 - number], new[-1 - number]  # others than those of classify
@@ -97,8 +99,8 @@ _ENTITY = {
 
 def _tag(part: Part, size: float) -> str:
     lines = []
-    mixed = [each for pair in zip(part.addresses, part.book, strict=False) for each in pair]
-    with_names = [each.text for each in mixed if any(rule.search(each.text) for rule in _ENTITY.values())]
+    mixed = [passage for pair in zip(part.addresses, part.book, strict=False) for passage in pair]
+    with_names = [passage.text for passage in mixed if any(rule.search(passage.text) for rule in _ENTITY.values())]
     for text in with_names[: round(240 * size)]:
         entities = [(m.start(), m.end(), kind) for kind, rule in _ENTITY.items() for m in rule.finditer(text)]
         for word in WORD.finditer(text):
@@ -116,17 +118,17 @@ def _tag(part: Part, size: float) -> str:
 
 def _qa(part: Part, size: float) -> str:
     kinds: dict[str, list[tuple[str, str]]] = {}
-    mixed = [each.text for pair in zip(part.addresses, part.book, strict=False) for each in pair]
-    for text in [*mixed, *(each.text for each in part.addresses[len(part.book) :])]:
+    mixed = [passage.text for pair in zip(part.addresses, part.book, strict=False) for passage in pair]
+    for text in [*mixed, *(passage.text for passage in part.addresses[len(part.book) :])]:
         spans = {kind: list(rule.finditer(text)) for kind, rule in questions.ANSWERS.items()}
-        (kind, found), *others = sorted(spans.items(), key=lambda item: -len(item[1]))
-        if len(found) == 1 and not any(spans for _, spans in others):
-            kinds.setdefault(kind, []).append((text, found[0].group()))
+        (kind, match), *others = sorted(spans.items(), key=lambda item: -len(item[1]))
+        if len(match) == 1 and not any(spans for _, spans in others):
+            kinds.setdefault(kind, []).append((text, match[0].group()))
     paragraphs = []
     if part.name == "train":
         paragraphs += [_paragraph(" ".join(text.split()), asked) for text, asked in questions.BY_HAND.items()]
     for kind, wordings in questions.WORDINGS.items():
-        other = [wording for name, each in questions.WORDINGS.items() if name != kind for wording in each]
+        other = [wording for name, wordings in questions.WORDINGS.items() if name != kind for wording in wordings]
         for number, (text, answer) in enumerate(kinds[kind][: round(90 * size)]):
             asked = [(wordings[number % len(wordings)], answer)]
             if number % 3 == 2:
@@ -135,8 +137,8 @@ def _qa(part: Part, size: float) -> str:
     order = part.random.permutation(len(paragraphs)).tolist()
     number = 0
     for paragraph in (paragraphs[i] for i in order):
-        for each in paragraph["qas"]:
-            each["id"] = f"{part.name}-{number:04d}"
+        for question in paragraph["qas"]:
+            question["id"] = f"{part.name}-{number:04d}"
             number += 1
     data = [{"title": "State of the Union, Moby-Dick", "paragraphs": [paragraphs[i] for i in order]}]
     return json.dumps({"version": "v2.0", "data": data}, indent=0, ensure_ascii=False) + "\n"
@@ -162,11 +164,11 @@ def _choice(part: Part, size: float) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
     for number in range(round(120 * size)):
-        own, other = part.addresses, part.book
+        addresses, other = part.addresses, part.book
         label = int(part.random.integers(4))
         endings = [other[len(other) - 1 - 3 * number - i].following for i in range(3)]
-        endings.insert(label, own[number].following)
-        start = own[number].text
+        endings.insert(label, addresses[number].following)
+        start = addresses[number].text
         writer.writerow([number, part.name, number, start, start, "", "gold", *endings, label])
     return text.getvalue()
 
@@ -176,9 +178,9 @@ def _choice(part: Part, size: float) -> str:
 
 def _similarity(part: Part, size: float) -> str:
     rows = []
-    mixed = [each for pair in zip(part.addresses, part.book, strict=False) for each in pair]
-    for each in mixed[: round(400 * size)]:
-        words = f"{each.text} {each.following}".split()
+    mixed = [passage for pair in zip(part.addresses, part.book, strict=False) for passage in pair]
+    for passage in mixed[: round(400 * size)]:
+        words = f"{passage.text} {passage.following}".split()
         rows.append((" ".join(words[: len(words) * 3 // 5]), " ".join(words[len(words) * 2 // 5 :])))
     return _tsv(("anchor", "positive"), rows)
 

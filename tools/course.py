@@ -42,7 +42,7 @@ def pages() -> list[Path]:
 
 def cells(text: str) -> list[Cell]:
     """The cells of a page."""
-    found: list[Cell] = []
+    page_cells: list[Cell] = []
     prose, end = "", 0
     for block in _BLOCK.finditer(text):
         prose += text[end : block.start()]
@@ -52,10 +52,10 @@ def cells(text: str) -> list[Cell]:
         if kind is None:
             prose += block[0]
             continue
-        found += [Cell("markdown", prose.strip("\n")), Cell(kind, code.rstrip("\n"))]
+        page_cells += [Cell("markdown", prose.strip("\n")), Cell(kind, code.rstrip("\n"))]
         prose = ""
-    found.append(Cell("markdown", (prose + text[end:]).strip("\n")))
-    return [cell for cell in found if cell.text]
+    page_cells.append(Cell("markdown", (prose + text[end:]).strip("\n")))
+    return [cell for cell in page_cells if cell.text]
 
 
 def _is_commands(language: str, code: str) -> bool:

@@ -30,8 +30,8 @@ def main(arguments: list[str]) -> int:
     if len(arguments) not in (1, 2) or arguments[1:] not in ([], *([purpose] for purpose in PURPOSES)):
         return fail(f"expected the environment's folder, and one of {', '.join(PURPOSES)}; got {' '.join(arguments)!r}")
     if sys.version_info < (3, 10):
-        found = f"{sys.executable} is {sys.version.split()[0]}"
-        return fail(f"fasttfm needs Python 3.10 or newer, {found}; name another one: make PYTHON=python3.12 ...")
+        running = f"{sys.executable} is {sys.version.split()[0]}"
+        return fail(f"fasttfm needs Python 3.10 or newer, {running}; name another one: make PYTHON=python3.12 ...")
     folder = Path(arguments[0]).resolve()
     python = folder / "bin" / "python"
     lay_over = sees_gpu(sys.executable)

@@ -62,21 +62,21 @@ def write(folder: Path) -> None:
 
 def sources() -> dict[str, str]:
     """The files of a variant by their paths in it, with relative imports."""
-    found = {}
+    files = {}
     for name in _MODULES:
         start = ROOT / "python" / "fasttfm" / name
         for path in [start] if start.is_file() else start.rglob("*.py"):
-            found[path.relative_to(ROOT / "python" / "fasttfm").as_posix()] = path
+            files[path.relative_to(ROOT / "python" / "fasttfm").as_posix()] = path
     for path in (ROOT / "kernels").rglob("*.py"):
-        found[f"kernels/{path.relative_to(ROOT / 'kernels').as_posix()}"] = path
-    found.update((path.name, path) for path in OWN.glob("*.py"))
-    return {name: with_relative_imports(name, path.read_text(encoding="utf-8")) for name, path in found.items()}
+        files[f"kernels/{path.relative_to(ROOT / 'kernels').as_posix()}"] = path
+    files.update((path.name, path) for path in OWN.glob("*.py"))
+    return {name: with_relative_imports(name, path.read_text(encoding="utf-8")) for name, path in files.items()}
 
 
 def with_relative_imports(path: str, text: str) -> str:
     """A file's text, with imports from fasttfm made relative to its folder."""
     dots = "." * (1 + path.count("/"))
-    return _IMPORT.sub(lambda found: f"{found[1]}from {dots}{(found[2] or '')[1:]} import ", text)
+    return _IMPORT.sub(lambda match: f"{match[1]}from {dots}{(match[2] or '')[1:]} import ", text)
 
 
 def in_namespace(text: str, identifier: str) -> str:

@@ -166,18 +166,18 @@ class Edge(NamedTuple):
 
 
 def edges() -> list[Edge]:
-    found = []
+    edges = []
     for line in THINGS.strip().splitlines():
         thing, _, rest = line.partition(": ")
         kind, places, use, material = (part.strip() for part in rest.split("|"))
-        found.append(Edge("IsA", thing, kind))
-        found += [Edge("AtLocation", thing, place) for place in places.split(", ")]
-        found += [Edge("UsedFor", thing, use), Edge("MadeOf", thing, material)]
+        edges.append(Edge("IsA", thing, kind))
+        edges += [Edge("AtLocation", thing, place) for place in places.split(", ")]
+        edges += [Edge("UsedFor", thing, use), Edge("MadeOf", thing, material)]
     for line in KINDS.strip().splitlines():
         kind, _, rest = line.partition(": ")
         above, place = (part.strip() for part in rest.split("|"))
-        found += [Edge("IsA", kind, above), Edge("AtLocation", kind, place)]
-    return found
+        edges += [Edge("IsA", kind, above), Edge("AtLocation", kind, place)]
+    return edges
 
 
 def questions(graph: list[Edge], random: np.random.Generator) -> dict[str, list[dict[str, object]]]:

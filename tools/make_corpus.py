@@ -61,12 +61,12 @@ def addresses(path: Path) -> dict[str, list[str]]:
 def chapters(path: Path) -> dict[str, list[str]]:
     """The book's chapters; its lines are broken in the middle of sentences, its paragraphs by blank lines."""
     text = gzip.decompress(path.read_bytes()).decode()
-    found: dict[str, list[str]] = {}
+    chapters: dict[str, list[str]] = {}
     for part in re.split(r"(?m)^CHAPTER (?=\d)", text)[1:]:
         number, _, rest = part.partition(".")
         paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", rest)]
-        found[number] = [line for paragraph in paragraphs for line in sentences(paragraph)]
-    return found
+        chapters[number] = [line for paragraph in paragraphs for line in sentences(paragraph)]
+    return chapters
 
 
 def sentences(text: str) -> list[str]:

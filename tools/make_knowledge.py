@@ -48,11 +48,11 @@ def main() -> int:
     documents = gzip.decompress((CORPUS / "state-of-the-union.txt.gz").read_bytes()).decode().split("\n\n")
     lines = [document.split("\n") for document in documents]
     files = {
-        "triples.tsv": "".join("\t".join(each) + "\n" for each in triples()),
+        "triples.tsv": "".join("\t".join(triple) + "\n" for triple in triples()),
         "mentions.jsonlines.gz": _json_lines(passages(lines)),
     }
     write(CORPUS / "knowledge", files)
-    sentences = list(dict.fromkeys(line for each in lines for line in each))
+    sentences = list(dict.fromkeys(line for part in lines for line in part))
     short = [line for line in sentences if 30 <= len(line) <= LONGEST]
     write(CORPUS / "tasks", {**relations(sentences), **types(short)})
     return 0
@@ -67,32 +67,32 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def mentions(text: str) -> list[Mention]:
-    found = [match for match in PLACE.finditer(text) if match.group() not in places.NOT_PLACES]
-    return [Mention(*match.span(), places.NAMES.get(match.group(), match.group())) for match in found]
+    places_in_text = [match for match in PLACE.finditer(text) if match.group() not in places.NOT_PLACES]
+    return [Mention(*match.span(), places.NAMES.get(match.group(), match.group())) for match in places_in_text]
 
 
 # ---- the graph -------------------------------------------------------------------------------------------------------
 
 
 def triples() -> list[tuple[str, str, str]]:
-    found = [(place, "part_of", whole) for place, whole in PARTS.items()]
-    found += [(place, "is_a", kind) for place, kind in KINDS.items()]
-    found += [(city, "capital_of", country) for city, country in places.CAPITALS.items()]
+    facts = [(place, "part_of", whole) for place, whole in PARTS.items()]
+    facts += [(place, "is_a", kind) for place, kind in KINDS.items()]
+    facts += [(city, "capital_of", country) for city, country in places.CAPITALS.items()]
     pairs = [pair.split("-") for pair in places.BORDERS.split()]
-    return found + [(one, "borders_on", other) for pair in pairs for one, other in (pair, pair[::-1])]
+    return facts + [(one, "borders_on", other) for pair in pairs for one, other in (pair, pair[::-1])]
 
 
 def passages(documents: list[list[str]]) -> list[dict[str, Any]]:
     """Two sentences that follow each other and mention a place."""
-    found = []
+    rows = []
     for document in documents:
         taken = -1
         for number, (first, second) in enumerate(itertools.pairwise(document)):
             text = f"{first}\n{second}"
             if number > taken and 60 <= len(text) <= LONGEST and len(mentions(text)) > 0:
-                found.append({"text": text, "entities": [each.row() for each in mentions(text)]})
+                rows.append({"text": text, "entities": [mention.row() for mention in mentions(text)]})
                 taken = number + 1
-    return found
+    return rows
 
 
 # ---- tasks -----------------------------------------------------------------------------------------------------------
@@ -116,19 +116,19 @@ def relations(sentences: list[str]) -> dict[str, str]:
     or the first in the text. A sentence is in only one of the sets."""
     rows: dict[str, list[dict[str, Any]]] = {"train": [], "dev": []}
     for text in sentences:
-        first = {each.entity: each for each in reversed(mentions(text))}  # of each place, the first mention
-        found: dict[str | None, list[dict[str, Any]]] = {}
+        first = {mention.entity: mention for mention in reversed(mentions(text))}  # of each place, the first mention
+        rows_by_relation: dict[str | None, list[dict[str, Any]]] = {}
         for one, other in itertools.combinations(sorted(first.values()), 2):
             head, tail = (other, one) if PARTS.get(other.entity) == one.entity else (one, other)
             start, end = _clause(text, min(head.start, tail.start), max(head.end, tail.end))
             if end - start <= CLAUSE:
-                own = [each._replace(start=each.start - start, end=each.end - start).row() for each in (head, tail)]
+                ends = [one._replace(start=one.start - start, end=one.end - start).row() for one in (head, tail)]
                 label = relation(head.entity, tail.entity)
-                row = {"text": text[start:end], "head": own[0], "tail": own[1], "label": label}
-                found.setdefault(_part(head.entity, tail.entity), []).append(row)
-        part = "dev" if "dev" in found else "train"
-        rows[part] += found.get(part, [])
-    return {f"relation-{part}.jsonlines": _json_lines(_balanced(found, part)) for part, found in rows.items()}
+                row = {"text": text[start:end], "head": ends[0], "tail": ends[1], "label": label}
+                rows_by_relation.setdefault(_part(head.entity, tail.entity), []).append(row)
+        part = "dev" if "dev" in rows_by_relation else "train"
+        rows[part] += rows_by_relation.get(part, [])
+    return {f"relation-{part}.jsonlines": _json_lines(_balanced(part_rows, part)) for part, part_rows in rows.items()}
 
 
 def _clause(text: str, start: int, end: int) -> tuple[int, int]:
@@ -160,22 +160,22 @@ def types(sentences: list[str]) -> dict[str, str]:
     rows: dict[str, list[dict[str, Any]]] = {"train": [], "dev": []}
     seen: dict[str, int] = {}
     for text in sentences:
-        found = mentions(text)
-        for each in found:
-            if KINDS[each.entity] == "continent" or each.entity == "United States" or seen.get(each.entity, 0) >= 8:
+        text_mentions = mentions(text)
+        for mention in text_mentions:
+            place = mention.entity
+            if KINDS[place] == "continent" or place == "United States" or seen.get(place, 0) >= 8:
                 continue
-            seen[each.entity] = seen.get(each.entity, 0) + 1
-            region = PARTS[each.entity]
-            region = REGIONS.get(region, region)  # of a city, the region of its country
-            labels = ["place", KINDS[each.entity], f"in {region}"]
-            if part := _part(each.entity):
-                rows[part].append({"text": text, "mention": each.row(), "labels": labels})
+            seen[place] = seen.get(place, 0) + 1
+            region = REGIONS.get(PARTS[place], PARTS[place])  # of a city, the region of its country
+            labels = ["place", KINDS[place], f"in {region}"]
+            if part := _part(place):
+                rows[part].append({"text": text, "mention": mention.row(), "labels": labels})
     random = np.random.Generator(np.random.Philox(key=6))
     most = {"train": 320, "dev": 80}
     files = {}
-    for part, found_rows in rows.items():
-        order = random.permutation(len(found_rows))[: most[part]]
-        files[f"entity-typing-{part}.jsonlines"] = _json_lines([found_rows[number] for number in order])
+    for part, part_rows in rows.items():
+        order = random.permutation(len(part_rows))[: most[part]]
+        files[f"entity-typing-{part}.jsonlines"] = _json_lines([part_rows[number] for number in order])
     return files
 
 

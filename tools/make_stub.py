@@ -18,12 +18,23 @@ MARK = "# ---- written by tools/make_stub.py "
 
 def functions(core: ModuleType) -> dict[str, str]:
     """The definition of every function of the core."""
-    found = {name: getattr(core, name) for name in dir(core) if not name.startswith("_")}
+    functions = {name: getattr(core, name) for name in dir(core) if not name.startswith("_")}
     return {
         name: definition(function.__doc__)
-        for name, function in found.items()
+        for name, function in functions.items()
         if callable(function) and not isinstance(function, type)
     }
+
+
+def structs(core: ModuleType) -> list[str]:
+    """The named tuples of the core, whose docstrings have the types of the fields."""
+    structs = [value for name, value in sorted(vars(core).items()) if hasattr(value, "_fields")]
+    return [
+        f"class {struct.__name__}(NamedTuple):\n    "
+        + struct.__doc__.partition("(")[2][:-1].replace(", ", "\n    ")
+        + "\n"
+        for struct in structs
+    ]
 
 
 def definition(doc: str) -> str:
@@ -36,8 +47,8 @@ def definition(doc: str) -> str:
 
 def written(text: str) -> dict[str, str]:
     """The definitions that the stub has after the mark."""
-    found = re.finditer(r"^def (\w+)\(.*?: \.\.\.$", text.partition(MARK)[2], re.DOTALL | re.MULTILINE)
-    return {match[1]: match[0] for match in found}
+    definitions = re.finditer(r"^def (\w+)\(.*?: \.\.\.$", text.partition(MARK)[2], re.DOTALL | re.MULTILINE)
+    return {match[1]: match[0] for match in definitions}
 
 
 def stub(text: str, core: ModuleType) -> str:
@@ -48,7 +59,7 @@ def stub(text: str, core: ModuleType) -> str:
     definitions = {} if complete else {name: kept for name, kept in written(text).items() if name.endswith("_cuda")}
     definitions |= {name: now for name, now in functions(core).items() if name not in by_hand}
     lines = [definitions[name] for name in sorted(definitions)]
-    return "\n".join([head + mark + rest.partition("\n")[0], "# fmt: off", "", *lines, ""])
+    return "\n".join([head + mark + rest.partition("\n")[0], "# fmt: off", "", *structs(core), *lines, ""])
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def refuse_name(name: str, root: Path) -> str | None:
     """Why there can be no new op of this name; None if there can."""
     if re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) is None or keyword.iskeyword(name):
         return f"expected lower-case words joined by underscores, got {name!r}"
-    taken = [path for path in targets(name, root) if path.exists()]
+    files = targets(name, root)
+    taken = [path for file in files for path in (file, file.with_suffix("")) if path.exists()]  # or a package
     if name in ("common", "skeleton") or taken:
         where = taken[0].relative_to(root) if taken else "the tree's own names"
         return f"expected a new name, got {name!r}, which {where} has already"

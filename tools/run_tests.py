@@ -69,10 +69,10 @@ class Worker:
         items = {item.nodeid: item for item in session.items}
         marks = [[mark for mark in ("slow", "large_memory") if item.get_closest_marker(mark)] for item in session.items]
         self.connection.send(("collected", list(zip(items, marks, strict=True)), os.getpid()))
-        given = self._items(items)
-        item = next(given, None)
+        selected = self._items(items)
+        item = next(selected, None)
         while item is not None:
-            following = next(given, None)  # pytest keeps the fixtures that both use
+            following = next(selected, None)  # pytest keeps the fixtures that both use
             self._run(item, following)
             item = following
         return True
@@ -382,8 +382,8 @@ def write_log(schedule: Schedule, log: Path) -> None:
     (log / "failures.txt").write_text("".join(failed))
     seconds = collections.defaultdict(list)
     for result in results:
-        own = result.seconds > OWN_DURATION
-        seconds[result.nodeid if own else function_of(result.nodeid)].append(result.seconds)
+        is_long = result.seconds > OWN_DURATION
+        seconds[result.nodeid if is_long else function_of(result.nodeid)].append(result.seconds)
     means = {name: round(sum(values) / len(values), 2) for name, values in sorted(seconds.items())}
     (log / "durations.json").write_text(json.dumps(means, indent=0) + "\n")
 
@@ -466,21 +466,25 @@ def run(options: argparse.Namespace, log: Path, scratch: Path) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description="Runs pytest's tests in several processes.")
-    found.add_argument("paths", nargs="*", help="files, folders and node ids; pytest's testpaths if there are none")
-    found.add_argument("-m", "--marker", default="", help="pytest's -m")
-    found.add_argument("-k", "--keyword", default="", help="pytest's -k")
-    found.add_argument("-n", "--processes", type=int, default=os.cpu_count() or 1)
-    found.add_argument("--threads", type=int, default=1, help="threads of each process (OMP_NUM_THREADS)")
-    found.add_argument("--time-limit", type=float, default=0.0, help="seconds after which everything is stopped")
-    found.add_argument("--test-timeout", type=float, default=300.0, help="seconds after which a test counts as hanging")
-    found.add_argument("--log", default="build/tests", help="folder for the log; emptied first")
-    found.add_argument(
+    parser = argparse.ArgumentParser(description="Runs pytest's tests in several processes.")
+    parser.add_argument("paths", nargs="*", help="files, folders and node ids; pytest's testpaths if there are none")
+    parser.add_argument("-m", "--marker", default="", help="pytest's -m")
+    parser.add_argument("-k", "--keyword", default="", help="pytest's -k")
+    parser.add_argument("-n", "--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=1, help="threads of each process (OMP_NUM_THREADS)")
+    parser.add_argument("--time-limit", type=float, default=0.0, help="seconds after which everything is stopped")
+    parser.add_argument(
+        "--test-timeout", type=float, default=300.0, help="seconds after which a test counts as hanging"
+    )
+    parser.add_argument("--log", default="build/tests", help="folder for the log; emptied first")
+    parser.add_argument(
         "--durations", default="", help="durations.json of an earlier run, by which the longest tests run first"
     )
-    found.add_argument("--wrap", default="", help="command that the workers run under; {worker} is the worker's number")
-    found.add_argument("--every", type=float, default=15.0, help="seconds between progress lines")
-    return found
+    parser.add_argument(
+        "--wrap", default="", help="command that the workers run under; {worker} is the worker's number"
+    )
+    parser.add_argument("--every", type=float, default=15.0, help="seconds between progress lines")
+    return parser
 
 
 def main(arguments: list[str]) -> int:

@@ -1,11 +1,11 @@
 """Runs kernels under compute-sanitizer's four tools at the same time: ``python tools/sanitize_gpu.py [options]``.
 
-Each tool checks the same tests (tools/run_tests.py runs them, in several processes per tool). ``boundaries`` is
-memcheck once more, for all kernels, Triton's too: every public entry point with boundaries that are wrong
-(fasttfm.testing.seams). Before that, memcheck and initcheck must report a control, a kernel that gets a wrong buffer: a
-filter that matches no kernel would find no error either. The table at the end has one row per op and tool; the log
-folder receives all findings (findings.txt) and the output of the tools. The exit code is 0 if all tests ran and passed
-and there are no findings.
+Each tool checks the same tests (tools/run_tests.py runs them, in several processes per tool). ``triton`` is memcheck
+for calls of Triton's kernels, and ``boundaries`` is memcheck for all kernels with boundaries that are wrong, of every
+public entry point (fasttfm.testing.seams). Memcheck and initcheck must report a control, a kernel that gets a wrong
+buffer: a filter that matches no kernel would find no error either. The table at the end has one row per op and tool;
+the log folder receives all findings (findings.txt) and the output of the tools. The exit code is 0 if all tests ran and
+passed and there are no findings.
 """
 
 from __future__ import annotations
@@ -28,19 +28,24 @@ TESTS = (
     "tests/native/under_sanitizers.py",
     "tests/test_optim.py",
     "tests/kernels/test_attention_column_sums.py::test_types",
-    "tests/kernels/test_gelu_product.py::test_results_that_are_not_needed",
-    "tests/kernels/test_gelu_product.py::test_strides_and_odd_addresses",
+    "tests/kernels/test_gelu_gemm.py::test_results_that_are_not_needed",
+    "tests/kernels/test_gelu_gemm.py::test_strides_and_odd_addresses",
 )
-BOUNDARIES = "boundaries"  # of the names that the command takes as tools
+BOUNDARIES, TRITON = "boundaries", "triton"  # of the names that the command takes as tools
 BOUNDARY_TESTS = ("tests/seams/test_seams.py",)
 # Without torch's caching allocator, allocations are calls of cudaMalloc, which cannot be captured in a CUDA graph.
 KEYWORD = "not graph and not captured"
 # GEMMs of cuBLAS. Under racecheck a 16-bit one ends with an illegal memory access, although the filter excludes it, and
 # initcheck does not see what they write by TMA, so that it reports the kernels that read their results. Those kernels
-# are checked in tests of other ops: norms, attention, bias_gelu, and in test_gelu_product.
+# are checked in tests of other ops: norms, attention, bias_gelu, and in test_gelu_gemm.
+WITH_CUBLAS = "layers_in_one_call or layers_by_a_plan"
+WITHOUT_TRITON = f"{KEYWORD} and not test_triton_kernels"
 KEYWORDS = {
-    "racecheck": f"{KEYWORD} and not linear_gelu and not mlp and not qkv_projection and not layers_in_one_call",
-    "initcheck": f"{KEYWORD} and not qkv_projection and not layers_in_one_call",
+    "memcheck": WITHOUT_TRITON,
+    "racecheck": f"{WITHOUT_TRITON} and not (linear_gelu or mlp or qkv_projection or {WITH_CUBLAS})",
+    "synccheck": WITHOUT_TRITON,
+    "initcheck": f"{WITHOUT_TRITON} and not (qkv_projection or {WITH_CUBLAS})",
+    TRITON: f"{KEYWORD} and test_triton_kernels",
     BOUNDARIES: "test_seam_gpu and (boundaries or max_seqlen)",
 }
 CONTROL_SECONDS = 90
@@ -57,6 +62,7 @@ TOOLS = {
     "racecheck": f"--kernel-name kns={OURS}",
     "synccheck": f"--kernel-name kns={OURS}",
     "initcheck": "",
+    TRITON: "",
     BOUNDARIES: "",
 }
 
@@ -110,12 +116,12 @@ def findings(log: str, tool: str) -> Iterator[Finding]:
 
 def op_of(nodeid: str) -> str:
     """The first part of a test's parameters in under_sanitizers.py, elsewhere the file's name."""
-    found = re.search(r"under_sanitizers\.py::.*?\[(?:\d+-\d+-)?([a-z]\w*)-", nodeid)
-    return found[1] if found else Path(nodeid.split("::")[0]).stem.removeprefix("test_")
+    match = re.search(r"under_sanitizers\.py::.*?\[(?:\d+-\d+-)?([a-z]\w*)-", nodeid)
+    return match[1] if match else Path(nodeid.split("::")[0]).stem.removeprefix("test_")
 
 
 def command_of(tool: str) -> str:
-    name = "memcheck" if tool == BOUNDARIES else tool
+    name = "memcheck" if tool in (BOUNDARIES, TRITON) else tool
     return f"compute-sanitizer --tool {name} {COMMON} {TOOLS[tool]}".strip()
 
 

@@ -125,9 +125,9 @@ def install_and_check(wheel: Path, torch: str | None, folder: Path, base: Path) 
     python = folder / "bin" / "python"
     # torch brings the Triton that it needs, if any.
     constraints = ("-c", without(ROOT / "constraints.txt", ("triton",), folder)) if torch is None else ()
-    wanted = "torch" if torch is None else f"torch=={torch}"
+    requirement = "torch" if torch is None else f"torch=={torch}"
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run(*pip, *constraints, *torch_index(), wanted, "numpy", "safetensors")
+    run(*pip, *constraints, *torch_index(), requirement, "numpy", "safetensors")
     run(*pip, "--no-index", "--no-deps", wheel.resolve())
     elsewhere = {"PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
     run(python, "-m", "fasttfm", "info", **elsewhere)

@@ -1,14 +1,14 @@
-// Variants of attention's backward for long sequences (kernels/attention/hopper/backward_long.cu), as a library for
+// Variants of attention's backward for long sequences (kernels/attention/hopper/backward_d64/long.cu), as a library for
 // backward_long.py:
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -shared -Xcompiler -fPIC -Ikernels -o build/lab/long.so
 //   benchmarks/lab/backward_long.cu
 #include <algorithm>
 
-#include "attention/hopper/backward_launch.cuh"
-#include "attention/hopper/backward_long_products.cuh"
-#include "attention/hopper/backward_long_tiles.cuh"
-#include "attention/hopper/call.h"
+#include "attention/hopper/shared/backward_launch.cuh"
+#include "attention/hopper/backward_d64/long_products.cuh"
+#include "attention/hopper/backward_d64/long_tiles.cuh"
+#include "attention/hopper/shared/call.h"
 
 namespace fasttfm {
 namespace cuda {

@@ -21,7 +21,7 @@ from fasttfm.kernels.linear_cross_entropy import triton as kernels
 from fasttfm.kernels.vocabulary import triton_scale, triton_tail
 from fasttfm.kernels.vocabulary.cross_entropy import Loss
 from fasttfm.ops import column_sum, linear_cross_entropy, masked_lm_loss, vocabulary
-from fasttfm.ops.checks import in_one_line
+from fasttfm.ops.core.checks import in_one_line
 
 CALLS = 3
 Calls = dict[str, Callable[[], object]]

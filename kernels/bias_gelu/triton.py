@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import cdiv, multiprocessors, next_power_of_2, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, cdiv, multiprocessors, next_power_of_2, on_device
 from fasttfm.kernels.common.rows import as_rows, gradient_like
 from fasttfm.kernels.common.triton.activation import activated
 from fasttfm.kernels.common.triton.launcher import launched_kernel
@@ -157,20 +157,11 @@ def compile_signatures(columns: int, element: str, parameter: str, kind: str) ->
     """Every kernel as the launchers above compile it for rows of ``columns`` elements of Triton type ``element``."""
     x, p = f"*{element}", f"*{parameter}"
     sizes = {"N": "i32", "C": "i32", "x_stride": "i32"}
-    tile = _tile(columns)
-    num_warps = tile.pop("num_warps")
+    forward = {"x": x, "bias": p, "y": x, **sizes}
+    backward = {"dy": x, "x": x, "bias": p, "dx": x, "y": x, "parts": "*fp32", **sizes}
+    tile, constants = _tile(columns), {"HAS_BIAS": True, "KIND": kind}
     return [
-        {
-            "kernel": _fwd_kernel,
-            "signature": {"x": x, "bias": p, "y": x, **sizes},
-            "num_warps": num_warps,
-            "constants": {"HAS_BIAS": True, "KIND": kind, **tile},
-        },
-        {
-            "kernel": _bwd_kernel,
-            "signature": {"dy": x, "x": x, "bias": p, "dx": x, "y": x, "parts": "*fp32", **sizes},
-            "num_warps": num_warps,
-            "constants": {"HAS_BIAS": True, "WANT_PARTS": True, "WANT_Y": True, "KIND": kind, **tile},
-        },
+        ahead_of_time(_fwd_kernel, forward, tile, **constants),
+        ahead_of_time(_bwd_kernel, backward, tile, WANT_PARTS=True, WANT_Y=True, **constants),
         compile_signature(parameter, 1),
     ]

@@ -25,15 +25,12 @@ FASTTFM_KERNEL void add_rows(const ColumnSum& p, int64_t first, float* part) {
 Status column_sum(const ColumnSum& p) {
   if (p.columns < 1) return bad_size("column_sum: columns must be at least 1");
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
-    const RowChunks chunks(p.rows);
-    const ColumnSums sums{static_cast<float*>(p.sum), p.workspace, p.columns};
-    parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-      float* part = sums.start(chunk);
-      for_row_groups<8>(chunks.begin(chunk), chunks.end(chunk), [&](int64_t row, auto count) {
-        add_rows<decltype(element), decltype(count)::value>(p, row, part);
+    const auto chunk = [&](int64_t, int64_t begin, int64_t end, float* const* parts) {
+      for_row_groups<8>(begin, end, [&](int64_t row, auto count) {
+        add_rows<decltype(element), decltype(count)::value>(p, row, parts[0]);
       });
-    });
-    sums.finish(chunks.count, p.threads);
+    };
+    sum_over_chunks(p.rows, p.columns, p.threads, p.workspace, {p.sum}, chunk);
     return Status{};
   });
 }

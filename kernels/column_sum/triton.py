@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import cdiv, multiprocessors, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, cdiv, multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
@@ -69,11 +69,6 @@ def compile_signatures(element: str, total: str) -> list[dict[str, object]]:
     sizes = {"N": "i32", "C": "i32", "x_stride": "i32", "part_rows": "i32"}
     runs = ((_TILE, element, "fp32"), (_PARTS_TILE, "fp32", total))
     return [
-        {
-            "kernel": _sum_kernel,
-            "signature": {"x": f"*{source}", "sums": f"*{target}", **sizes},
-            "num_warps": tile["num_warps"],
-            "constants": {"BLOCK_N": tile["BLOCK_N"], "BLOCK_C": tile["BLOCK_C"]},
-        }
+        ahead_of_time(_sum_kernel, {"x": f"*{source}", "sums": f"*{target}", **sizes}, tile)
         for tile, source, target in runs
     ]

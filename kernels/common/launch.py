@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,3 +61,18 @@ def cdiv(numerator: int, denominator: int) -> int:
 def next_power_of_2(number: int) -> int:
     """The smallest power of 2 that is not less than a positive number."""
     return 1 << (number - 1).bit_length()
+
+
+def ahead_of_time(
+    kernel: Any,
+    signature: Mapping[str, str],
+    tile: Mapping[str, int],
+    *,
+    options: Mapping[str, Any] | None = None,
+    **constants: Any,
+) -> dict[str, object]:
+    """The description of a Triton kernel that is compiled without a launch (testing/aot.py). ``tile`` has constants and
+    launch options, as a launch passes them; ``options`` are the other fields of ``testing.spec.TritonKernel``."""
+    launch = {name: tile[name] for name in ("num_warps", "num_stages") if name in tile}
+    constants |= {name: value for name, value in tile.items() if name not in launch}
+    return {"kernel": kernel, "signature": signature, "constants": constants, **launch, **(options or {})}

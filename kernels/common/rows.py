@@ -31,12 +31,10 @@ def contiguous_rows(gradient: Tensor) -> Tensor:
     return aligned(gradient.contiguous())
 
 
-def contiguous_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialized contiguous tensor of x's shape, in its own or another dtype. ``torch.empty`` takes three times
-    as long on the host, because it parses the shape."""
-    if x.is_contiguous() and dtype is None:
-        return torch.empty_like(x)
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+def contiguous_like(x: Tensor) -> Tensor:
+    """An uninitialized contiguous tensor of x's shape and dtype. ``torch.empty`` takes three times as long on the host,
+    because it parses the shape."""
+    return torch.empty_like(x) if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def empty_numbers(x: Tensor, *sizes: int) -> Tensor:

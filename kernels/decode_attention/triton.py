@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.triton.dependent_launch import launch_options, wait_for_inputs
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
@@ -249,21 +249,13 @@ def compile_signatures(
 ) -> list[dict[str, object]]:
     """The kernel as the launcher compiles it for heads of ``width`` elements of Triton type ``element``."""
     chosen = tile(batch, 12, group, width, element == "fp32")
-    warps, stages = chosen.pop("num_warps"), chosen.pop("num_stages")
     tensors = dict.fromkeys(("q", "k", "v", "key_cache", "value_cache", "out"), f"*{element}")
     work = {"lengths": "*i32", "parts": "*fp32", "sums": "*fp32", "arrived": "*i32"}
     names = [f"{name}_stride_{axis}" for name in ("q", "k", "v") for axis in "bh"]
     names += [f"{name}_stride_{axis}" for name in ("keys", "values") for axis in "bth"]
     sizes = {"room": "i32", "left": "i32", "scale_log2": "fp32", **dict.fromkeys(names, "i32")}
-    constants = {"D": width, "GROUP": group, "HAS_WINDOW": True, "MANY": True, **chosen, "DEPENDENT": dependent}
+    constants = {"D": width, "GROUP": group, "HAS_WINDOW": True, "MANY": True, "DEPENDENT": dependent}
     constants |= {"keys_stride_d": 1, "values_stride_d": 1}
-    return [
-        {
-            "kernel": decode_attention_kernel,
-            "signature": {**tensors, **work, **sizes},
-            "num_warps": warps,
-            "num_stages": stages,
-            "constants": constants,
-            **({"target": 90} if dependent else {}),
-        }
-    ]
+    options = {"target": 90} if dependent else {}
+    signature = {**tensors, **work, **sizes}
+    return [ahead_of_time(decode_attention_kernel, signature, chosen, options=options, **constants)]

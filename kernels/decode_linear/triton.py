@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import block_memory, cdiv, next_power_of_2, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, block_memory, cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.rows import empty_rows
 from fasttfm.kernels.common.triton.activation import activated
 from fasttfm.kernels.common.triton.dependent_launch import launch_options, wait_for_inputs
@@ -223,26 +223,17 @@ def compile_signatures(count: int, outputs: int, columns: int, element: str, str
     """The kernel as the launcher compiles it for rows of Triton type ``stream`` and a weight of type ``element``."""
     deep = stream != "fp32"
     chosen = tile(count, outputs, columns, wide=element == "fp32", deep=deep)
-    warps, stages = chosen.pop("num_warps"), chosen.pop("num_stages")
     e, s = f"*{element}", f"*{stream}"
     pointers = {"x": s, "weight": e, "bias": e, "norm_weight": e, "norm_bias": e, "residual": s, "y": s}
+    signature = {**pointers, **dict.fromkeys(("M", "N", "K", "x_stride", "y_stride"), "i32"), "eps": "fp32"}
+    constants = {
+        "HAS_BIAS": True,
+        **dict.fromkeys(("NORM", "HAS_NORM_WEIGHT", "HAS_NORM_BIAS"), columns <= 2048),
+        "HAS_RESIDUAL": True,
+        "ACTIVATION": "gelu_tanh",
+        "ONE_CHUNK": columns <= chosen["BLOCK_K"],
+        "DEPENDENT": False,
+    }
     return [
-        {
-            "kernel": decode_linear_kernel,
-            "signature": {**pointers, **dict.fromkeys(("M", "N", "K", "x_stride", "y_stride"), "i32"), "eps": "fp32"},
-            "num_warps": warps,
-            "num_stages": stages,
-            "target": 90 if deep else None,
-            "constants": {
-                "HAS_BIAS": True,
-                "NORM": columns <= 2048,
-                "HAS_NORM_WEIGHT": columns <= 2048,
-                "HAS_NORM_BIAS": columns <= 2048,
-                "HAS_RESIDUAL": True,
-                "ACTIVATION": "gelu_tanh",
-                "ONE_CHUNK": columns <= chosen["BLOCK_K"],
-                **chosen,
-                "DEPENDENT": False,
-            },
-        }
+        ahead_of_time(decode_linear_kernel, signature, chosen, options={"target": 90 if deep else None}, **constants)
     ]

@@ -13,7 +13,10 @@ from torch import Tensor
 class Problem(NamedTuple):
     position_keys: Tensor | None  # [R, H, D]
     position_queries: Tensor | None
+    key_bias: Tensor | None  # [T, H], or [B, S, H] of dense tensors
+    segment_bias: Tensor | None  # of the same shape
     distance_rows: Tensor  # int32 [2 L - 1]
+    segments: Tensor | None  # int32 [T] or [B, S], next to segment_bias
     cu_seqlens: Tensor | None  # int32 [sequences + 1], of packed tensors
     mask: Tensor | None  # bool [B, S], of dense ones
     seed: Tensor | None  # int64 [1]; None means no dropout

@@ -1,14 +1,16 @@
-"""Disentangled attention (DeBERTa) in plain torch: the specification, and a backend of its own.
+"""Disentangled attention (DeBERTa, XLNet) in plain torch: the specification, and a backend of its own.
 
-Of query i and key j of a sequence, with d = rows[i - j + L - 1] for the distance i - j and tables kp and qp [R, H, D]:
+Of query i and key j of a sequence, with d = rows[i - j + L - 1] for the distance i - j, tables kp and qp [R, H, D],
+biases u and e [T, H] of keys and queries, and segments g [T]:
 
-    s = scale * (q_i k_j + q_i kp_d + k_j qp_d)        without a table its product is 0
+    s = scale * (q_i k_j + q_i kp_d + k_j qp_d + u_j + (g_i != g_j) e_i)        what is not given is 0
     lse = log(sum over keys of exp(s))        P = exp(s - lse)        out = (kept * c * P) v
 
     dv = (kept * c * P)^T dout        dP = kept * c * (dout v^T)        delta = sum over D of dout * out
     ds = P * (dP - delta)
     dq_i = scale * sum over j of ds (k_j + kp_d)        dk_j = scale * sum over i of ds (q_i + qp_d)
     dkp_d = scale * sum over i and j at d of ds q_i     dqp_d = scale * sum over i and j at d of ds k_j
+    du_j = scale * sum over i of ds                     de_i = scale * sum over j of another segment of ds
 
 kept and c are the mask and scale of dropout, a function of the seed and of the weights' positions (common/philox.py).
 Where ``mask`` is false, or past the end of a packed sequence, there is neither a query nor a key: out and gradients are
@@ -38,6 +40,9 @@ def disentangled_attention(
     *,
     position_keys: Tensor | None = None,
     position_queries: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    segments: Tensor | None = None,
+    segment_bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     mask: Tensor | None = None,
@@ -50,7 +55,8 @@ def disentangled_attention(
     terms = 1 + sum(table is not None for table in tables)
     scale = (q.shape[-1] * terms) ** -0.5 if scale is None else scale
     longest = len(distance_rows) // 2 + 1 if max_seqlen is None else max_seqlen
-    fields = (*tables, distance_rows, cu_seqlens, mask, seed if dropout_p else None)
+    biases = (key_bias, segment_bias, distance_rows, segments)
+    fields = (*tables, *biases, cu_seqlens, mask, seed if dropout_p else None)
     return forward(q, k, v, Problem(*fields, min(longest, q.shape[-3]), scale, dropout_p))[0]
 
 
@@ -58,7 +64,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
     """out of q's shape and type, and lse [H, T], also of T = B S dense tokens."""
     layout = _Layout.of(q, problem)
     wide = [layout.padded(tensor) for tensor in (q, k, v)]
-    scores = _scores(*wide[:2], layout.places(problem.distance_rows), problem)
+    scores = _scores(*wide[:2], layout, problem)
     scores = torch.where(layout.attended(), scores, -torch.inf)
     lse = scores.detach().logsumexp(dim=-1)
     nothing = lse == -torch.inf
@@ -81,15 +87,17 @@ def backward(
     problem: Problem,
     want_dkeys: bool,
     want_dqueries: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk and dv, and the gradients of both tables; those that are not needed are empty."""
+    want_dkey_bias: bool,
+    want_dsegment_bias: bool,
+) -> tuple[Tensor, ...]:
+    """dq, dk and dv, and the gradients of both tables and both biases; those that are not needed are empty."""
     layout = _Layout.of(q, problem)
     position_keys, position_queries, scale = problem.position_keys, problem.position_queries, problem.scale
     wide_q, wide_k, wide_v, wide_dout, wide_out = (layout.padded(tensor) for tensor in (q, k, v, dout, out))
     places = layout.places(problem.distance_rows)
     lse = layout.padded(lse.t().unflatten(0, q.shape[:-2])).mT
     attending = lse != -torch.inf
-    scores = _scores(wide_q, wide_k, places, problem)
+    scores = _scores(wide_q, wide_k, layout, problem)
     weights = (scores - torch.where(attending, lse, 0.0)[..., None]).exp()
     weights = torch.where(layout.attended() & attending[..., None], weights, 0.0)
     delta = (wide_dout * wide_out).sum(dim=-1).mT[..., None]
@@ -100,7 +108,7 @@ def backward(
         dv = torch.einsum("bhij,bihd->bjhd", _rounded(_dropout(weights, problem), q), wide_dout)
         dq = torch.einsum("bhij,bjhd->bihd", dscores, wide_k)
         dk = torch.einsum("bhij,bihd->bjhd", dscores, wide_q)
-        dkeys, dqueries = empty_output(q), empty_output(q)
+        dkeys, dqueries, dbiases = empty_output(q), empty_output(q), [empty_output(q), empty_output(q)]
         if position_keys is not None:
             of_rows = _by_row(dscores, places, len(position_keys))
             dq += torch.einsum("bhir,rhd->bihd", of_rows, accumulate(position_keys))
@@ -111,13 +119,19 @@ def backward(
             dk += torch.einsum("bhjr,rhd->bjhd", of_rows, accumulate(position_queries))
             if want_dqueries:
                 dqueries = torch.einsum("bhjr,bjhd->rhd", of_rows, wide_k).to(position_queries.dtype).contiguous()
+        if problem.key_bias is not None and want_dkey_bias:
+            dbiases[0] = layout.restored(dscores.sum(2).mT).to(problem.key_bias.dtype).contiguous()
+        if problem.segment_bias is not None and want_dsegment_bias:
+            sums = (dscores * layout.others(problem.segments)).sum(3)
+            dbiases[1] = layout.restored(sums.mT).to(problem.segment_bias.dtype).contiguous()
     dq, dk, dv = (layout.restored(gradient).to(q.dtype).contiguous() for gradient in (dq, dk, dv))
-    return dq, dk, dv, dkeys, dqueries
+    return dq, dk, dv, dkeys, dqueries, *dbiases
 
 
-def _scores(q: Tensor, k: Tensor, places: Tensor, problem: Problem) -> Tensor:
-    """[B, H, S, S] of q and k [B, S, H, D]; ``places`` [S, S] has the rows of the tables."""
+def _scores(q: Tensor, k: Tensor, layout: _Layout, problem: Problem) -> Tensor:
+    """[B, H, S, S] of q and k [B, S, H, D]."""
     position_keys, position_queries = problem.position_keys, problem.position_queries
+    places = layout.places(problem.distance_rows)
     with without_autocast(q):
         scores = torch.einsum("bihd,bjhd->bhij", q, k)
         if position_keys is not None:
@@ -126,13 +140,24 @@ def _scores(q: Tensor, k: Tensor, places: Tensor, problem: Problem) -> Tensor:
         if position_queries is not None:
             products = torch.einsum("bjhd,rhd->bhjr", k, accumulate(position_queries))
             scores = scores + products.gather(-1, places.mT.expand(*scores.shape)).mT
+    if problem.key_bias is not None:
+        scores = scores + layout.padded(problem.key_bias).mT[:, :, None]
+    if problem.segment_bias is not None:
+        scores = scores + layout.padded(problem.segment_bias).mT[..., None] * layout.others(problem.segments)
     return scores * problem.scale
 
 
 def _by_row(dscores: Tensor, places: Tensor, rows: int) -> Tensor:
-    """The sums of dscores [B, H, S, S] over the keys with the same row of a table: [B, H, S, rows]."""
-    sums = dscores.new_zeros(*dscores.shape[:3], rows)
-    return sums.scatter_add_(-1, places.expand(*dscores.shape), dscores)
+    """The sums of dscores [B, H, S, S] over the keys with the same row of a table: [B, H, S, rows]. A place depends on
+    the distance of query and key only. So row i of the flipped dscores is moved by i columns, which are distances then,
+    and a GEMM adds those of each row: scatter_add_ would add in another order in every call on a GPU."""
+    longest = dscores.shape[-1]
+    if longest == 0:
+        return dscores.new_zeros(*dscores.shape[:3], rows)
+    by_distance = torch.nn.functional.pad(dscores.flip(-1), (0, longest)).flatten(2)
+    by_distance = by_distance[..., : longest * (2 * longest - 1)].unflatten(2, (longest, 2 * longest - 1))
+    of_distances = torch.cat([places[0].flip(0), places[1:, 0]])
+    return by_distance @ (of_distances[:, None] == torch.arange(rows, device=places.device)).to(dscores.dtype)
 
 
 def _dropout(weights: Tensor, problem: Problem) -> Tensor:
@@ -184,6 +209,13 @@ class _Layout:
         if self.rows is None:
             return torch.where(self.present[(...,) + (None,) * (x.dim() - 2)], x, fill)
         return x.new_full((self.total + 1, *x.shape[2:]), fill).index_put((self.rows,), x)[: self.total]
+
+    def others(self, segments: Tensor | None) -> Tensor:
+        """bool [B, 1, S, S]: whether query and key are of different segments."""
+        assert segments is not None
+        if self.rows is not None:
+            segments = torch.cat([segments, segments.new_zeros(1)])[self.rows]
+        return (segments[:, :, None] != segments[:, None, :])[:, None]
 
     def places(self, distance_rows: Tensor) -> Tensor:
         """int64 [S, S]: the table's row for each query and key."""

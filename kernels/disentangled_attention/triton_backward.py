@@ -19,15 +19,20 @@ from fasttfm.kernels.disentangled_attention.triton_tiles import (
     KEYS,
     LN_2,
     LOG2_E,
+    OF_KEYS,
+    OF_SEGMENTS,
     QUERIES,
+    biased,
     by_key,
     by_query,
     head_rows,
     load_rows,
     load_table,
+    other_segments,
     present_tokens,
     sequence_span,
     store_rows,
+    store_token_numbers,
     tile_scores,
 )
 
@@ -49,12 +54,16 @@ def _gradients(
     present,  # bool [BLOCK], of keys
     scale,
     dropout,  # seed, sequence, head, threshold
+    sources,  # of biased(), and its next arguments: the sequence's first row, heads and length
     TABLES: tl.constexpr,
+    BIASES: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """kept * P, and ds over dropout's scale; both in the type of q."""
-    scores = tile_scores(q_tile, k_tile, keys_tile, queries_tile, TABLES, PRECISION) * scale
+    scores = tile_scores(q_tile, k_tile, keys_tile, queries_tile, TABLES, PRECISION)
+    scores = biased(scores, sources[0], sources[1], dropout[2], sources[2], queries, first_key, sources[3], BIASES)
+    scores *= scale
     weights = tl.exp2(scores - lse[:, None])
     weights = tl.where(present[None, :] & (lse != float("inf"))[:, None], weights, 0.0)
     dweights = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -96,6 +105,9 @@ def _bwd_q_kernel(
     dout,  # [T, H, D], contiguous
     position_keys,  # [table_rows, H, D] or unused
     position_queries,
+    key_bias,  # [T, H], contiguous, or unused
+    segment_bias,
+    segments,  # int32 [T], or unused
     distance_rows,  # int32 [2 middle + 1]
     bounds,  # int32 [sequences + 1], or unused
     mask,  # uint8 [T], or unused
@@ -104,6 +116,7 @@ def _bwd_q_kernel(
     deltas,  # fp32 [H, T]: written here
     out,  # [T, H, D], contiguous
     dq,  # [T, H, D], contiguous
+    dsegment_bias,  # [T, H], contiguous, or unused
     q_row,
     q_head,
     k_row,
@@ -127,6 +140,7 @@ def _bwd_q_kernel(
     PACKED: tl.constexpr,
     MASKED: tl.constexpr,
     TABLES: tl.constexpr,
+    BIASES: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr,
@@ -155,6 +169,7 @@ def _bwd_q_kernel(
     queries_table = head_rows(position_queries, 0, queries_row, head, queries_head)
     seed_value = tl.load(seed) if DROPOUT else 0
     dq_tile = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    dbias = tl.zeros((BLOCK,), tl.float32)
     for first_key in range(0, length, BLOCK):
         present = present_tokens(mask, first, first_key + tl.arange(0, BLOCK), length, MASKED)
         k_tile = load_rows(k_base, k_row, first_key, present, D, BLOCK_D, BLOCK)
@@ -182,17 +197,24 @@ def _bwd_q_kernel(
             present,
             scale,
             (seed_value, sequence, head, threshold),
+            ((key_bias, segment_bias, segments), first, heads, length),
             TABLES,
+            BIASES,
             DROPOUT,
             PRECISION,
         )
+        if BIASES[OF_SEGMENTS]:
+            others = other_segments(segments, first, queries, first_key, length, BLOCK)
+            dbias += tl.sum(tl.where(others, dscores.to(tl.float32), 0.0), 1)
         dq_tile = tl.dot(dscores, k_tile, dq_tile, input_precision=PRECISION)
         if TABLES[KEYS]:
             below, above = by_query(dscores)
             dq_tile = tl.dot(below, keys_tile[0], dq_tile, input_precision=PRECISION)
             dq_tile = tl.dot(above, keys_tile[1], dq_tile, input_precision=PRECISION)
-    dq_base = head_rows(dq, first, row, head, D)
-    store_rows(dq_base, row, first_query, length, dq_tile * (scale * LN_2 * dropout_scale), D, BLOCK)
+    factor = scale * LN_2 * dropout_scale
+    store_rows(head_rows(dq, first, row, head, D), row, first_query, length, dq_tile * factor, D, BLOCK)
+    if BIASES[OF_SEGMENTS]:
+        store_token_numbers(dsegment_bias, first, head, heads, queries, length, dbias * factor)
 
 
 @launched_kernel
@@ -204,6 +226,9 @@ def _bwd_kv_kernel(
     dout,  # [T, H, D], contiguous
     position_keys,  # [table_rows, H, D] or unused
     position_queries,
+    key_bias,  # [T, H], contiguous, or unused
+    segment_bias,
+    segments,  # int32 [T], or unused
     distance_rows,  # int32 [2 middle + 1]
     bounds,  # int32 [sequences + 1], or unused
     mask,  # uint8 [T], or unused
@@ -212,6 +237,7 @@ def _bwd_kv_kernel(
     deltas,  # fp32 [H, T]: over dropout's scale
     dk,  # [T, H, D], contiguous
     dv,
+    dkey_bias,  # [T, H], contiguous, or unused
     q_row,
     q_head,
     k_row,
@@ -235,6 +261,7 @@ def _bwd_kv_kernel(
     PACKED: tl.constexpr,
     MASKED: tl.constexpr,
     TABLES: tl.constexpr,
+    BIASES: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr,
@@ -259,6 +286,7 @@ def _bwd_kv_kernel(
     seed_value = tl.load(seed) if DROPOUT else 0
     dk_tile = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     dv_tile = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    dbias = tl.zeros((BLOCK,), tl.float32)
     for first_query in range(0, length, BLOCK):
         queries = first_query + tl.arange(0, BLOCK)
         there = present_tokens(mask, first, queries, length, MASKED)
@@ -289,19 +317,27 @@ def _bwd_kv_kernel(
             present,
             scale,
             (seed_value, sequence, head, threshold),
+            ((key_bias, segment_bias, segments), first, heads, length),
             TABLES,
+            BIASES,
             DROPOUT,
             PRECISION,
         )
         dv_tile = tl.dot(tl.trans(weights), dout_tile, dv_tile, input_precision=PRECISION)
+        if BIASES[OF_KEYS]:
+            dbias += tl.sum(dscores.to(tl.float32), 0)
         dk_tile = tl.dot(tl.trans(dscores), q_tile, dk_tile, input_precision=PRECISION)
         if TABLES[QUERIES]:
             below, above = by_key(dscores)
             dk_tile = tl.dot(tl.trans(below), queries_tile[0], dk_tile, input_precision=PRECISION)
             dk_tile = tl.dot(tl.trans(above), queries_tile[1], dk_tile, input_precision=PRECISION)
     dk_base, dv_base = head_rows(dk, first, row, head, D), head_rows(dv, first, row, head, D)
-    store_rows(dk_base, row, first_key, length, dk_tile * (scale * LN_2 * dropout_scale), D, BLOCK)
+    factor = scale * LN_2 * dropout_scale
+    store_rows(dk_base, row, first_key, length, dk_tile * factor, D, BLOCK)
     store_rows(dv_base, row, first_key, length, dv_tile * dropout_scale, D, BLOCK)
+    if BIASES[OF_KEYS]:
+        keys = first_key + tl.arange(0, BLOCK)
+        store_token_numbers(dkey_bias, first, head, heads, keys, length, dbias * factor)
 
 
 @launched_kernel
@@ -313,6 +349,9 @@ def _bwd_positions_kernel(
     dout,  # [T, H, D], contiguous
     position_keys,  # [table_rows, H, D] or unused
     position_queries,
+    key_bias,  # [T, H], contiguous, or unused
+    segment_bias,
+    segments,  # int32 [T], or unused
     distance_rows,  # int32 [2 middle + 1]
     bounds,  # int32 [sequences + 1], or unused
     mask,  # uint8 [T], or unused
@@ -345,6 +384,7 @@ def _bwd_positions_kernel(
     PACKED: tl.constexpr,
     MASKED: tl.constexpr,
     TABLES: tl.constexpr,
+    BIASES: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr,
@@ -408,7 +448,9 @@ def _bwd_positions_kernel(
                 present,
                 scale,
                 (seed_value, sequence, head, threshold),
+                ((key_bias, segment_bias, segments), first, heads, length),
                 TABLES,
+                BIASES,
                 DROPOUT,
                 PRECISION,
             )

@@ -15,6 +15,7 @@ from fasttfm.kernels.disentangled_attention.triton_tiles import (
     KEYS,
     LN_2,
     QUERIES,
+    biased,
     head_rows,
     load_rows,
     load_table,
@@ -35,6 +36,9 @@ def _fwd_kernel(
     v,
     position_keys,  # [table_rows, H, D] or unused
     position_queries,
+    key_bias,  # [T, H], contiguous, or unused
+    segment_bias,
+    segments,  # int32 [T], or unused
     distance_rows,  # int32 [2 middle + 1]
     bounds,  # int32 [sequences + 1], or unused
     mask,  # uint8 [T], or unused
@@ -64,6 +68,7 @@ def _fwd_kernel(
     PACKED: tl.constexpr,
     MASKED: tl.constexpr,
     TABLES: tl.constexpr,
+    BIASES: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     D: tl.constexpr,
@@ -99,7 +104,9 @@ def _fwd_kernel(
             queries_tile = load_table(
                 queries_table, queries_row, distance_rows, offset, middle, table_rows, D, BLOCK_D, BLOCK
             )
-        scores = tile_scores(q_tile, k_tile, keys_tile, queries_tile, TABLES, PRECISION) * scale
+        scores = tile_scores(q_tile, k_tile, keys_tile, queries_tile, TABLES, PRECISION)
+        sources = (key_bias, segment_bias, segments)
+        scores = biased(scores, sources, first, head, heads, queries, first_key, length, BIASES) * scale
         scores = tl.where(present[None, :], scores, -float("inf"))
         higher = tl.maximum(m, tl.max(scores, 1))
         reference = tl.where(higher == -float("inf"), 0.0, higher)

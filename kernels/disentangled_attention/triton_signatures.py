@@ -9,21 +9,31 @@ from fasttfm.kernels.disentangled_attention.triton_forward import _fwd_kernel
 
 _TENSORS = {  # in addition to those that all kernels have
     _fwd_kernel: ("out",),
-    _bwd_q_kernel: ("dout", "out", "dq"),
-    _bwd_kv_kernel: ("dout", "dk", "dv"),
+    _bwd_q_kernel: ("dout", "out", "dq", "dsegment_bias"),
+    _bwd_kv_kernel: ("dout", "dk", "dv", "dkey_bias"),
     _bwd_positions_kernel: ("dout",),
 }
 
 
 def compile_signatures(
-    head_dim: int, element: str, target: int, *, packed: bool = True, masked: bool = False, dropout: bool = False
+    head_dim: int,
+    element: str,
+    target: int,
+    *,
+    packed: bool = True,
+    masked: bool = False,
+    dropout: bool = False,
+    tables: tuple[bool, bool] = (True, True),
+    biased: bool = False,
 ) -> list[dict[str, object]]:
-    """All kernels for heads of ``head_dim`` elements of Triton type ``element``, with both tables, for a target (90 for
-    sm_90). Their tiles do not fit into the registers of the number of warps that is fastest."""
+    """All kernels for heads of ``head_dim`` elements of Triton type ``element``, for a target (90 for sm_90). With both
+    tables their tiles do not fit into the registers of the number of warps that is fastest."""
     size = 4 if element == "fp32" else 2
     memory = needed_memory(size, head_dim)
-    pointers = dict.fromkeys(("q", "k", "v", "position_keys", "position_queries"), f"*{element}")
-    pointers |= {"distance_rows": "*i32", "bounds": "*i32", "mask": "*u8", "seed": "*i64"}
+    pointers = dict.fromkeys(
+        ("q", "k", "v", "position_keys", "position_queries", "key_bias", "segment_bias"), f"*{element}"
+    )
+    pointers |= {"distance_rows": "*i32", "segments": "*i32", "bounds": "*i32", "mask": "*u8", "seed": "*i64"}
     pointers |= dict.fromkeys(("lse", "deltas", "sums"), "*fp32")
     heads = ("q", "k", "v", "keys", "queries")
     sizes = dict.fromkeys([f"{tensor}_{axis}" for tensor in heads for axis in ("row", "head")], "i32")
@@ -32,7 +42,8 @@ def compile_signatures(
     constants = {
         "PACKED": packed,
         "MASKED": masked,
-        "TABLES": (True, True),
+        "TABLES": tables,
+        "BIASES": (biased, biased),
         "DROPOUT": dropout,
         "PRECISION": precision(size),
         "D": head_dim,

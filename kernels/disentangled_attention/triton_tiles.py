@@ -4,7 +4,7 @@ A tile has BLOCK queries and as many keys of one sequence and head; it touches 2
 table are loaded and multiplied with the tile's queries or keys, and each score picks its element of that small product:
 with c = (m - n - 1) mod BLOCK for query m and key n of the tile,
 
-    s = scale * (q k^T [m, n] + q kp^T [m, c] + qp k^T [c, n])
+    s = scale * (q k^T [m, n] + q kp^T [m, c] + qp k^T [c, n] + u [n] + (g [m] != g [n]) e [m])
 
 Row c of the tables is that of one of two distances, BLOCK apart: of the one below or at that of the tile's first query
 and key for m <= n, above it for m > n. Both follow from m and c, and from c and n: a product of each half is computed,
@@ -21,8 +21,9 @@ from fasttfm.kernels.common.triton.packed import packed_span
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-# The tables of a call, in the order of the tuple TABLES: keys, queries.
+# The tables of a call, in the order of the tuple TABLES: keys, queries; and its biases, in that of BIASES.
 KEYS, QUERIES = tl.constexpr(0), tl.constexpr(1)
+OF_KEYS, OF_SEGMENTS = tl.constexpr(0), tl.constexpr(1)
 
 
 @triton.jit
@@ -124,6 +125,52 @@ def tile_scores(
         above = tl.dot(queries[1], tl.trans(k_tile), input_precision=PRECISION)
         scores += tl.gather(tl.where(m + n + 1 >= BLOCK, below, above), place, 0)
     return scores
+
+
+@triton.jit
+def biased(
+    scores,  # [BLOCK, BLOCK], without the scale
+    sources,  # key_bias [T, H], segment_bias [T, H] and segments [T]: those that there are
+    first,  # row of the sequence
+    head,
+    heads,
+    queries,  # tokens [BLOCK]
+    first_key,
+    length,
+    BIASES: tl.constexpr,
+):
+    if BIASES[OF_KEYS]:
+        keys = first_key + tl.arange(0, scores.shape[1])
+        of_key = _token_numbers(sources[0], first, head, heads, keys, length)
+        scores += of_key[None, :]
+    if BIASES[OF_SEGMENTS]:
+        of_query = _token_numbers(sources[1], first, head, heads, queries, length)
+        others = other_segments(sources[2], first, queries, first_key, length, scores.shape[1])
+        scores += tl.where(others, of_query[:, None], 0.0)
+    return scores
+
+
+@triton.jit
+def _token_numbers(numbers, first, head, heads, tokens, length):
+    """fp32 of [T, H]: a head's number of some tokens of a sequence; 0 past its end."""
+    rows = tl.cast(first, tl.int64) + tokens
+    return tl.load(numbers + rows * heads + head, mask=tokens < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_token_numbers(numbers, first, head, heads, tokens, length, value):
+    rows = tl.cast(first, tl.int64) + tokens
+    tl.store(numbers + rows * heads + head, value.to(numbers.dtype.element_ty), mask=tokens < length)
+
+
+@triton.jit
+def other_segments(segments, first, queries, first_key, length, BLOCK: tl.constexpr):
+    """bool [BLOCK, BLOCK]: whether query and key are of different segments, of int32 [T]."""
+    keys = first_key + tl.arange(0, BLOCK)
+    base = segments + tl.cast(first, tl.int64)
+    of_queries = tl.load(base + queries, mask=queries < length, other=0)
+    of_keys = tl.load(base + keys, mask=keys < length, other=0)
+    return of_queries[:, None] != of_keys[None, :]
 
 
 @triton.jit

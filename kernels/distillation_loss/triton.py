@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import next_power_of_2, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, next_power_of_2, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.vocabulary.triton_softmax import LOWEST, added, exponential, total
 
@@ -145,11 +145,5 @@ def compile_signatures(columns: int, element: str) -> list[dict[str, object]]:
     pointers = {"student": e, "teacher": e, "student_bias": e, "teacher_bias": e, "counted": "*i32", "coefficients": f}
     numbers = dict.fromkeys(("first_row", "V", "P"), "i32")
     flags = ("HAS_STUDENT_BIAS", "HAS_TEACHER_BIAS", "HAS_COEFFICIENTS", "GRADIENT")
-    return [
-        {
-            "kernel": _loss_kernel,
-            "signature": {**pointers, "losses": f, **numbers, "temperature": "fp32"},
-            "num_warps": tile.pop("num_warps"),
-            "constants": {**dict.fromkeys(flags, True), **tile},
-        }
-    ]
+    signature = {**pointers, "losses": f, **numbers, "temperature": "fp32"}
+    return [ahead_of_time(_loss_kernel, signature, tile, **dict.fromkeys(flags, True))]

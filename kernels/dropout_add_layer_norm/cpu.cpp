@@ -56,6 +56,7 @@ FASTTFM_KERNEL void normalize_row(const DropoutAddLayerNormForward& p, int64_t r
     if (bias != nullptr) out = out + load(bias + c, n);
     store(y + c, out, n);
   });
+  if (p.mean == nullptr) return;
   p.mean[row] = statistics.mean;
   p.rstd[row] = rstd;
 }
@@ -183,20 +184,13 @@ Status dropout_add_layer_norm_backward(const DropoutAddLayerNormBackward& p) {
   if (p.columns < 1) return bad_size("dropout_add_layer_norm: columns must be at least 1");
   return with_stream_types(p.dtype, p.residual_dtype, [&](auto element, auto stream) {
     return with_dropout(p, [&](const auto& dropout) {
-      const RowChunks chunks(p.rows);
-      const int64_t parts = chunks.count * p.columns;
-      const ColumnSums dweight{static_cast<float*>(p.dweight), p.workspace, p.columns};
-      const ColumnSums dbias{static_cast<float*>(p.dbias), p.workspace + parts, p.columns};
-      const ColumnSums dlinear_bias{static_cast<float*>(p.dlinear_bias), p.workspace + 2 * parts, p.columns};
-      parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-        const Shares shares{dweight.start(chunk), dbias.start(chunk), dlinear_bias.start(chunk)};
-        for_row_blocks<kRows>(chunks.begin(chunk), chunks.end(chunk), [&](int64_t row, int count) {
+      const auto chunk = [&](int64_t, int64_t begin, int64_t end, float* const* parts) {
+        const Shares shares{parts[0], parts[1], parts[2]};
+        for_row_blocks<kRows>(begin, end, [&](int64_t row, int count) {
           backward_rows<decltype(element), decltype(stream)>(p, dropout, row, count, shares);
         });
-      });
-      dweight.finish(chunks.count, p.threads);
-      dbias.finish(chunks.count, p.threads);
-      dlinear_bias.finish(chunks.count, p.threads);
+      };
+      sum_over_chunks(p.rows, p.columns, p.threads, p.workspace, {p.dweight, p.dbias, p.dlinear_bias}, chunk);
       return Status{};
     });
   });

@@ -17,7 +17,7 @@ struct DropoutAddLayerNormForward {
   const void* linear_bias;  // [C], parameter_dtype, or null for 0
   void* y;                  // [N, C], dtype, contiguous
   void* z;          // [N, C], residual_dtype, contiguous. If not needed: null on CUDA; y or scratch memory on the CPU
-  float* mean;      // [N]
+  float* mean;      // [N], or null if the statistics are not needed
   float* rstd;      // [N], 1 / sqrt(variance + eps)
   int64_t rows;     // N
   int64_t columns;  // C

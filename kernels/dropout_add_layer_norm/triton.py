@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fasttfm.kernels.common import philox
-from fasttfm.kernels.common.launch import cdiv, multiprocessors, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, cdiv, multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, empty_output, gradient_like
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.normalize import normalized, normalized_gradient, row_tile
@@ -330,25 +330,13 @@ def compile_signatures(columns: int, element: str, stream: str, parameter: str) 
     forward |= {"x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
     backward = {"dy": x, "dz": r, "z": r, "weight": w, "statistics": f, "dresidual": r, "dx": x, "parts": f}
     flags = {"HAS_WEIGHT": True, "DROPOUT": True, "PACKED": True}
-    forward_tile, backward_tile = _forward_tile(columns), _backward_tile(columns)
+    forward_flags = {**flags, **dict.fromkeys(("HAS_BIAS", "HAS_LINEAR_BIAS", "WANT_Z"), True)}
+    backward_flags = {**flags, **dict.fromkeys(("HAS_DZ", "WANT_DX", "WANT_PARTS", "WANT_DLINEAR_BIAS"), True)}
+    narrow = {"allow_spills": columns <= 64}  # four words on sm_80
+    wide = {"allow_spills": columns > 4096}  # 8 elements a thread and three sums: a few words of the widest rows
+    backward |= {**sizes, **dropout}
     return [
-        {
-            "kernel": _fwd_kernel,
-            "signature": forward,
-            "num_warps": forward_tile.pop("num_warps"),
-            "constants": {**flags, "HAS_BIAS": True, "HAS_LINEAR_BIAS": True, "WANT_Z": True, **forward_tile},
-            "allow_spills": columns <= 64,  # four words on sm_80
-        },
-        {
-            "kernel": _bwd_kernel,
-            "signature": {**backward, **sizes, **dropout},
-            "num_warps": backward_tile.pop("num_warps"),
-            "constants": {
-                **flags,
-                **dict.fromkeys(("HAS_DZ", "WANT_DX", "WANT_PARTS", "WANT_DLINEAR_BIAS"), True),
-                **backward_tile,
-            },
-            "allow_spills": columns > 4096,  # 8 elements a thread and three sums: a few words of the widest rows
-        },
+        ahead_of_time(_fwd_kernel, forward, _forward_tile(columns), options=narrow, **forward_flags),
+        ahead_of_time(_bwd_kernel, backward, _backward_tile(columns), options=wide, **backward_flags),
         compile_signature(parameter, count=3),
     ]

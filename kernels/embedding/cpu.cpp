@@ -219,15 +219,10 @@ Status embedding_forward(const EmbeddingForward& p) {
 Status embedding_backward(const EmbeddingBackward& p) {
   if (p.columns < 1) return bad_size("embedding: columns must be at least 1");
   return with_types(p, [&](auto table, auto out) {
-    const RowChunks chunks(p.rows);
-    const ColumnSums dweight{p.dweight, p.workspace, p.columns};
-    const ColumnSums dbias{p.dbias, p.workspace + chunks.count * p.columns, p.columns};
-    parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-      backward_chunk<decltype(table), decltype(out)>(p, chunks.begin(chunk), chunks.end(chunk), dweight.start(chunk),
-                                                     dbias.start(chunk));
-    });
-    dweight.finish(chunks.count, p.threads);
-    dbias.finish(chunks.count, p.threads);
+    const auto chunk = [&](int64_t, int64_t begin, int64_t end, float* const* parts) {
+      backward_chunk<decltype(table), decltype(out)>(p, begin, end, parts[0], parts[1]);
+    };
+    sum_over_chunks(p.rows, p.columns, p.threads, p.workspace, {p.dweight, p.dbias}, chunk);
     return Status{};
   });
 }

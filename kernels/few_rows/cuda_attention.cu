@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "attention/hopper/forward_weights.cuh"
+#include "attention/hopper/forward/weights.cuh"
 #include "common/activation.h"
 #include "common/cuda/approximations.cuh"
 #include "common/cuda/hopper.cuh"

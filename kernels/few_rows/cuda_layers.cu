@@ -20,6 +20,7 @@
 #include "common/packed.h"
 #include "few_rows/layers_attention.cuh"
 #include "few_rows/layers_block.cuh"
+#include "few_rows/layers_cached_attention.cuh"
 #include "few_rows/layers_norm.cuh"
 #include "few_rows/op.h"
 
@@ -46,7 +47,7 @@ template <class S>
 __device__ __forceinline__ void prefetch_vectors(const Params& p, const Place<S>& at, int layer) {
   constexpr int kLine = 64;
   const int which = at.lane;
-  if (layer >= p.layers || which >= kTransformerParameters) return;
+  if (layer >= p.layers || which >= kLayerParameters) return;
   const bool matrix = which == kQkvWeight || which == kOutWeight || which == kUpWeight || which == kDownWeight;
   const int length = matrix ? 0 : which == kQkvBias ? 3 * S::kWidth : which == kUpBias ? S::kInner : S::kWidth;
   for (int i = at.block * kLine; i < length; i += S::kBlocks * kLine) prefetch_l2(p.parameters[layer][which] + i);
@@ -58,6 +59,7 @@ __device__ __forceinline__ void load_weights(const Params& p, Memory<S>& memory,
   prefetch_vectors<S>(p, at, 0);
   for (int layer = 0; layer < p.layers; ++layer) {
     prefetch_vectors<S>(p, at, layer + 1);
+    if constexpr (S::kDecodes) prefetch_cache<S>(p, memory, at, layer);
     const auto* of = p.parameters[layer];
     const auto release = [&](int slot) {
       if (layer > 0) memory.empty[slot].wait((layer - 1) & 1);
@@ -125,22 +127,32 @@ __device__ __forceinline__ void attention_half(const Params& p, Memory<S>& memor
   const auto* of = p.parameters[layer];
   const uint32_t parity = layer & 1;
   const Quad<S, S::kQkv> quad(at.thread);
+  const int rows = rows_of<S>(p);
   owner.prepare(of[kOutBias], of[kNormAWeight], of[kNormABias]);
   float value[4] = {};
   if (quad.active()) load_quad(of[kQkvBias] + S::qkv_row(at.block, 4 * quad.quad), value);
-  if (layer == 0)
-    load_input<S>(p, memory, at);
-  else
+  [[maybe_unused]] const Division<S> division(p.tokens, at);
+  [[maybe_unused]] KeysAndValues<S> keys;
+  if constexpr (S::kDecodes)  // before the block waits for rows
+    if (division.first_row < p.tokens) keys.load(p, memory, at, layer, division.first_row, division.first_group);
+  if (layer > 0)
     receive_rows<S>(p, memory, at, tag - 1);
+  else if constexpr (S::kDecodes)
+    normalize_input<S>(p, memory, at);
+  else
+    load_input<S>(p, memory, at);
   sync_consumers();
   multiply_rows<S, S::kQkv / 8>(memory, at, memory.qkv, kQkvSlot, parity);
-  if (at.thread == 0) memory.gathered.arrive_expect_tx(S::kCluster * S::kRows * S::kQkv * 2);
+  if (at.thread == 0) memory.gathered.arrive_expect_tx(S::kCluster * rows * S::kQkv * 2);
   if (quad.active()) {
     add_parts<S>(memory, quad.row, quad.quad, value);
-    send<S>(memory, at, S::qkv_place(quad.quad / 2, quad.row, at.rank), value);
+    send<S>(memory, at, S::qkv_place(quad.quad / 2, quad.row, at.rank), value, quad.row < rows);
   }
   memory.gathered.wait(0);
-  attend<S>(p, memory, at);
+  if constexpr (S::kDecodes)
+    attend_cached<S>(p, memory, at, division, keys, layer);
+  else
+    attend<S>(p, memory, at);
   sync_consumers();
   const MatrixRow row = matrix_row_a(at.lane);
   const uint32_t a =
@@ -156,20 +168,22 @@ __device__ __forceinline__ void feed_forward_half(const Params& p, Memory<S>& me
   const auto* of = p.parameters[layer];
   const uint32_t parity = layer & 1;
   const Quad<S, S::kUp> quad(at.thread);
+  const int rows = rows_of<S>(p);
   owner.prepare(of[kDownBias], of[kNormBWeight], of[kNormBBias]);
   float value[4] = {};
   if (quad.active()) load_quad(of[kUpBias] + S::up_row(at.block, 4 * quad.quad), value);
   receive_rows<S>(p, memory, at, tag - 1);
   sync_consumers();
   multiply_rows<S, S::kUp / 8>(memory, at, memory.up, kUpSlot, parity);
-  if (at.thread == 0) memory.gathered.arrive_expect_tx(S::kCluster * S::kRows * S::kUp * 2);
+  if (at.thread == 0) memory.gathered.arrive_expect_tx(S::kCluster * rows * S::kUp * 2);
   if (quad.active()) {
     add_parts<S>(memory, quad.row, quad.quad, value);
 #pragma unroll
     for (float& u : value)
       u = p.tanh ? activated_as<Activation::gelu_tanh, bf16_t>(u).value
                  : activated_as<Activation::gelu, bf16_t>(u).value;
-    send<S>(memory, at, S::activation_place(quad.row, at.rank * (S::kUp / kChunk) + quad.quad / 2), value);
+    send<S>(memory, at, S::activation_place(quad.row, at.rank * (S::kUp / kChunk) + quad.quad / 2), value,
+            quad.row < rows);
   }
   memory.gathered.wait(1);
   // No thread stores the next rows before all have read the parts, because what they send follows from the parts.
@@ -195,10 +209,14 @@ __device__ __forceinline__ void prepare(const Params& p, Memory<S>& memory) {
       memory.empty[slot].init(kLayersWarps * kWarpArrivals);
     }
     memory.gathered.init(1);
+    memory.attended.init(1);
     fence_mbarrier_init();
     memory.epoch = *p.epoch;
   }
-  if (thread < S::kRows) {
+  if constexpr (S::kDecodes) {
+    if (thread < S::kRows)
+      memory.begin[thread] = thread < p.tokens ? max(0, min(p.cache.lengths[thread], p.cache.capacity - 1)) : 0;
+  } else if (thread < S::kRows) {
     int begin = 0, end = 0;  // no key, for tokens after the last sequence
     for (int i = 0; i < p.sequences; ++i) {
       const Span span = packed_span(p.cu_seqlens, i, p.tokens, p.tokens);
@@ -247,16 +265,45 @@ Status check(const FewRowsLayers& call) {
     return bad_size("few_rows_layers: takes BERT-base's or MiniLM's width, intermediate size and heads");
   if (call.tokens < 1 || call.tokens > kMostLayersRows || call.layers < 1 || call.layers > kMostLayers)
     return bad_size("few_rows_layers: takes 1 to 32 tokens and 1 to 24 layers");
-  if (call.sequences < 1 || call.sequences > 0x7fffffff) return bad_size("few_rows_layers: takes a sequence");
+  const bool decodes = call.cache.keys != nullptr;
+  if (decodes) {
+    if (call.width != Decode16::kWidth || call.tokens > kMostDecodedRows)
+      return bad_size("few_rows_layers: decodes up to 16 sequences in layers of GPT-2's sizes");
+    if (call.cache.sequences < call.tokens || call.cache.capacity < 1 || call.cache.capacity > 0x7fffffff)
+      return bad_size("few_rows_layers: takes a cache with a slot for each token");
+    for (const void* tensor : {static_cast<const void*>(call.cache.keys), static_cast<const void*>(call.cache.values),
+                               call.cache.norm_weight, call.cache.norm_bias})
+      if (tensor == nullptr || reinterpret_cast<uintptr_t>(tensor) % 16 != 0) return misaligned_rows();
+  } else if (call.sequences < 1 || call.sequences > 0x7fffffff) {
+    return bad_size("few_rows_layers: takes a sequence");
+  }
   if (call.polls < 1) return {StatusCode::bad_value, "few_rows_layers: polls is at least 1"};
   if (call.activation != Activation::gelu && call.activation != Activation::gelu_tanh)
     return {StatusCode::bad_value, "few_rows_layers: takes GELU"};
   for (const void* tensor : {call.x, static_cast<const void*>(call.y), static_cast<const void*>(call.workspace)})
     if (reinterpret_cast<uintptr_t>(tensor) % 16 != 0) return misaligned_rows();
-  for (int64_t i = 0; i < call.layers * kTransformerParameters; ++i)
-    if (call.parameters[i] == 0 || call.parameters[i] % 16 != 0)
-      return {StatusCode::bad_alignment, "few_rows_layers: takes all parameters, aligned to 16 bytes"};
+  if (call.entries < kLayerParameters) return bad_size("few_rows_layers: takes all parameters of a layer");
+  for (int64_t layer = 0; layer < call.layers; ++layer)
+    for (int64_t i = layer * call.entries; i < layer * call.entries + kLayerParameters; ++i)
+      if (call.parameters[i] == 0 || call.parameters[i] % 16 != 0)
+        return {StatusCode::bad_alignment, "few_rows_layers: takes all parameters, aligned to 16 bytes"};
   return {};
+}
+
+template <class S>
+Cache cache_of(const FewRowsCache& of) {
+  const int64_t head = of.capacity * S::kHeadDim, sequence = S::kHeads * head;
+  Cache cache{};
+  cache.keys = static_cast<bf16_t*>(of.keys);
+  cache.values = static_cast<bf16_t*>(of.values);
+  cache.lengths = of.lengths;
+  cache.capacity = static_cast<int>(of.capacity);
+  cache.layer_stride = of.sequences * sequence;
+  cache.sequence_stride = sequence;
+  cache.head_stride = head;
+  cache.norm_weight = static_cast<const bf16_t*>(of.norm_weight);
+  cache.norm_bias = static_cast<const bf16_t*>(of.norm_bias);
+  return cache;
 }
 
 template <class S>
@@ -279,10 +326,10 @@ Status launch_layers(const FewRowsLayers& call) {
   params.eps_a = call.eps_a;
   params.eps_b = call.eps_b;
   params.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(S::kHeadDim)));
+  if (S::kDecodes) params.cache = cache_of<S>(call.cache);
   for (int64_t layer = 0; layer < call.layers; ++layer)
-    for (int i = 0; i < kTransformerParameters; ++i)
-      params.parameters[layer][i] =
-          reinterpret_cast<const bf16_t*>(call.parameters[layer * kTransformerParameters + i]);
+    for (int i = 0; i < kLayerParameters; ++i)
+      params.parameters[layer][i] = reinterpret_cast<const bf16_t*>(call.parameters[layer * call.entries + i]);
   return launch_clusters_together(layers_kernel<S>, S::kBlocks, S::kCluster, kLayersThreads, sizeof(Memory<S>),
                                   call.stream, params);
 }
@@ -294,6 +341,7 @@ Status few_rows_layers(const FewRowsLayers& call) {
   if (status.code != StatusCode::ok) return status;
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
+  if (call.cache.keys != nullptr) return launch_layers<Decode16>(call);
   if (call.width == Small32::kWidth) return launch_layers<Small32>(call);
   return call.tokens <= Base16::kRows ? launch_layers<Base16>(call) : launch_layers<Base32>(call);
 }

@@ -6,8 +6,8 @@
 // tokens takes half the work. The first block of the last sequence also writes zeros for the tokens after it.
 #include <cstdint>
 
-#include "attention/hopper/forward_weights.cuh"
-#include "attention/hopper/mask.cuh"
+#include "attention/hopper/forward/weights.cuh"
+#include "attention/hopper/shared/mask.cuh"
 #include "common/activation.h"
 #include "common/cuda/approximations.cuh"
 #include "common/cuda/hopper.cuh"

@@ -7,14 +7,23 @@
 #include "few_rows/dependent.cuh"
 #include "few_rows/layers_handover.cuh"
 #include "few_rows/layers_shape.h"
+#include "few_rows/op.h"
 #include "few_rows/tiles.h"
-#include "transformer_block/op.h"
 
 namespace fasttfm {
 namespace cuda {
 namespace layers {
 
 using namespace few_rows;
+
+// The KV cache of a decoder, [layers, sequences, H, capacity, D]. The stream of the launches orders it.
+struct Cache {
+  bf16_t *keys, *values;
+  const int32_t* lengths;  // [T]: cached tokens of each sequence
+  int capacity;
+  int64_t layer_stride, sequence_stride, head_stride;
+  const bf16_t *norm_weight, *norm_bias;  // [C]: of the LayerNorm before the first layer
+};
 
 struct Params {
   const bf16_t* x;            // [T, C]
@@ -27,7 +36,8 @@ struct Params {
   int tokens;   // T
   int sequences, layers, tanh;
   float eps_a, eps_b, scale;
-  const bf16_t* parameters[kMostLayers][kTransformerParameters];
+  Cache cache;
+  const bf16_t* parameters[kMostLayers][kLayerParameters];
 };
 
 enum Slot { kQkvSlot, kOutSlot, kUpSlot, kDownSlot, kSlots };
@@ -42,9 +52,9 @@ struct Memory {
   alignas(128) char gather[S::kGatherBytes];
   char staging[kLayersWarps][S::kStagingBytes];
   float2 moments[2][kLayersWarps];
-  int begin[S::kRows], end[S::kRows];  // of each token's sequence
+  int begin[S::kRows], end[S::kRows];  // of each token's sequence; begin of a decoder: its cached tokens
   uint32_t epoch;
-  Mbarrier full[kSlots], empty[kSlots], gathered;
+  Mbarrier full[kSlots], empty[kSlots], gathered, attended;
 };
 
 // A thread's place.
@@ -121,6 +131,12 @@ __device__ __forceinline__ void multiply_rows(Memory<S>& memory, const Place<S>&
   sync_consumers();
 }
 
+// The rows for which blocks exchange data: an encoder's include zeros after the last token.
+template <class S>
+__device__ __forceinline__ int rows_of(const Params& p) {
+  return S::kDecodes ? p.tokens : S::kRows;
+}
+
 // Writes a warp's sums of 16 rows and 24 columns as packets.
 template <class S>
 __device__ __forceinline__ void publish(const Params& p, Memory<S>& memory, const Place<S>& at,
@@ -165,6 +181,7 @@ template <class S, int COLUMNS>
 struct Quad {
   int row, quad;
   __device__ __forceinline__ explicit Quad(int thread) : row(thread / (COLUMNS / 4)), quad(thread % (COLUMNS / 4)) {}
+  // The same in all threads of a warp.
   __device__ __forceinline__ bool active() const { return row < S::kRows; }
 };
 
@@ -189,14 +206,16 @@ __device__ __forceinline__ void add_parts(const Memory<S>& memory, int row, int 
 }
 
 // Sends four values, rounded, to all blocks of the cluster. Two lanes put 16 bytes together, and each sends them to
-// half of the blocks. `place`: the offset of the 16 bytes in the gather area.
+// half of the blocks. `place`: the offset of the 16 bytes in the gather area; `sends`: the same in both lanes.
 template <class S>
-__device__ __forceinline__ void send(Memory<S>& memory, const Place<S>& at, int place, const float (&value)[4]) {
+__device__ __forceinline__ void send(Memory<S>& memory, const Place<S>& at, int place, const float (&value)[4],
+                                     bool sends) {
   const uint2 words = make_uint2(narrow_word(value[0], value[1], bf16_t{}), narrow_word(value[2], value[3], bf16_t{}));
   const uint2 other = make_uint2(__shfl_xor_sync(0xffffffffu, words.x, 1), __shfl_xor_sync(0xffffffffu, words.y, 1));
   const bool odd = at.lane % 2 != 0;
   const uint4 chunk =
       odd ? make_uint4(other.x, other.y, words.x, words.y) : make_uint4(words.x, words.y, other.x, other.y);
+  if (!sends) return;
   const uint32_t to = shared_address(memory.gather) + place, barrier = memory.gathered.address();
 #pragma unroll
   for (int i = 0; i < S::kCluster / 2; ++i) {

@@ -98,7 +98,8 @@ __device__ __forceinline__ void normalize(float2 (&moments)[kLayersWarps], const
 }
 
 // Adds the sums, bias and residual of the block's row, normalizes it, and writes it for all blocks, or as the result.
-// `step`: the index of the half of a layer.
+// The residual of a decoder's layers is the sum, in fp32, and that of an encoder's is the normalized row. `step`: the
+// index of the half of a layer.
 template <class S>
 __device__ __forceinline__ void own_row(const Params& p, Memory<S>& memory, const Place<S>& at, Owner<S>& owner,
                                         int step, uint32_t tag) {
@@ -108,7 +109,13 @@ __device__ __forceinline__ void own_row(const Params& p, Memory<S>& memory, cons
     for (int i = 0; i < kPacketSums; ++i) z[i] = owner.linear_bias[i];
     receive_sums<S>(p, at, owner.row, tag, z);
 #pragma unroll
-    for (int i = 0; i < kPacketSums; ++i) z[i] = rounded(z[i] + owner.residual[i]);
+    for (int i = 0; i < kPacketSums; ++i) {
+      z[i] += owner.residual[i];
+      if (S::kDecodes)
+        owner.residual[i] = z[i];
+      else
+        z[i] = rounded(z[i]);
+    }
   }
   normalize<S>(memory.moments[step % 2], at, owner, step % 2 == 0 ? p.eps_a : p.eps_b, z);
   if (!owner.active) return;
@@ -117,8 +124,9 @@ __device__ __forceinline__ void own_row(const Params& p, Memory<S>& memory, cons
                          __shfl_down_sync(0xffffffffu, z[2], 1)};
   const uint4 packet = make_uint4(narrow_word(z[0], z[1], bf16_t{}), narrow_word(z[2], next[0], bf16_t{}),
                                   narrow_word(next[1], next[2], bf16_t{}), tag);
+  if (!S::kDecodes)
 #pragma unroll
-  for (int i = 0; i < kPacketSums; ++i) owner.residual[i] = rounded(z[i]);
+    for (int i = 0; i < kPacketSums; ++i) owner.residual[i] = rounded(z[i]);
   if (at.lane % 2 != 0) return;
   const int index = S::row_packet(owner.row, at.thread / 2);
   if (step + 1 < 2 * p.layers) {
@@ -126,6 +134,55 @@ __device__ __forceinline__ void own_row(const Params& p, Memory<S>& memory, cons
   } else {
     auto* to = reinterpret_cast<uint32_t*>(p.y) + 3 * index;
     to[0] = packet.x, to[1] = packet.y, to[2] = packet.z;
+  }
+}
+
+// Normalizes rows of the call's input into memory.rows; those after the last token are zeros. A warp has every eighth
+// row.
+template <class S>
+__device__ __forceinline__ void normalize_input(const Params& p, Memory<S>& memory, const Place<S>& at) {
+  constexpr int kVectors = S::kWidth / kChunk / 32;
+  static_assert(S::kWidth % (kChunk * 32) == 0, "whole warps");
+  for (int row = at.warp; row < S::kRows; row += kLayersWarps) {
+    float x[kVectors][kChunk] = {};
+    float mean = 0.0f, squares = 0.0f;
+    const auto widened = [&](const bf16_t* from, int i, float (&to)[kChunk]) {
+      const uint4 packed = __ldg(reinterpret_cast<const uint4*>(from) + 32 * i + at.lane);
+      const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+      for (int j = 0; j < kChunk / 2; ++j) {
+        const float2 pair = widen_word(words[j], bf16_t{});
+        to[2 * j] = pair.x, to[2 * j + 1] = pair.y;
+      }
+    };
+    const bool present = row < p.tokens;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      if (present) widened(p.x + row * S::kWidth, i, x[i]);
+#pragma unroll
+      for (float value : x[i]) mean += value;
+    }
+    mean = warp_sum(mean) * (1.0f / S::kWidth);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+#pragma unroll
+      for (float value : x[i]) squares = fmaf(value - mean, value - mean, squares);
+    const float rstd = inverse_root<bf16_t>(warp_sum(squares) * (1.0f / S::kWidth) + p.eps_b);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float weight[kChunk], bias[kChunk];
+      widened(p.cache.norm_weight, i, weight);
+      widened(p.cache.norm_bias, i, bias);
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < kChunk / 2; ++j) {
+        const float low = fmaf((x[i][2 * j] - mean) * rstd, weight[2 * j], bias[2 * j]);
+        const float high = fmaf((x[i][2 * j + 1] - mean) * rstd, weight[2 * j + 1], bias[2 * j + 1]);
+        words[j] = present ? narrow_word(low, high, bf16_t{}) : 0;
+      }
+      *reinterpret_cast<uint4*>(memory.rows + row * S::kWidthPitch + (32 * i + at.lane) * 16) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
   }
 }
 

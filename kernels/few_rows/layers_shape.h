@@ -25,8 +25,10 @@ constexpr int kMostLayers = 24;  // whose parameters' addresses are an argument 
 constexpr int kPacketBytes = 16, kPacketSums = 3, kPacketElements = 6;
 constexpr int kEpochBytes = 128;  // at the beginning of the workspace
 
-template <int WIDTH, int INNER, int HEADS, int HEAD_DIM, int ROWS>
+// DECODES: for one new token of each sequence, which attends to cached keys, in pre-LN layers.
+template <int WIDTH, int INNER, int HEADS, int HEAD_DIM, int ROWS, bool DECODES = false>
 struct LayersShape {
+  static constexpr bool kDecodes = DECODES;
   static constexpr int kWidth = WIDTH, kInner = INNER, kHeads = HEADS, kHeadDim = HEAD_DIM, kRows = ROWS;
   static constexpr int kCluster = HEAD_DIM / 8, kBlocks = HEADS * kCluster;
   static constexpr int kQkv = 24, kUp = INNER / kBlocks, kOut = WIDTH / kCluster, kDown = INNER / HEADS;
@@ -41,7 +43,10 @@ struct LayersShape {
   static constexpr int kWidthPitch = 2 * WIDTH + 16, kHeadPitch = 2 * HEAD_DIM + 16, kDownPitch = 2 * kDown + 16;
   // Parts of the sums of a half's first GEMM take the place of the rows.
   static constexpr int kPartPitch = 160;  // bytes of a row of up to 32 sums
-  static constexpr int kRowsBytes = std::max(ROWS * kWidthPitch, kInnerGroups * ROWS * kPartPitch);
+  // Later the results of attention to the blocks' parts of the keys do: a head's values, top and total, with padding.
+  static constexpr int kTopAt = 4 * HEAD_DIM, kResultBytes = kTopAt + 16;
+  static constexpr int kRowsBytes =
+      std::max({ROWS * kWidthPitch, kInnerGroups * ROWS * kPartPitch, DECODES ? kCluster * ROWS * kResultBytes : 0});
   static constexpr int kStagingBytes = 16 * kWarpColumns * 4;  // of a warp
   // What the blocks of a cluster exchange: q, k and v, followed by the result of attention, or the activation.
   static constexpr int kAttentionAt = 2 * ROWS * 3 * HEAD_DIM;
@@ -93,7 +98,9 @@ struct LayersShape {
 using Base32 = LayersShape<768, 3072, 12, 64, 32>;
 using Base16 = LayersShape<768, 3072, 12, 64, 16>;
 using Small32 = LayersShape<384, 1536, 12, 32, 32>;
-constexpr int kMostLayersRows = 32;
+// GPT-2's layers.
+using Decode16 = LayersShape<768, 3072, 12, 64, 16, true>;
+constexpr int kMostLayersRows = 32, kMostDecodedRows = Decode16::kRows;
 
 template <class S>
 constexpr bool has_sizes(int64_t width, int64_t intermediate, int64_t heads) {

@@ -7,7 +7,9 @@
 //   add_norm     z = residual + sum of parts + bias,  y = LayerNorm(z); residual is given, or
 //                (residual - mean) rstd residual_weight + residual_bias
 //   attention    softmax(q k^T scale) v over packed sequences
-//   layers       all layers of a post-LN encoder over up to 32 tokens in one kernel
+//   layers       all layers of a post-LN encoder over up to 32 tokens in one kernel, or of a pre-LN decoder over one
+//   new
+//                token of each of up to 16 sequences
 #pragma once
 
 #include <cstdint>
@@ -21,7 +23,7 @@ namespace fasttfm {
 // `dependent`, in every struct: not 0 to start before the previous kernel in the stream ends. In that case weights,
 // biases and cu_seqlens may be read before that. The first kernel of a chain is launched with 0, so that it waits for
 // the kernels that write them.
-struct FewRowsProduct {
+struct FewRowsGemm {
   const void* x;       // [M, K], dtype, contiguous
   const void* weight;  // [N, K], dtype, contiguous
   const void* bias;    // [N], bias_dtype, or null for 0; null with parts
@@ -38,7 +40,7 @@ struct FewRowsProduct {
   int64_t rows;                  // M
   int64_t columns;               // N
   int64_t inner;                 // K
-  int tile;                      // an index into few_rows::kProductTiles
+  int tile;                      // an index into few_rows::kGemmTiles
   int cluster;     // blocks with neighbouring columns that share the rows of x, 0 for the tile's own number
   int part_count;  // number of parts into which K is split; with residual, the blocks of a cluster add them;
                    // without it, and without `parts`, 1
@@ -95,21 +97,54 @@ struct FewRowsAttention {
   void* stream;
 };
 
-// Layers of transformer_block/op.h in bf16, without dropout and with full attention, over few tokens. The workspace has
-// few_rows::layers_workspace() bytes. It is zero before the first call, and no two calls use it at the same time.
+// The first entries of a layer in the table of parameters: addresses of contiguous tensors. C columns, I columns in the
+// feed-forward block.
+enum LayerParameter {
+  kQkvWeight,  // [3 C, C]
+  kQkvBias,
+  kOutWeight,  // [C, C]
+  kOutBias,
+  kNormAWeight,
+  kNormABias,
+  kUpWeight,  // [I, C]
+  kUpBias,
+  kDownWeight,  // [C, I]
+  kDownBias,
+  kNormBWeight,
+  kNormBBias,
+  kLayerParameters,
+};
+
+// The KV cache of a decoder: sequence t has lengths[t] tokens in it, which the new token attends to, with itself. The
+// call appends the new keys and values. Lengths outside of [0, capacity) are clamped.
+struct FewRowsCache {
+  void* keys;              // [layers, sequences, H, capacity, D], bf16, contiguous; null for an encoder
+  void* values;            // the same
+  const int32_t* lengths;  // [T]
+  int64_t sequences;       // at least T
+  int64_t capacity;
+  const void* norm_weight;  // [C], bf16: of the LayerNorm before the first layer
+  const void* norm_bias;
+};
+
+// Layers in bf16, without dropout, over few tokens. An encoder's are post-LN and attend to all tokens of a sequence. A
+// decoder's are pre-LN, x is the residual stream before the first LayerNorm, and LayerNorm b of a layer is the next
+// layer's first one or the model's last. The workspace has few_rows::layers_workspace() bytes. It is zero before the
+// first call, and no two calls use it at the same time.
 struct FewRowsLayers {
-  const int64_t*
-      parameters;  // [layers, kTransformerParameters] addresses of bf16 tensors, in host memory; none is null
-  const void* x;   // [T, C], bf16, contiguous
-  void* y;         // [T, C], bf16, contiguous
-  const int32_t* cu_seqlens;  // [sequences + 1]
+  const int64_t* parameters;  // [layers, entries] addresses of bf16 tensors, in host memory; those read are not null
+  int64_t entries;            // at least kLayerParameters
+  const void* x;              // [T, C], bf16, contiguous
+  void* y;                    // [T, C], bf16, contiguous
+  const int32_t* cu_seqlens;  // [sequences + 1]; null for a decoder
+  FewRowsCache cache;
   void* workspace;
   int64_t layers;        // up to few_rows::kMostLayers
   int64_t tokens;        // T: up to few_rows::kMostLayersRows
   int64_t width;         // C
   int64_t intermediate;  // columns in the feed-forward block
   int64_t heads;
-  int64_t sequences;
+  int64_t sequences;      // of an encoder
   Activation activation;  // GELU or its tanh form
   float eps_a;
   float eps_b;
@@ -120,7 +155,7 @@ struct FewRowsLayers {
 
 namespace cuda {
 // Compute capability 9.0. N, K and C are multiples of 8, C is at most 8192; tensors are aligned to 16 bytes.
-Status few_rows_product(const FewRowsProduct&);
+Status few_rows_gemm(const FewRowsGemm&);
 Status few_rows_add_norm(const FewRowsAddNorm&);
 Status few_rows_attention(const FewRowsAttention&);
 // The sizes are those of few_rows::layers_workspace(). The status is does_not_fit if the blocks, which wait for one

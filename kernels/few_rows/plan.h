@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "few_rows/product_tiles.h"
+#include "few_rows/gemm_tiles.h"
 #include "few_rows/tiles.h"
 
 namespace fasttfm {
@@ -19,12 +19,12 @@ constexpr int kMaxParts = 4;
 constexpr int64_t kSameTileRows = 320;
 
 struct Plan {
-  int tile;         // an index into kProductTiles
+  int tile;         // an index into kGemmTiles
   int parts;        // of K
   int cluster = 0;  // blocks that share the rows of x; 0: the tile's own number
 };
 
-struct ProductSize {
+struct GemmSize {
   int64_t columns, inner;
   bool partial;  // whether K may be split; the next kernel adds the parts
 };
@@ -39,7 +39,7 @@ inline int64_t resident_blocks(int cluster, int64_t processors) {
 // for each stage kStage and kElement per element of a tile with kColumns more columns. The first stages of each block
 // add kFirstStage and 1 per row that they load, because all blocks load them at once. A part takes kPart, and its sums
 // kPartElement / 2 per element.
-inline int64_t time_of(const ProductTile& tile, int parts, int64_t rows, const ProductSize& size, int64_t processors) {
+inline int64_t time_of(const GemmTile& tile, int parts, int64_t rows, const GemmSize& size, int64_t processors) {
   constexpr int64_t kBlock = 1'200'000, kStage = 75'000, kElement = 13, kColumns = 2;
   constexpr int64_t kFirstStage = 1300, kFirstStages = 10, kPart = 200'000, kPartElement = 5;
   const int64_t clusters = steps(rows, tile.rows) * steps(size.columns, tile.columns * tile.cluster) * parts;
@@ -56,7 +56,7 @@ struct Estimate {
 };
 
 // The number of parts with the least time for a tile.
-inline Estimate estimate(const ProductTile& tile, int64_t rows, const ProductSize& size, int64_t processors) {
+inline Estimate estimate(const GemmTile& tile, int64_t rows, const GemmSize& size, int64_t processors) {
   const int64_t most = size.partial ? std::min<int64_t>(kMaxParts, steps(size.inner, kInner)) : 1;
   Estimate best{INT64_MAX, 1};
   for (int parts = 1; parts <= most; ++parts) {
@@ -67,28 +67,28 @@ inline Estimate estimate(const ProductTile& tile, int64_t rows, const ProductSiz
 }
 
 // The time of the GEMMs of a layer with a tile. All of them have the layer's width as their smaller size.
-inline int64_t layer_time(const ProductTile& tile, int64_t rows, int64_t width, int64_t processors) {
+inline int64_t layer_time(const GemmTile& tile, int64_t rows, int64_t width, int64_t processors) {
   int64_t time = 0;
-  for (const ProductSize& size : {ProductSize{3 * width, width, false}, ProductSize{width, width, true},
-                                  ProductSize{4 * width, width, false}, ProductSize{width, 4 * width, true}})
+  for (const GemmSize& size : {GemmSize{3 * width, width, false}, GemmSize{width, width, true},
+                               GemmSize{4 * width, width, false}, GemmSize{width, 4 * width, true}})
     time += estimate(tile, rows, size, processors).time;
   return time;
 }
 
-inline Plan plan_product(int64_t rows, const ProductSize& size, int64_t processors) {
+inline Plan plan_gemm(int64_t rows, const GemmSize& size, int64_t processors) {
   int best = 0;
   int64_t least = INT64_MAX;
-  for (int tile = 0; tile < kProductTileCount; ++tile) {
+  for (int tile = 0; tile < kGemmTileCount; ++tile) {
     // Clusters of four are faster only if all blocks have the same rows.
-    if (kProductTiles[tile].cluster > 2 && rows > kProductTiles[tile].rows) continue;
+    if (kGemmTiles[tile].cluster > 2 && rows > kGemmTiles[tile].rows) continue;
     const int64_t time = rows <= kSameTileRows
-                             ? layer_time(kProductTiles[tile], rows, std::min(size.columns, size.inner), processors)
-                             : estimate(kProductTiles[tile], rows, size, processors).time;
+                             ? layer_time(kGemmTiles[tile], rows, std::min(size.columns, size.inner), processors)
+                             : estimate(kGemmTiles[tile], rows, size, processors).time;
     if (time >= least) continue;
     least = time;
     best = tile;
   }
-  return {best, estimate(kProductTiles[best], rows, size, processors).parts};
+  return {best, estimate(kGemmTiles[best], rows, size, processors).parts};
 }
 
 // ---- layers ----------------------------------------------------------------------------------------------------------
@@ -100,26 +100,25 @@ struct LayerPlan {
   Plan qkv, out, up, down;
 };
 
-// Indices into kProductTiles:
+// Indices into kGemmTiles:
 constexpr int k64x32 = 0, k64x64 = 2, k128x64 = 4;
 constexpr int64_t kNarrow = 512;  // with both LayerNorms folded, layers up to this width have tiles of half the size
 constexpr int64_t kWide = 1024;   // from this width on, fewer blocks share the rows of x
 
 inline int64_t tiles_in(int tile, int64_t rows, int64_t columns) {
-  return steps(rows, kProductTiles[tile].rows) * steps(columns, kProductTiles[tile].columns);
+  return steps(rows, kGemmTiles[tile].rows) * steps(columns, kGemmTiles[tile].columns);
 }
 
 inline LayerPlan plan_separate_norms(int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
-  return {plan_product(rows, {3 * width, width, false}, processors),
-          plan_product(rows, {width, width, true}, processors),
-          plan_product(rows, {intermediate, width, false}, processors),
-          plan_product(rows, {width, intermediate, true}, processors)};
+  return {plan_gemm(rows, {3 * width, width, false}, processors), plan_gemm(rows, {width, width, true}, processors),
+          plan_gemm(rows, {intermediate, width, false}, processors),
+          plan_gemm(rows, {width, intermediate, true}, processors)};
 }
 
 // With the first LayerNorm in the GEMMs, the out projection has K in one part, to which its epilogue adds the residual
-// (product_result.cuh). Of the tiles of 64 columns it has the smaller one, while that has no more blocks than SMs. The
+// (gemm_result.cuh). Of the tiles of 64 columns it has the smaller one, while that has no more blocks than SMs. The
 // others have the tiles that they have without: every tile has a kernel that reads statistics.
-static_assert(adds_to_one_part(kProductTiles[k64x64]) && adds_to_one_part(kProductTiles[k128x64]), "tiles of out");
+static_assert(adds_to_one_part(kGemmTiles[k64x64]) && adds_to_one_part(kGemmTiles[k128x64]), "tiles of out");
 inline LayerPlan plan_first_norm(int64_t rows, int64_t width, int64_t intermediate, int64_t processors) {
   LayerPlan plan = plan_separate_norms(rows, width, intermediate, processors);
   plan.out = {tiles_in(k64x64, rows, width) <= processors ? k64x64 : k128x64, 1, 1};

@@ -1,4 +1,4 @@
-// The Hopper GEMM of FP8 operands (common/cuda/hopper_product_ring.cuh) whose epilogue computes the gradient of the
+// The Hopper GEMM of FP8 operands (gemm/hopper/gemm_ring.cuh) whose epilogue computes the gradient of the
 // activation, with its casts: what gelu_backward_kernel in cuda.cu computes from the GEMM's result.
 //
 // A warp processes units of 64 rows and 32 columns, in two blocks of 32 rows, of which a thread has 4 rows and 8
@@ -10,17 +10,17 @@
 #include "common/cuda/activation.cuh"
 #include "common/cuda/fp8.cuh"
 #include "common/cuda/hopper.cuh"
-#include "common/cuda/hopper_product.cuh"
-#include "common/cuda/hopper_product_ring.cuh"
 #include "common/cuda/launch.cuh"
 #include "common/cuda/reduce.cuh"
 #include "fp8/op.h"
+#include "gemm/hopper/gemm.cuh"
+#include "gemm/hopper/gemm_ring.cuh"
 
 namespace fasttfm {
 namespace cuda {
 namespace {
 
-using Shape = ProductShape<128, 4, 1, 11, 4, 5>;
+using Shape = GemmShape<128, 4, 1, 11, 4, 5>;
 
 constexpr int kUnitRows = 64, kUnitColumns = 32;  // of a warp
 constexpr int kBlockRows = 32;
@@ -28,7 +28,7 @@ constexpr int kThreadRows = 4;  // of a block
 constexpr int kBlocks = kUnitRows / kBlockRows;
 constexpr int kBlockBytes = kBlockRows * kTileRowBytes;
 
-struct Fp8BackwardParams : ProductSizes {
+struct Fp8BackwardParams : GemmSizes {
   const void* bias;  // or null
   const char* h;
   const float *dy_inverse, *weight_inverse, *a_scale, *scale;
@@ -50,7 +50,7 @@ __device__ __forceinline__ int unit_column(const WarpUnits<S>& units) {
 }
 // The shared address of an offset in the unit, which is given for the first unit of a slot.
 template <class S>
-__device__ __forceinline__ uint32_t unit_address(const ProductMemory<S>& memory, const WarpUnits<S>& units,
+__device__ __forceinline__ uint32_t unit_address(const GemmMemory<S>& memory, const WarpUnits<S>& units,
                                                  uint32_t offset) {
   const uint32_t slot = shared_address(memory.result) + units.at.slot * S::kPartBytes;
   return (slot + units.unit / 2 * (kUnitRows * kTileRowBytes) + offset) ^ (units.unit % 2 * 64);
@@ -212,7 +212,7 @@ struct Fp8GeluBackwardEpilogue {
   }
 
   template <class T, class S>
-  static __device__ __forceinline__ void finish(const Params& p, ProductMemory<S>& memory, int warp) {
+  static __device__ __forceinline__ void finish(const Params& p, GemmMemory<S>& memory, int warp) {
     const float inverse = *p.dy_inverse * *p.weight_inverse;
     const UnitThread thread;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -269,18 +269,18 @@ int64_t units(int64_t rows) { return (rows + kUnitRows - 1) / kUnitRows; }
 
 }  // namespace
 
-int64_t fp8_gelu_product_workspace(int64_t rows, int64_t columns) {
+int64_t fp8_gelu_gemm_workspace(int64_t rows, int64_t columns) {
   return (baseline::Count(units(rows)) * columns).value;
 }
 
-Status fp8_gelu_product_backward(const Fp8GeluProductBackward& call) {
+Status fp8_gelu_gemm_backward(const Fp8GeluGemmBackward& call) {
   if (call.inputs % 16 != 0 || call.columns % 16 != 0 || call.padded % 16 != 0 || call.padded < call.rows)
     return bad_size("fp8: sizes must be multiples of 16");
-  const ProductOperands operands = {call.dy,     call.weight, call.inputs / 2, call.inputs / 2,
-                                    DType::bf16, call.device, call.stream};
+  const GemmOperands operands = {call.dy,     call.weight, call.inputs / 2, call.inputs / 2,
+                                 DType::bf16, call.device, call.stream};
   const Status status =
-      check_product(operands, call.rows, call.columns,
-                    {call.dy, call.weight, call.bias, call.h, call.as_rows, call.as_columns, call.a_columns});
+      check_gemm(operands, call.rows, call.columns,
+                 {call.dy, call.weight, call.bias, call.h, call.as_rows, call.as_columns, call.a_columns});
   if (status.code != StatusCode::ok || call.rows == 0) return status;
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
@@ -302,8 +302,8 @@ Status fp8_gelu_product_backward(const Fp8GeluProductBackward& call) {
   p.bias_dtype = call.bias_dtype;
   const Status launched = with_activation(call.activation, [&](auto activation) {
     constexpr Activation kActivation = decltype(activation)::value;
-    return call.e5m2 ? run_fp8_product<e5m2_t, Shape, Fp8GeluBackwardEpilogue<kActivation, true>>(operands, p)
-                     : run_fp8_product<e4m3_t, Shape, Fp8GeluBackwardEpilogue<kActivation, false>>(operands, p);
+    return call.e5m2 ? run_fp8_gemm<e5m2_t, Shape, Fp8GeluBackwardEpilogue<kActivation, true>>(operands, p)
+                     : run_fp8_gemm<e4m3_t, Shape, Fp8GeluBackwardEpilogue<kActivation, false>>(operands, p);
   });
   if (launched.code != StatusCode::ok || call.dbias == nullptr) return launched;
   return sum_parts(call.workspace, {call.dbias, call.bias_dtype}, {}, static_cast<int>(units(call.rows)), call.columns,

@@ -59,7 +59,7 @@ struct Fp8CastMany {
   void* stream;
 };
 
-// A row of the table; fasttfm/ops/fp8_native.py has the same fields in the same order.
+// A row of the table; fasttfm/ops/fp8/native.py has the same fields in the same order.
 struct Fp8CastRow {
   int64_t first_tile;  // the number of tiles of the matrices before it
   const float* x;      // [N, C], contiguous, both multiples of 16
@@ -112,7 +112,7 @@ struct Fp8GeluBackward {
 
 // a = activation(x weight^T / scales + bias) in e4m3, in the epilogue of one GEMM. The sums are rounded to bf16 before
 // the bias is added, as h is stored.
-struct Fp8GeluProduct {
+struct Fp8GeluGemm {
   const void* x;                // [N, K], e4m3, contiguous
   const void* weight;           // [C, K], e4m3, contiguous
   const float* x_inverse;       // [1]: 1 / scale
@@ -132,7 +132,7 @@ struct Fp8GeluProduct {
 };
 
 // What Fp8GeluBackward computes from da = dy weight^T / scales, rounded to bf16, in the epilogue of that GEMM.
-struct Fp8GeluProductBackward {
+struct Fp8GeluGemmBackward {
   const void* dy;               // [N, K], e5m2 or e4m3, contiguous
   const void* weight;           // [C, K], e4m3, contiguous
   const float* dy_inverse;      // [1]: 1 / scale
@@ -146,7 +146,7 @@ struct Fp8GeluProductBackward {
   void* as_columns;             // [C, P], the format of dy: dh
   void* a_columns;              // [C, P], e4m3: the recomputed activation
   void* dbias;                  // [C], bias_dtype, or null if not needed
-  float* workspace;             // fp8_gelu_product_workspace(rows, columns) floats; unused without dbias
+  float* workspace;             // fp8_gelu_gemm_workspace(rows, columns) floats; unused without dbias
   int64_t rows;                 // N
   int64_t inputs;               // K, a multiple of 16
   int64_t columns;              // C, a multiple of 16
@@ -167,9 +167,9 @@ int64_t fp8_cast_tiles(int64_t rows, int64_t columns);
 Status fp8_gelu_forward(const Fp8GeluForward&);
 Status fp8_gelu_backward(const Fp8GeluBackward&);
 int64_t fp8_gelu_workspace(int64_t rows, int64_t columns);  // in floats
-Status fp8_gelu_product(const Fp8GeluProduct&);
-Status fp8_gelu_product_backward(const Fp8GeluProductBackward&);
-int64_t fp8_gelu_product_workspace(int64_t rows, int64_t columns);  // in floats
+Status fp8_gelu_gemm(const Fp8GeluGemm&);
+Status fp8_gelu_gemm_backward(const Fp8GeluGemmBackward&);
+int64_t fp8_gelu_gemm_workspace(int64_t rows, int64_t columns);  // in floats
 }  // namespace cuda
 
 }  // namespace fasttfm

@@ -77,14 +77,11 @@ Status gated_activation_backward(const GatedActivationBackward& p) {
   if (p.columns < 1) return bad_size("gated_activation: columns must be at least 1");
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_activation(p.activation, [&](auto activation) {
-      const RowChunks chunks(p.rows);
-      const ColumnSums dbias{static_cast<float*>(p.dbias), p.workspace, 2 * p.columns};
-      parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-        float* part = dbias.start(chunk);
-        for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row)
-          backward_row<decltype(element), decltype(activation)::value>(p, row, part);
-      });
-      dbias.finish(chunks.count, p.threads);
+      const auto chunk = [&](int64_t, int64_t begin, int64_t end, float* const* parts) {
+        for (int64_t row = begin; row < end; ++row)
+          backward_row<decltype(element), decltype(activation)::value>(p, row, parts[0]);
+      };
+      sum_over_chunks(p.rows, 2 * p.columns, p.threads, p.workspace, {p.dbias}, chunk);
       return Status{};
     });
   });

@@ -122,21 +122,14 @@ Status gelu_layer_norm_backward(const GeluLayerNormBackward& p) {
   if (p.columns < 1) return bad_size("gelu_layer_norm: columns must be at least 1");
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
     return with_gelu(p.activation, [&](auto gelu) {
-      const RowChunks chunks(p.rows);
-      const int64_t part = chunks.count * p.columns;
-      const ColumnSums dlinear_bias{static_cast<float*>(p.dlinear_bias), p.workspace + 2 * part, p.columns};
-      const ColumnSums dweight{static_cast<float*>(p.dweight), p.workspace + 3 * part, p.columns};
-      const ColumnSums dbias{static_cast<float*>(p.dbias), p.workspace + 4 * part, p.columns};
-      parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-        float* rows = p.workspace + 2 * chunk * p.columns;
-        const ChunkMemory memory{rows, rows + p.columns, dlinear_bias.start(chunk), dweight.start(chunk),
-                                 dbias.start(chunk)};
-        for (int64_t row = chunks.begin(chunk); row < chunks.end(chunk); ++row)
+      const auto chunk = [&](int64_t index, int64_t begin, int64_t end, float* const* parts) {
+        float* rows = p.workspace + 2 * index * p.columns;
+        const ChunkMemory memory{rows, rows + p.columns, parts[0], parts[1], parts[2]};
+        for (int64_t row = begin; row < end; ++row)
           backward_row<decltype(element), decltype(gelu)::value>(p, row, memory);
-      });
-      dlinear_bias.finish(chunks.count, p.threads);
-      dweight.finish(chunks.count, p.threads);
-      dbias.finish(chunks.count, p.threads);
+      };
+      float* sums = p.workspace + 2 * row_chunk_count(p.rows) * p.columns;  // after two rows of each chunk
+      sum_over_chunks(p.rows, p.columns, p.threads, sums, {p.dlinear_bias, p.dweight, p.dbias}, chunk);
       return Status{};
     });
   });

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import cdiv, multiprocessors, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, cdiv, multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, gradient_like
 from fasttfm.kernels.common.triton.activation import activated
 from fasttfm.kernels.common.triton.launcher import launched_kernel
@@ -199,21 +199,12 @@ def compile_signatures(columns: int, element: str, parameter: str, kind: str) ->
     sizes = {"N": "i32", "C": "i32", "x_stride": "i32"}
     forward = {"x": x, "linear_bias": p, "weight": p, "bias": p, "y": x, "statistics": f, **sizes, "eps": "fp32"}
     backward = {"dy": x, "x": x, "linear_bias": p, "weight": p, "statistics": f, "dx": x, "parts": f, **sizes}
-    present = {"HAS_LINEAR_BIAS": True, "HAS_WEIGHT": True}
-    forward_tile, backward_tile = _forward_tile(columns), _backward_tile(columns)
+    constants = {"HAS_LINEAR_BIAS": True, "HAS_WEIGHT": True, "KIND": kind}
+    options = {
+        "allow_spills": columns > 4096
+    }  # one program's rows, sums and parameters are more than all registers hold
     return [
-        {
-            "kernel": _fwd_kernel,
-            "signature": forward,
-            "num_warps": forward_tile.pop("num_warps"),
-            "constants": {**present, "HAS_BIAS": True, "KIND": kind, **forward_tile},
-        },
-        {
-            "kernel": _bwd_kernel,
-            "signature": backward,
-            "num_warps": backward_tile.pop("num_warps"),
-            "constants": {**present, "WANT_PARTS": True, "KIND": kind, **backward_tile},
-            "allow_spills": columns > 4096,  # one program's rows, sums and parameters are more than all registers hold
-        },
+        ahead_of_time(_fwd_kernel, forward, _forward_tile(columns), HAS_BIAS=True, **constants),
+        ahead_of_time(_bwd_kernel, backward, _backward_tile(columns), options=options, WANT_PARTS=True, **constants),
         compile_signature(parameter, 3),
     ]

@@ -35,10 +35,13 @@ struct Gemm {
   const float* a_scale;    // [1], on the device
   const float* b_scale;
   int fast_accumulation;  // whether partial sums may stay in the tensor cores
+  int threads;            // CPU: of GEMMs with few rows; 0: the BLAS computes those, too
 };
 
 namespace cpu {
-Status gemm(const Gemm&);  // with the BLAS of common/cpu/blas.h
+// With the BLAS of common/cpu/blas.h; with threads, products of a few rows and a transposed b with an own kernel, which
+// reads b once. Its sums do not depend on the number of rows or threads.
+Status gemm(const Gemm&);
 }  // namespace cpu
 
 namespace cuda {

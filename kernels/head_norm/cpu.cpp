@@ -71,17 +71,10 @@ Status head_norm_forward(const HeadNorm& p) {
 
 Status head_norm_backward(const HeadNormBackward& p) {
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
-    const RowChunks chunks(p.tokens);
-    float* second = p.workspace + chunks.count * p.head_dim;
-    const ColumnSums q_sums{static_cast<float*>(p.dq_weight), p.workspace, p.head_dim};
-    const ColumnSums k_sums{static_cast<float*>(p.dk_weight), second, p.head_dim};
-    parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-      float *q_sum = q_sums.start(chunk), *k_sum = k_sums.start(chunk);
-      for (int64_t token = chunks.begin(chunk); token < chunks.end(chunk); ++token)
-        backward_token<decltype(element)>(p, token, q_sum, k_sum);
-    });
-    q_sums.finish(chunks.count, p.threads);
-    k_sums.finish(chunks.count, p.threads);
+    const auto chunk = [&](int64_t, int64_t begin, int64_t end, float* const* parts) {
+      for (int64_t token = begin; token < end; ++token) backward_token<decltype(element)>(p, token, parts[0], parts[1]);
+    };
+    sum_over_chunks(p.tokens, p.head_dim, p.threads, p.workspace, {p.dq_weight, p.dk_weight}, chunk);
     return Status{};
   });
 }

@@ -14,8 +14,10 @@
 
 namespace fasttfm {
 
-// The instructions that multiply, the slower ones of a CPU first. Their results are bitwise identical.
-enum class Int8Products : int32_t { generic = 0, vnni = 1, amx = 2, arm_dot = 3 };
+// The instructions that multiply, the slower ones of a CPU first. Their results are bitwise identical. Words are pairs
+// of 16-bit integers, which every x86 CPU multiplies; vnni is AVX512-VNNI or, with AVX2's kernels, AVX-VNNI. On Arm
+// they are SDOT and SMMLA.
+enum class Int8Products : int32_t { generic = 0, words = 1, vnni = 2, amx = 3, arm_dot = 4, arm_matrix = 5 };
 
 constexpr int64_t kInt8Panel = 16;  // columns of a panel of w
 constexpr int64_t kInt8Block = 32;  // rows and columns of a tile of y; N is a multiple of it

@@ -1,7 +1,8 @@
 // A layer of a token stream and an entity stream in one call, forward and backward. The formulas are in
-// python/fasttfm/nn/knowledge_layer.py, the op-by-op path in python/fasttfm/ops/knowledge_block.py. It is a post-LN
-// layer of transformer_block/op.h whose feed-forward block also reads and writes the entities of aligned tokens. There
-// are A entities with E columns and a row stride of F >= E; the other letters are those of transformer_block/op.h.
+// python/fasttfm/nn/knowledge_layer.py, the op-by-op path in python/fasttfm/ops/layers/knowledge_block.py. It is a
+// post-LN layer of transformer_block/op.h whose feed-forward block also reads and writes the entities of aligned
+// tokens. There are A entities with E columns and a row stride of F >= E; the other letters are those of
+// transformer_block/op.h.
 //
 // The feed-forward block reads rows [T, C + F]: a token's row, followed by its entity's row or zeros. Columns from E to
 // F are zeros, which align rows to 16 bytes on a GPU.

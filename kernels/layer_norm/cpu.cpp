@@ -117,18 +117,12 @@ Status layer_norm_forward(const LayerNormForward& p) {
 Status layer_norm_backward(const LayerNormBackward& p) {
   if (p.columns < 1) return bad_size("layer_norm: columns must be at least 1");
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
-    const RowChunks chunks(p.rows);
-    const ColumnSums dweight{static_cast<float*>(p.dweight), p.workspace, p.columns};
-    const ColumnSums dbias{static_cast<float*>(p.dbias), p.workspace + chunks.count * p.columns, p.columns};
-    parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-      float* dweight_part = dweight.start(chunk);
-      float* dbias_part = dbias.start(chunk);
-      for_row_blocks<kRows>(chunks.begin(chunk), chunks.end(chunk), [&](int64_t row, int count) {
-        backward_rows<decltype(element)>(p, row, count, dweight_part, dbias_part);
+    const auto chunk = [&](int64_t, int64_t begin, int64_t end, float* const* parts) {
+      for_row_blocks<kRows>(begin, end, [&](int64_t row, int count) {
+        backward_rows<decltype(element)>(p, row, count, parts[0], parts[1]);
       });
-    });
-    dweight.finish(chunks.count, p.threads);
-    dbias.finish(chunks.count, p.threads);
+    };
+    sum_over_chunks(p.rows, p.columns, p.threads, p.workspace, {p.dweight, p.dbias}, chunk);
     return Status{};
   });
 }

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import cdiv, multiprocessors, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, cdiv, multiprocessors, on_device
 from fasttfm.kernels.common.rows import as_rows, contiguous_like, gradient_like
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.normalize import (
@@ -172,19 +172,8 @@ def compile_signatures(columns: int, element: str, parameter: str) -> list[dict[
     sizes = {"N": "i32", "C": "i32", "x_stride": "i32"}
     forward = {"x": x, "weight": p, "bias": p, "y": x, "statistics": f, **sizes, "eps": "fp32"}
     backward = {"dy": x, "x": x, "weight": p, "statistics": f, "dx": x, "parts": f, **sizes}
-    forward_tile, backward_tile = norm_forward_tile(columns), norm_backward_tile(columns)
     return [
-        {
-            "kernel": _fwd_kernel,
-            "signature": forward,
-            "num_warps": forward_tile.pop("num_warps"),
-            "constants": {"HAS_WEIGHT": True, "HAS_BIAS": True, **forward_tile},
-        },
-        {
-            "kernel": _bwd_kernel,
-            "signature": backward,
-            "num_warps": backward_tile.pop("num_warps"),
-            "constants": {"HAS_WEIGHT": True, "WANT_PARTS": True, **backward_tile},
-        },
+        ahead_of_time(_fwd_kernel, forward, norm_forward_tile(columns), HAS_WEIGHT=True, HAS_BIAS=True),
+        ahead_of_time(_bwd_kernel, backward, norm_backward_tile(columns), HAS_WEIGHT=True, WANT_PARTS=True),
         compile_signature(parameter, count=2),
     ]

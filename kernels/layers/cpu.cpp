@@ -1,7 +1,9 @@
-// Lists of steps on the CPU, in fp32. GEMMs use the BLAS that the process has loaded.
+// Lists of steps on the CPU, in fp32. GEMMs in fp32 use the BLAS that the process has loaded.
+#include "bf16_linear/op.h"
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
 #include "common/packed.h"
+#include "decode_attention/op.h"
 #include "int8_linear/op.h"
 #include "layers/run.h"
 
@@ -12,10 +14,16 @@ namespace {
 using namespace layers;
 
 struct Cpu {
+  struct State {
+    void begin(int64_t, bool) {}
+  };
+
   static constexpr auto gemm = cpu::gemm;
+  static constexpr auto selected_gemm = cpu::selected_gemm;
   static constexpr auto rotary = cpu::rotary;
   static constexpr auto attention_forward = cpu::attention_forward;
   static constexpr auto attention_backward = cpu::attention_backward;
+  static constexpr auto layer_norm_forward = cpu::layer_norm_forward;
   static constexpr auto rms_norm_forward = cpu::rms_norm_forward;
   static constexpr auto gated_activation_forward = cpu::gated_activation_forward;
   static constexpr auto gated_activation_backward = cpu::gated_activation_backward;
@@ -23,6 +31,7 @@ struct Cpu {
   static constexpr auto activation_backward = cpu::bias_gelu_backward;
   static constexpr auto column_sum = cpu::column_sum;
   static constexpr auto head_norm_forward = cpu::head_norm_forward;
+  static constexpr auto kv_cache_store = cpu::kv_cache_store;
   static constexpr auto head_norm_backward = cpu::head_norm_backward;
   static constexpr int64_t kGemmWorkspaceBytes = 0;
 
@@ -66,14 +75,74 @@ struct Cpu {
     if (run->launches_) linear.row_ranges = reinterpret_cast<float*>(linear.rounded + bytes.value);
     run->launch(cpu::int8_linear, &linear, (bytes + (Count(rows) * 8).value).value);
   }
+  // Attention of one new token of each sequence to the KV cache of a layer, to which the token is appended.
+  static void cached_attention(Run<Cpu>* run) {
+    auto& fields = run->fields_;
+    const LayersCall& call = run->call_;
+    DecodeAttention attention{};
+    const auto* qkv = fields.address<const char>();
+    auto* keys = fields.address<char>();
+    auto* values = fields.address<char>();
+    attention.lengths = fields.address<const int32_t>();
+    const int64_t sizes = fields.integer(), layer = fields.integer();
+    attention.heads = fields.integer();
+    attention.kv_heads = fields.integer();
+    attention.head_dim = fields.integer();
+    attention.window_left = fields.integer();
+    attention.scale = fields.number();
+    attention.out = fields.address();
+    const int64_t bytes = attention.head_dim * run->size_of(call.dtype);
+    attention.q = qkv;
+    attention.k = run->part(qkv, attention.heads * bytes);
+    attention.v = run->part(qkv, (attention.heads + attention.kv_heads) * bytes);
+    attention.q_stride = (attention.heads + 2 * attention.kv_heads) * attention.head_dim;
+    attention.k_stride = attention.v_stride = attention.q_stride;
+    attention.sequences = call.tokens;
+    attention.dtype = call.dtype;
+    if (run->launches_) {
+      attention.room = run->entry(sizes);
+      const int64_t columns = attention.room * attention.head_dim,
+                    offset = run->layer_offset(layer, sizes, attention.head_dim);
+      attention.keys = {keys + offset, attention.kv_heads * columns, columns, attention.head_dim};
+      attention.values = {values + offset, attention.kv_heads * columns, columns, attention.head_dim};
+    }
+    run->launch(cpu::decode_attention, &attention, 0);
+  }
+
+  // The same of a weight in bf16_linear's layout. The workspace has the rounded rows of x.
+  static void bf16_gemm(Run<Cpu>* run) {
+    auto& fields = run->fields_;
+    Bf16Linear linear{};
+    linear.x = fields.address<const float>();
+    linear.w = fields.address<const bf16_t>();
+    linear.bias = fields.address<const float>();
+    linear.residual = fields.address<const float>();
+    linear.y = fields.address<float>();
+    linear.y_columns = fields.integer();
+    linear.x_columns = fields.integer();
+    linear.activation = static_cast<int32_t>(fields.integer());
+    linear.products = static_cast<Bf16Products>(fields.integer());
+    linear.rows = run->call_.tokens;
+    linear.inner = up_to(linear.x_columns, kBf16Step);
+    linear.columns = up_to(linear.y_columns, kBf16Block);
+    linear.rounded = static_cast<bf16_t*>(run->call_.workspace);
+    run->launch(cpu::bf16_linear, &linear,
+                (Count(up_to(linear.rows, kBf16Block)) * (Count(linear.inner) * 2).value).value);
+  }
+
   static int64_t up_to(int64_t count, int64_t step) {
     const int64_t padded = (Count(count) + (step - 1)).value;
     return padded == kTooMany ? kTooMany : padded / step * step;
   }
 
   // Their kernels are Hopper's.
-  static void rotary_projection(Run<Cpu>* run) { refuse(run); }
+  static void projection(Run<Cpu>* run) { refuse(run); }
   static void gemm_activation(Run<Cpu>* run) { refuse(run); }
+  static void gemm_activation_backward(Run<Cpu>* run) { refuse(run); }
+  static void few_rows_gemm(Run<Cpu>* run) { refuse(run); }
+  static void few_rows_add_norm(Run<Cpu>* run) { refuse(run); }
+  static void few_rows_layers(Run<Cpu>* run) { refuse(run); }
+  static void adapted_gemm(Run<Cpu>* run) { refuse(run); }
   static void fp8_cast(Run<Cpu>* run) { refuse(run); }
   static void fp8_gemm(Run<Cpu>* run) { refuse(run); }
   static void fp8_gemm_activation(Run<Cpu>* run) { refuse(run); }
@@ -85,9 +154,9 @@ struct Cpu {
   static int64_t attention_workspace(const LayersCall& call, int64_t head_dim) {
     return bytes_of(cpu::attention_forward_workspace(head_dim, call.processors));
   }
-  static int64_t attention_backward_workspace(const LayersCall& call, const AttentionBackward& attention) {
+  static int64_t attention_backward_workspace(const LayersCall& call, AttentionBackward* attention, bool) {
     return bytes_of(
-        cpu::attention_backward_workspace(call.max_seqlen, call.max_seqlen, attention.head_dim, call.processors));
+        cpu::attention_backward_workspace(call.max_seqlen, call.max_seqlen, attention->head_dim, call.processors));
   }
   static int64_t add_norm_workspace(const LayersCall& call, int64_t columns) {
     return bytes_of(cpu::dropout_add_layer_norm_workspace(call.tokens, columns));
@@ -119,6 +188,7 @@ struct Cpu {
     set_workspace(call, params);
   }
   static void set(const LayersCall&, Gemm*) {}
+  static void set(const LayersCall&, SelectedGemm*) {}
   template <class Params>
   static void set_workspace(const LayersCall&, Params*) {}
   static void set_workspace(const LayersCall& call, AttentionForward* attention) {

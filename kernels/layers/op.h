@@ -16,7 +16,7 @@ enum class LayerStep : int64_t {
   zero = 0,
   gemm = 1,
   weight_gradient = 2,
-  rotary_projection = 3,
+  projection = 3,
   rotary = 4,
   attention = 5,
   attention_backward = 6,
@@ -36,6 +36,17 @@ enum class LayerStep : int64_t {
   fp8_cast = 20,
   fp8_gemm = 21,
   fp8_gemm_activation = 22,
+  gemm_activation_backward = 23,
+  layer_norm = 24,
+  range = 25,
+  few_rows_gemm = 26,
+  few_rows_add_norm = 27,
+  few_rows_layers = 28,
+  store_keys = 29,
+  cached_attention = 30,
+  bf16_gemm = 31,
+  selected_gemm = 32,
+  adapted_gemm = 33,
 };
 
 // A step is its kind, the number of its words, these two included, and its fields: addresses, integers, and floating
@@ -96,6 +107,8 @@ namespace cuda {
 // Requires compute capability 9.0 and what the kernels of the steps require.
 Status layers_run(const LayersCall&);
 Status layers_workspace(const LayersCall&);
+// 1 if NVTX's header was available in the build, so that ranges name the layers in a profile.
+int64_t layers_names_ranges();
 }  // namespace cuda
 
 }  // namespace fasttfm

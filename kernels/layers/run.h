@@ -15,9 +15,12 @@
 #include "gated_activation/op.h"
 #include "gemm/op.h"
 #include "head_norm/op.h"
+#include "kv_cache/op.h"
+#include "layer_norm/op.h"
 #include "layers/op.h"
 #include "rms_norm/op.h"
 #include "rotary/op.h"
+#include "selected_gemm/op.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {
@@ -45,6 +48,9 @@ class Fields {
   // Whether the fields of the step have all been read, and no others.
   bool is_read() const { return at_ == end_; }
   bool is_whole() const { return is_whole_; }
+
+  // Whether the next field, an address, is not null in the list.
+  bool is_given() const { return at_ < call_.word_count && call_.words[at_] >= 0; }
 
   int64_t integer() { return at_ < call_.word_count ? call_.words[at_++] : 0; }
   float number() {
@@ -96,7 +102,7 @@ class Run {
       case LayerStep::zero: return zero();
       case LayerStep::gemm: return gemm();
       case LayerStep::weight_gradient: return weight_gradient();
-      case LayerStep::rotary_projection: return Device::rotary_projection(this);
+      case LayerStep::projection: return Device::projection(this);
       case LayerStep::rotary: return rotary();
       case LayerStep::attention: return attention();
       case LayerStep::attention_backward: return attention_backward();
@@ -113,10 +119,28 @@ class Run {
       case LayerStep::head_norm: return head_norm();
       case LayerStep::head_norm_backward: return head_norm_backward();
       case LayerStep::int8_gemm: return Device::int8_gemm(this);
+      case LayerStep::bf16_gemm: return Device::bf16_gemm(this);
       case LayerStep::fp8_cast: return Device::fp8_cast(this);
       case LayerStep::fp8_gemm: return Device::fp8_gemm(this);
       case LayerStep::fp8_gemm_activation: return Device::fp8_gemm_activation(this);
+      case LayerStep::gemm_activation_backward: return Device::gemm_activation_backward(this);
+      case LayerStep::layer_norm: return layer_norm();
+      case LayerStep::range: return range();
+      case LayerStep::few_rows_gemm: return Device::few_rows_gemm(this);
+      case LayerStep::few_rows_add_norm: return Device::few_rows_add_norm(this);
+      case LayerStep::few_rows_layers: return Device::few_rows_layers(this);
+      case LayerStep::store_keys: return store_keys();
+      case LayerStep::cached_attention: return Device::cached_attention(this);
+      case LayerStep::selected_gemm: return selected_gemm();
+      case LayerStep::adapted_gemm: return Device::adapted_gemm(this);
     }
+  }
+
+  // The steps up to the next one of these are those of a layer.
+  void range() {
+    const int64_t layer = fields_.integer();
+    const bool backward = fields_.integer() != 0;
+    if (launches_) state_.begin(layer, backward);
   }
 
   // bytes at `target`: 0.
@@ -137,6 +161,7 @@ class Run {
     gemm.columns = fields_.integer();
     gemm.inner = fields_.integer();
     gemm.transposed_b = fields_.integer() != 0;
+    gemm.threads = fields_.integer() != 0 ? static_cast<int>(call_.processors) : 0;
     gemm.rows = call_.tokens;
     gemm.dtype = gemm.out_dtype = call_.dtype;
     launch(Device::gemm, &gemm, Device::kGemmWorkspaceBytes);
@@ -156,6 +181,27 @@ class Run {
     gemm.out_dtype = call_.parameter_dtype;
     if (launches_ && gemm.d == nullptr) return;
     launch(Device::gemm, &gemm, Device::kGemmWorkspaceBytes);
+  }
+
+  // Columns of y [T, y_stride] (+)= those of x [T, x_stride] b^T, where b is a part of the matrix of a token's adapter.
+  void selected_gemm() {
+    SelectedGemm gemm{};
+    gemm.x = fields_.address();
+    gemm.x_stride = fields_.integer();
+    gemm.x_first = fields_.integer();
+    gemm.b = fields_.address();
+    gemm.b_rows = fields_.integer();
+    gemm.b_first = fields_.integer();
+    gemm.y = fields_.address();
+    gemm.y_stride = fields_.integer();
+    gemm.y_first = fields_.integer();
+    gemm.columns = fields_.integer();
+    gemm.inner = fields_.integer();
+    gemm.adds = fields_.integer() != 0;
+    gemm.adapters = fields_.template address<const int32_t>();
+    gemm.rows = call_.tokens;
+    gemm.dtype = call_.dtype;
+    launch(Device::selected_gemm, &gemm, 0);
   }
 
   // Rotates the first rotary_heads of x's heads [T, heads, columns] in place. Positions are null if a token's position
@@ -182,8 +228,16 @@ class Run {
   // The number of rows of a table of cosines, which is an entry of the buffers.
   int64_t table_rows() {
     const int64_t index = fields_.integer();
-    return launches_ ? call_.tables[static_cast<int>(LayerTable::buffers)][index] : 0;
+    return launches_ ? entry(index) : 0;
   }
+
+  // Bytes in front of a layer's part of a KV cache, whose capacity and rows are the entries from `sizes` on.
+  int64_t layer_offset(int64_t layer, int64_t sizes, int64_t head_dim) const {
+    return layer * entry(sizes + 1) * head_dim * size_of(call_.dtype);
+  }
+
+  // An entry of the buffers that is a number.
+  int64_t entry(int64_t index) const { return call_.tables[static_cast<int>(LayerTable::buffers)][index]; }
 
   // The fields that attention has in both directions. qkv is [T, heads + 2 kv_heads, head_dim].
   template <class Attention>
@@ -246,7 +300,10 @@ class Run {
     attention.dv = part(to, (attention.heads + attention.kv_heads) * bytes);
     attention.dq_token_stride = attention.dk_token_stride = attention.dv_token_stride = attention.q_token_stride;
     attention.dq_head_stride = attention.dk_head_stride = attention.dv_head_stride = attention.head_dim;
-    launch(Device::attention_backward, &attention, Device::attention_backward_workspace(call_, attention));
+    const bool sums = fields_.is_given();
+    attention.column_sums = fields_.address();
+    attention.column_sums_dtype = call_.parameter_dtype;
+    launch(Device::attention_backward, &attention, Device::attention_backward_workspace(call_, &attention, sums));
   }
 
   // The fields that the addition with a following LayerNorm has in both directions.
@@ -313,6 +370,23 @@ class Run {
     launch(Device::add_norm_backward, &norm, workspace);
   }
 
+  // y = LayerNorm(x), of x in dtype; statistics are [2, T].
+  void layer_norm() {
+    LayerNormForward norm{};
+    norm.x = fields_.address();
+    norm.weight = fields_.address();
+    norm.bias = fields_.address();
+    norm.y = fields_.address();
+    norm.mean = fields_.template address<float>();
+    norm.rstd = part(norm.mean, call_.tokens);
+    norm.columns = norm.x_stride = fields_.integer();
+    norm.eps = fields_.number();
+    norm.rows = call_.tokens;
+    norm.dtype = call_.dtype;
+    norm.parameter_dtype = call_.parameter_dtype;
+    launch(Device::layer_norm_forward, &norm, 0);
+  }
+
   // y = RMSNorm(x); rstd is [T].
   void rms_norm() {
     RmsNormForward norm{};
@@ -371,6 +445,28 @@ class Run {
     norm.y = fields_.address();
     norm.eps = fields_.number();
     launch(Device::head_norm_forward, &norm, 0);
+  }
+
+  // Keys and values of qkv [T, heads + 2 kv_heads, head_dim] to the part of the KV cache that belongs to this layer.
+  void store_keys() {
+    KvCacheStore store{};
+    store.qkv = fields_.address();
+    auto* keys = fields_.template address<char>();
+    auto* values = fields_.template address<char>();
+    store.places = fields_.template address<const int64_t>();
+    const int64_t sizes = fields_.integer(), layer = fields_.integer();
+    store.heads = fields_.integer();
+    store.kv_heads = fields_.integer();
+    store.head_dim = fields_.integer();
+    store.tokens = call_.tokens;
+    store.dtype = call_.dtype;
+    if (launches_) {
+      store.capacity = entry(sizes);
+      store.rows = entry(sizes + 1);
+      store.keys = keys + layer_offset(layer, sizes, store.head_dim);
+      store.values = values + layer_offset(layer, sizes, store.head_dim);
+    }
+    launch(Device::kv_cache_store, &store, 0);
   }
 
   // The gradient of x replaces dy.
@@ -472,6 +568,7 @@ class Run {
   // CUDA: whether the next kernel may be launched as a dependent of the previous one. The first one of a call is not,
   // so it waits for kernels that write parameters.
   int started_ = 0;
+  typename Device::State state_;
 };
 
 template <class Device>

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import next_power_of_2, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, next_power_of_2, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.philox import philox
 from fasttfm.kernels.vocabulary.cross_entropy import SAMPLING_COUNTER, Loss
@@ -292,19 +292,7 @@ def compile_signatures(columns: int, element: str, *, everything: bool) -> list[
     pointers = {"logits": e, "bias": e, "labels": i, "coefficients": f, "seed": i, "losses": f, "correct": "*i1"}
     numbers = dict.fromkeys(("first_row", "V", "P", "ignore_index"), "i32")
     reals = dict.fromkeys(("label_smoothing", "z_loss", "temperature"), "fp32")
-    options = ("HAS_COEFFICIENTS", "SMOOTHED", "COUNT", "SAMPLE", "TEMPERED")
-    return [
-        {
-            "kernel": _loss_kernel,
-            "signature": {**pointers, "samples": i, "errors": i, **numbers, **reals},
-            "num_warps": tile.pop("num_warps"),
-            "constants": {
-                "HAS_BIAS": True,
-                **dict.fromkeys(options, everything),
-                "GRADIENT": True,
-                "ARGUMENT": _LABELS,
-                "COUNTER": SAMPLING_COUNTER,
-                **tile,
-            },
-        }
-    ]
+    signature = {**pointers, "samples": i, "errors": i, **numbers, **reals}
+    constants = dict.fromkeys(("HAS_COEFFICIENTS", "SMOOTHED", "COUNT", "SAMPLE", "TEMPERED"), everything)
+    always = {"HAS_BIAS": True, "GRADIENT": True, "ARGUMENT": _LABELS, "COUNTER": SAMPLING_COUNTER}
+    return [ahead_of_time(_loss_kernel, signature, tile, **constants, **always)]

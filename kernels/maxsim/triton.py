@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.rows import as_rows, empty_output
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
@@ -313,19 +313,13 @@ def compile_signatures(columns: int, element: str) -> list[dict[str, object]]:
     forward |= {"document_mask": "*u8", "best": f, "index": i}
     forward |= dict.fromkeys(("Tq", "Td", "K", "tiles", "query_stride", "document_stride"), "i32")
     precision = "ieee" if element == "fp32" else "tf32"
-    constants = {"MASKED": True, "KEEP": True, "PRECISION": precision, "D": columns, **tile}
-    warps = constants.pop("num_warps")
-    calls: list[dict[str, object]] = [
-        {"kernel": _best_kernel, "signature": forward, "constants": {"PAIRS": pairs, **constants}, "num_warps": warps}
-        for pairs in (False, True)
-    ]
+    constants = {"MASKED": True, "KEEP": True, "PRECISION": precision, "D": columns}
+    calls = [ahead_of_time(_best_kernel, forward, tile, PAIRS=pairs, **constants) for pairs in (False, True)]
     sums = {"best": f, **spans, "scores": f, "Tq": "i32", "K": "i32"}
-    calls.append({"kernel": _sum_kernel, "signature": sums, "constants": {"BLOCK_K": _SUMMED, "BLOCK_T": 32}})
-    gradient_tile = _gradient_tile(columns)
-    warps = gradient_tile.pop("num_warps")
+    calls.append(ahead_of_time(_sum_kernel, sums, {"BLOCK_K": _SUMMED, "BLOCK_T": 32}))
+    tile = _gradient_tile(columns)
     for of_documents in (False, True):
         pointers = {"dscores": f, "rows": e, "owners": i, "entries": "*i64" if of_documents else i, "bounds": "*i64"}
         signature = {**pointers, "gradient": e, **dict.fromkeys(("Tq", "K", "stride"), "i32")}
-        constants = {"OF_DOCUMENTS": of_documents, "D": columns, **gradient_tile}
-        calls.append({"kernel": _gradient_kernel, "signature": signature, "constants": constants, "num_warps": warps})
+        calls.append(ahead_of_time(_gradient_kernel, signature, tile, OF_DOCUMENTS=of_documents, D=columns))
     return calls

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.packed import packed_first, packed_span
 
@@ -133,18 +133,9 @@ def _columns(tensor: Tensor, leading: int) -> Tensor:
 def compile_signatures(columns: int, element: str) -> list[dict[str, object]]:
     """The kernel, in both directions, as it is compiled for tokens of ``columns`` elements of Triton type
     ``element``."""
-    tile = _tile(columns)
-    num_warps = tile.pop("num_warps")
     pointers = {"padded": f"*{element}", "packed": f"*{element}", "cu_seqlens": "*i32"}
     numbers = dict.fromkeys(
         ("B", "S", "T", "C", "slots", "token_blocks", "batch_stride", "token_stride", "packed_stride"), "i32"
     )
-    return [
-        {
-            "kernel": _copy_kernel,
-            "signature": {**pointers, **numbers},
-            "constants": {"TO_PACKED": to_packed, **tile},
-            "num_warps": num_warps,
-        }
-        for to_packed in (True, False)
-    ]
+    signature, tile = {**pointers, **numbers}, _tile(columns)
+    return [ahead_of_time(_copy_kernel, signature, tile, TO_PACKED=to_packed) for to_packed in (True, False)]

@@ -1,22 +1,22 @@
-// The projection as an instance of the Hopper GEMM (common/cuda/hopper_product.cuh), with an epilogue that adds the
+// The projection as an instance of the Hopper GEMM (gemm/hopper/gemm.cuh), with an epilogue that adds the
 // bias and rotates queries and keys.
 #include <cstdint>
 
 #include "common/cuda/hopper.cuh"
-#include "common/cuda/hopper_product.cuh"
-#include "common/cuda/hopper_product_in_place.cuh"
+#include "gemm/hopper/gemm.cuh"
+#include "gemm/hopper/gemm_in_place.cuh"
 #include "qkv_projection/op.h"
 
 namespace fasttfm {
 namespace cuda {
 namespace {
 
-using Shape = ProductShape<192, 4, 2, 7>;
+using Shape = GemmShape<192, 4, 2, 7>;
 
 constexpr int kHeadColumns = 64, kPairs = kHeadColumns / 2;
 static_assert(kHeadColumns == kTileColumns, "a part of a tile is a head");
 
-struct QkvParams : ProductSizes {
+struct QkvParams : GemmSizes {
   const void* bias;  // or null
   DType bias_dtype;
   const float *cos, *sin;
@@ -50,7 +50,7 @@ struct QkvEpilogue {
   static constexpr Major kB = Major::k;
 
   template <class T, class S>
-  static __device__ __forceinline__ void finish(const Params& p, ProductMemory<S>& memory, int warp) {
+  static __device__ __forceinline__ void finish(const Params& p, GemmMemory<S>& memory, int warp) {
     finish_in_place(p, &p.map, memory, warp, [&](int row, int column, uint4 sums, const float (&bias)[kVector]) {
       float value[kVector];
       widen_vector<T>(sums, value);
@@ -67,9 +67,9 @@ struct QkvEpilogue {
 }  // namespace
 
 Status qkv_projection(const QkvProjection& call) {
-  const ProductOperands operands = {call.x,     call.weight, call.x_stride, call.inputs,
-                                    call.dtype, call.device, call.stream,   call.dependent != 0};
-  const Status status = check_product(operands, call.rows, call.columns, {call.x, call.weight, call.bias, call.qkv});
+  const GemmOperands operands = {call.x,     call.weight, call.x_stride, call.inputs,
+                                 call.dtype, call.device, call.stream,   call.dependent != 0};
+  const Status status = check_gemm(operands, call.rows, call.columns, {call.x, call.weight, call.bias, call.qkv});
   if (status.code != StatusCode::ok || call.rows == 0) return status;
   const DeviceGuard guard(call.device);
   if (guard.status().code != StatusCode::ok) return guard.status();
@@ -88,8 +88,8 @@ Status qkv_projection(const QkvProjection& call) {
   p.table_rows = static_cast<int>(call.table_rows);
   const Status mapped = make_result_map<Shape>(&p.map, call.qkv, call.dtype, call.rows, call.columns);
   if (mapped.code != StatusCode::ok) return mapped;
-  return call.cos == nullptr ? run_product<Shape, QkvEpilogue<false>>(operands, p)
-                             : run_product<Shape, QkvEpilogue<true>>(operands, p);
+  return call.cos == nullptr ? run_gemm<Shape, QkvEpilogue<false>>(operands, p)
+                             : run_gemm<Shape, QkvEpilogue<true>>(operands, p);
 }
 
 }  // namespace cuda

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 from fasttfm.kernels.common.triton.rotary import load_angles, rotate
@@ -210,7 +210,6 @@ def compile_signatures(
     pointers = {"x": e, "weight": e, "bias": e, "cos": "*fp32", "sin": "*fp32", "positions": "*i64", "qkv": e}
     sizes = dict.fromkeys(("N", "S", "P", "x_stride", "weight_stride"), "i32")
     tile = _tile(rows, heads * head_columns, element_bytes)
-    launch = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
     options = {"HAS_BIAS": True, "HAS_POSITIONS": pairs > 0, "INTERLEAVED": interleaved}
-    constants = {**_constants(heads, head_columns, pairs, element_bytes), **options, **tile}
-    return [{"kernel": _forward_kernel, "signature": {**pointers, **sizes}, "constants": constants, **launch}]
+    constants = {**_constants(heads, head_columns, pairs, element_bytes), **options}
+    return [ahead_of_time(_forward_kernel, {**pointers, **sizes}, tile, **constants)]

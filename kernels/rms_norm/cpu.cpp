@@ -104,14 +104,11 @@ Status rms_norm_forward(const RmsNormForward& p) {
 Status rms_norm_backward(const RmsNormBackward& p) {
   if (p.columns < 1) return bad_size("rms_norm: columns must be at least 1");
   return with_dtype(p.dtype, unknown_dtype(), [&](auto element) {
-    const RowChunks chunks(p.rows);
-    const ColumnSums dweight{static_cast<float*>(p.dweight), p.workspace, p.columns};
-    parallel_items(chunks.count, p.threads, [&](int64_t chunk) {
-      float* part = dweight.start(chunk);
-      for_row_blocks<kRows>(chunks.begin(chunk), chunks.end(chunk),
-                            [&](int64_t row, int count) { backward_rows<decltype(element)>(p, row, count, part); });
-    });
-    dweight.finish(chunks.count, p.threads);
+    const auto chunk = [&](int64_t, int64_t begin, int64_t end, float* const* parts) {
+      for_row_blocks<kRows>(begin, end,
+                            [&](int64_t row, int count) { backward_rows<decltype(element)>(p, row, count, parts[0]); });
+    };
+    sum_over_chunks(p.rows, p.columns, p.threads, p.workspace, {p.dweight}, chunk);
     return Status{};
   });
 }

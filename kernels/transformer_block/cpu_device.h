@@ -27,8 +27,6 @@ struct Cpu {
 
   static void project_qkv(Steps* steps, const Gemm& product) { (*steps)(gemm, product); }
   static Status reset_tile_counters(const TransformerCall&, int32_t*) { return {}; }
-  // Never requested on the CPU.
-  static void short_attention(Steps*, const TransformerForward&, const ForwardTensors&) {}
 
   static Status add_norm_forward(const DropoutAddLayerNormForward& original) {
     DropoutAddLayerNormForward call = original;

@@ -1,4 +1,4 @@
-// The steps of a layer on Hopper, in 16 bits. GEMMs use cuBLASLt, except for those with an activation (gelu_product)
+// The steps of a layer on Hopper, in 16 bits. GEMMs use cuBLASLt, except for those with an activation (gelu_gemm)
 // and the projection to qkv of many tokens (qkv_projection). Kernels with a field `dependent` start while the previous
 // one still runs.
 #pragma once
@@ -13,9 +13,8 @@
 
 #include "common/count.h"
 #include "common/cuda/launch.cuh"
-#include "gelu_product/op.h"
+#include "gelu_gemm/op.h"
 #include "qkv_projection/op.h"
-#include "transformer_block/few_rows_forward.h"
 #include "transformer_block/layer_backward.h"
 #include "transformer_block/layer_forward.h"
 
@@ -64,14 +63,6 @@ struct Hopper {
     return status_of(cudaMemsetAsync(counters, 0, bytes, static_cast<cudaStream_t>(call.stream)));
   }
 
-  static void short_attention(Steps* steps, const TransformerForward& call, const ForwardTensors& tensors) {
-    auto attention = few_rows_attention_of(call, tensors.qkv, tensors.out);
-    attention.dtype = call.dtype;
-    attention.dependent = steps->dependent();
-    baseline::transformer::set_device(call, &attention);
-    (*steps)(few_rows_attention, attention);
-  }
-
   // An NVTX range that names a layer's kernels in a profile; without a profiler it only tests a pointer.
   class Range {
    public:
@@ -91,7 +82,7 @@ struct Hopper {
 
   static void activation_forward(Steps* steps, const TransformerCall& call, const void* weight, const void* bias,
                                  const ForwardTensors& tensors) {
-    GeluProductForward up{};
+    GeluGemmForward up{};
     up.x = tensors.y1;
     up.weight = weight;
     up.bias = bias;
@@ -105,11 +96,11 @@ struct Hopper {
     up.bias_dtype = call.parameter_dtype;
     up.dependent = steps->dependent();
     baseline::transformer::set_device(call, &up);
-    (*steps)(gelu_product_forward, up);
+    (*steps)(gelu_gemm_forward, up);
   }
 
   static void activation_backward(Steps* steps, const TransformerCall& call, const ActivationTensors& tensors) {
-    GeluProductBackward product{};
+    GeluGemmBackward product{};
     product.dy = tensors.dy;
     product.weight = tensors.weight;
     if (call.keep_activation) {
@@ -129,7 +120,7 @@ struct Hopper {
     product.dtype = call.dtype;
     product.bias_dtype = call.parameter_dtype;
     baseline::transformer::set_device(call, &product);
-    (*steps)(gelu_product_backward, product);
+    (*steps)(gelu_gemm_backward, product);
   }
 
   // Whether attention also computes the column sums of dqkv: if sequences are long enough, as in
@@ -161,7 +152,7 @@ struct Hopper {
                                                      baseline::transformer::head_dim_of(shape), shape.max_seqlen);
     const Count columns = Count(column_sum_parts(shape)) * shape.width * 3;
     const Count norm = Count(shape.processors) * shape.width * 3;
-    const int64_t activation = gelu_product_workspace(shape.tokens, shape.intermediate);
+    const int64_t activation = gelu_gemm_workspace(shape.tokens, shape.intermediate);
     const int64_t floats = std::max({attention.value, columns.value, norm.value, activation});
     return std::max((Count(floats) * 4).value, kGemmWorkspace);
   }

@@ -152,27 +152,6 @@ inline Status check_shape(const TransformerShape& shape) {
   return {};
 }
 
-// Checks a backward call; `status` is that of the checks of its shape.
-inline Status check_part(const TransformerBackward& call, const Status& status) {
-  if (status.code == StatusCode::ok && call.part != BackwardPart::whole && call.layers != 1)
-    return bad_size("transformer_block: parts are of one layer");
-  return status;
-}
-
-template <class Device>
-Status write_sizes(const TransformerSizes& call) {
-  const Status status = check_shape(call);
-  if (status.code != StatusCode::ok) return status;
-  call.sizes[0] = kept_plan(call).bytes;
-  call.sizes[1] = forward_plan(call, Device::forward_workspace(call)).bytes;
-  call.sizes[2] =
-      call.training ? backward_plan(call, Device::backward_workspace(call), Device::kFusedActivation).bytes : 0;
-  for (int i = 0; i < 3; ++i)
-    if (call.sizes[i] == kTooMany)
-      return bad_size("transformer_block: expected sizes that 64 bits count, got larger ones");
-  return {};
-}
-
 }  // namespace transformer
 }  // namespace FASTTFM_ISA
 }  // namespace fasttfm

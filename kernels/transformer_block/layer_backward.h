@@ -48,12 +48,10 @@ class Backward {
       // In a post-LN model x is the residual stream, and its gradient is one sum.
       void* stream = layer > 0 ? scratch(kStreamA) : pre ? call_.dresidual : call_.dx;
       void* dx = !pre ? stream : layer > 0 ? scratch(kDx) : call_.dx;
-      if (call_.part != BackwardPart::after_attention) {
-        feed_forward_block(layer, dy, dz);
-        projection(layer, stream);
-      }
-      if (call_.part == BackwardPart::whole) attention(layer);
-      if (call_.part != BackwardPart::before_attention) input(layer, stream, dx);
+      feed_forward_block(layer, dy, dz);
+      projection(layer, stream);
+      attention(layer);
+      input(layer, stream, dx);
       dy = dx;
       dz = pre ? stream : nullptr;
     }
@@ -98,9 +96,6 @@ class Backward {
     meet(scratch(kDh), parameter(layer, kUpWeight), call_.intermediate, stream, scratch(kDy1));
   }
 
-  void* dout() const { return call_.part == BackwardPart::whole ? scratch(kDout) : call_.dout; }
-  const void* dqkv() const { return call_.part == BackwardPart::whole ? scratch(kDqkv) : call_.dqkv; }
-
   void projection(int64_t layer, void* stream) {
     const bool separate = separate_branch(call_, call_.threshold_a), pre = call_.pre_norm != 0;
     void* dbranch = separate ? scratch(kDBranchA) : stream;
@@ -108,14 +103,14 @@ class Backward {
              {pre ? scratch(kDy1) : scratch(kStreamB), pre ? scratch(kStreamB) : nullptr, kept(layer, kKeptZ1),
               statistics(layer, kKeptStatistics1), stream, separate ? dbranch : nullptr});
     weight_gradient(layer, kOutWeight, dbranch, kept(layer, kKeptOut), call_.width, call_.width);
-    steps_(Device::gemm, product_of(call_, dbranch, parameter(layer, kOutWeight), false, dout(), call_.width,
+    steps_(Device::gemm, product_of(call_, dbranch, parameter(layer, kOutWeight), false, scratch(kDout), call_.width,
                                     call_.width, workspace()));
   }
 
   void input(int64_t layer, void* stream, void* dx) {
     if (gradient(layer, kQkvBias) != nullptr && !sums_come_along()) column_sums(layer);
-    weight_gradient(layer, kQkvWeight, dqkv(), input_of(layer), 3 * call_.width, call_.width);
-    meet(dqkv(), parameter(layer, kQkvWeight), 3 * call_.width, stream, dx);
+    weight_gradient(layer, kQkvWeight, scratch(kDqkv), input_of(layer), 3 * call_.width, call_.width);
+    meet(scratch(kDqkv), parameter(layer, kQkvWeight), 3 * call_.width, stream, dx);
   }
 
   // Computes dy weight, the gradient of a block's input. In a post-LN model it is added to the gradient of the stream,
@@ -187,7 +182,7 @@ class Backward {
   }
 
   // Whether attention also computes the column sums of dqkv, which are the gradient of the qkv bias.
-  bool sums_come_along() const { return call_.part == BackwardPart::whole && Device::sums_columns(call_); }
+  bool sums_come_along() const { return Device::sums_columns(call_); }
 
   void attention(int64_t layer) {
     void* to = scratch(kDqkv);
@@ -208,7 +203,7 @@ class Backward {
 
   void column_sums(int64_t layer) {
     ColumnSum columns{};
-    columns.x = dqkv();
+    columns.x = scratch(kDqkv);
     columns.sum = gradient(layer, kQkvBias);
     columns.workspace = static_cast<float*>(workspace());
     columns.rows = call_.tokens;

@@ -56,9 +56,7 @@ class Forward {
 
   // Sets the tile counters of all layers' attention to 0, before the first kernel: each attention follows directly
   // after the kernel on which it depends.
-  void reset_tile_counters() {
-    if (!call_.short_attention) steps_.prepare(Device::reset_tile_counters(call_, tile_counters()));
-  }
+  void reset_tile_counters() { steps_.prepare(Device::reset_tile_counters(call_, tile_counters())); }
   int32_t* tile_counters() const { return static_cast<int32_t*>(scratch(kTileCounters)); }
 
   ForwardTensors tensors_of(int64_t layer) const {
@@ -103,10 +101,6 @@ class Forward {
   }
 
   void attend(int64_t layer, const ForwardTensors& tensors) {
-    if (call_.short_attention) {
-      Device::short_attention(&steps_, call_, tensors);
-      return;
-    }
     auto attention = attention_of<AttentionForward>(call_, layer, tensors.qkv, tensors.workspace);
     attention.out = tensors.out;
     attention.lse = tensors.lse;

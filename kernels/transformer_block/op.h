@@ -1,10 +1,6 @@
-// A stack of transformer layers in one call, forward and backward. The formulas are in
-// python/fasttfm/ops/transformer_block.py, whose op-by-op path launches the same kernels. T packed tokens, C columns, I
-// columns in the feed-forward block, H heads of dimension D.
-//
-// The functions allocate no memory and do not synchronize with the GPU. The caller provides two buffers of the sizes
-// that transformer_block_sizes() returns: `kept` for the tensors that the backward reads, and `scratch` for the
-// duration of a call.
+// A transformer layer as a part of others' launchers (knowledge_block). The formulas are in
+// python/fasttfm/ops/layers/transformer_block.py, whose op-by-op path launches the same kernels. T packed tokens, C
+// columns, I columns in the feed-forward block, H heads of dimension D.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +8,6 @@
 #include "common/activation.h"
 #include "common/dtype.h"
 #include "common/status.h"
-#include "few_rows/plan.h"
 
 namespace fasttfm {
 
@@ -84,35 +79,7 @@ struct TransformerForward : TransformerCall {
   const void* residual;  // [T, C], residual_dtype, in a pre-LN model; else null
   void* y;               // [T, C], dtype
   void* z;               // [T, C], residual_dtype, in a pre-LN model; else null
-  int few_rows;          // CUDA, without training and dropout: not 0 for the kernels of few_rows/op.h
-  int short_attention;   // CUDA, without training and dropout: not 0 for attention by few_rows/op.h
 };
-
-// The addresses that a layer needs whose LayerNorms are folded into the GEMMs: weights [outputs, inputs] in dtype,
-// vectors in fp32. ops/folded_layers.py computes them. With only the first LayerNorm, those of up are read. The
-// first layer's x is normalized already: its weight and bias of qkv are the layer's own, its residual weight is 1.
-enum TransformerFolded {
-  kFoldedUpWeight,
-  kFoldedUpBias,
-  kFoldedQkvWeight,
-  kFoldedQkvBias,
-  kFoldedOutBias,
-  kFoldedResidualA,  // the weight of the previous layer's LayerNorm b
-  kFoldedDownBias,
-  kFoldedResidualB,  // the weight of LayerNorm a
-  kTransformerFolded,
-};
-
-// The forward of post-LN layers for inference, whose LayerNorms, of each layer the first or, except for the last one of
-// all, both, are parts of the GEMMs.
-struct TransformerFoldedForward : TransformerForward {
-  const int64_t* folded;  // [layers, kTransformerFolded] addresses
-  few_rows::FoldedNorms norms;
-};
-
-// A backward of one layer can be split in two if another backend computes attention's backward: the first part ends
-// with the gradient of attention's output, the second starts with that of qkv.
-enum class BackwardPart : int32_t { whole = 0, before_attention = 1, after_attention = 2 };
 
 struct TransformerBackward : TransformerCall {
   const void* z;             // from the forward in a pre-LN model; else null
@@ -122,29 +89,6 @@ struct TransformerBackward : TransformerCall {
   void* dresidual;           // [T, C], residual_dtype, in a pre-LN model; else null
   const int64_t* gradients;  // [layers, kTransformerParameters] addresses
   int64_t block_memory;      // CUDA: bytes of shared memory that a block may use
-  BackwardPart part;
-  void* dout;        // [T, C], dtype: written by the first part; unused if the backward is not split
-  const void* dqkv;  // [T, 3 C], dtype: read by the second part; unused if the backward is not split
 };
-
-namespace cpu {
-// Requires that the process has loaded a BLAS: common/cpu/blas.h.
-Status transformer_block_sizes(const TransformerSizes&);
-Status transformer_block_forward(const TransformerForward&);
-Status transformer_block_backward(const TransformerBackward&);
-}  // namespace cpu
-
-namespace cuda {
-// Requires that the process has loaded cuBLASLt (gemm/op.h), compute capability 9.0, C and I that are multiples of 8, D
-// of 64 or 128, full or causal attention, and tensors that are contiguous and aligned to 16 bytes. A forward with
-// few_rows supports D of 32, 64 and 128, and every window.
-Status transformer_block_sizes(const TransformerSizes&);
-Status transformer_block_forward(const TransformerForward&);
-Status transformer_block_backward(const TransformerBackward&);
-// Requires a post-LN model, no training and no dropout; C is a multiple of 64, and T tokens are few, as for few_rows.
-Status transformer_block_folded_forward(const TransformerFoldedForward&);
-// 1 if NVTX's header was available in the build, so that ranges name the layers in a profile.
-int64_t transformer_block_names_layers();
-}  // namespace cuda
 
 }  // namespace fasttfm

@@ -24,7 +24,7 @@ def transformer_block(
     x: Tensor, residual: Tensor | None, cu_seqlens: Tensor, options: Any, parameters: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Returns y [T, C], and z' [T, C] in a pre-LN model. ``options`` and ``parameters`` have the fields of
-    ops/transformer_block.py's BlockOptions and BlockParameters."""
+    ops/layers/transformer_block.py's BlockOptions and BlockParameters."""
     p, (_, width) = parameters, x.shape
     context = _attend(functional.linear(x, p.qkv_weight, p.qkv_bias), cu_seqlens, options)
     z1 = (x if residual is None else residual) + functional.linear(context, p.out_weight, p.out_bias)

@@ -177,9 +177,7 @@ inline ScratchPlan<kForwardRegions> forward_plan(const TransformerShape& shape, 
     if (more) use(kY, counts.columns, kProjectQkv, kAddNormB);
     if (more && pre) use(kZ, counts.stream, kProjectQkv, kAddNormB);
   }
-  // A forward of few_rows_forward.h with folded LayerNorms has z1 in kY1.
-  const int first_y1 = shape.training || pre ? kAddNormA : kProjectOut;
-  if (!shape.training || shape.recompute) use(kY1, counts.columns, first_y1, pre ? kProjectUp : kAddNormB);
+  if (!shape.training || shape.recompute) use(kY1, counts.columns, kAddNormA, pre ? kProjectUp : kAddNormB);
   if (!shape.training || !shape.keep_activation) use(kA, counts.inner, kProjectUp, kProjectDown);
   use(kBranchA, counts.columns, kProjectOut, kAddNormA);
   use(kBranchB, counts.columns, kProjectDown, kAddNormB);
@@ -254,49 +252,6 @@ inline ScratchPlan<kBackwardRegions> backward_plan(const TransformerShape& shape
   use(kBackwardWorkspace, workspace_bytes, kNormB, kMeetQkv);
   plan.bytes = place_regions(plan.regions, kBackwardRegions);
   return plan;
-}
-
-// ---- for the caller and for tests -----------------------------------------------------------------------------------
-
-enum class RegionsOf : int32_t { kept = 0, between = 1, forward = 2, backward = 3 };
-
-struct RegionsCall : TransformerShape {
-  int64_t workspace_bytes;  // of the forward's or the backward's launchers
-  int fused_activation;
-  int64_t* table;  // [33, 4]: the first row has the number of regions and their total bytes, each following row a
-  // region's bytes, first and last step and offset
-  RegionsOf kind;
-};
-
-inline Status list_regions(const RegionsCall& call) {
-  const auto list = [&](const Region* regions, int count, int64_t bytes) -> Status {
-    if (bytes == kTooMany) return bad_size("transformer_block: expected sizes that 64 bits count, got larger ones");
-    int64_t* to = call.table;
-    to[0] = count;
-    to[1] = bytes;
-    for (int i = 0; i < count; ++i) {
-      to += 4;
-      to[0] = regions[i].bytes;
-      to[1] = regions[i].first;
-      to[2] = regions[i].last;
-      to[3] = regions[i].offset;
-    }
-    return {};
-  };
-  const KeptPlan kept = kept_plan(call);
-  switch (call.kind) {
-    case RegionsOf::kept: return list(kept.regions, kKeptRegions, kept.layer_bytes);
-    case RegionsOf::between: return list(kept.between, kBetweenRegions, kept.between_bytes);
-    case RegionsOf::forward: {
-      const auto plan = forward_plan(call, call.workspace_bytes);
-      return list(plan.regions, kForwardRegions, plan.bytes);
-    }
-    case RegionsOf::backward: {
-      const auto plan = backward_plan(call, call.workspace_bytes, call.fused_activation != 0);
-      return list(plan.regions, kBackwardRegions, plan.bytes);
-    }
-  }
-  return {StatusCode::bad_value, "transformer_block_regions: kind: expected 0 to 3"};
 }
 
 }  // namespace transformer

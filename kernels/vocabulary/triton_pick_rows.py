@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.triton.index_errors import clamp_and_record, clamped
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
@@ -178,15 +178,7 @@ def compile_signatures(columns: int, element: str) -> list[dict[str, object]]:
     few = dict.fromkeys(("N", "T", "ignore_index"), "i32")
     scattered = {"dh": e, **counted, "out": e, "scale": "*fp32", "C": "i32", **few}
     return [
-        {
-            "kernel": _gather_kernel,
-            "signature": gathered,
-            "constants": {"ARGUMENT": _POSITIONS, "BLOCK_N": block, "BLOCK_C": block_c},
-        },
-        {"kernel": _count_kernel, "signature": {**counted, **few}, "constants": {"BLOCK": 256}},
-        {
-            "kernel": _scatter_kernel,
-            "signature": scattered,
-            "constants": {"BLOCK_T": block, "BLOCK_C": block_c, "SEARCHED": _SEARCHED},
-        },
+        ahead_of_time(_gather_kernel, gathered, {"BLOCK_N": block, "BLOCK_C": block_c}, ARGUMENT=_POSITIONS),
+        ahead_of_time(_count_kernel, {**counted, **few}, {"BLOCK": 256}),
+        ahead_of_time(_scatter_kernel, scattered, {"BLOCK_T": block, "BLOCK_C": block_c}, SEARCHED=_SEARCHED),
     ]

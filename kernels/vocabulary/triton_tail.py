@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fasttfm.kernels.common.launch import cdiv, next_power_of_2, on_device
+from fasttfm.kernels.common.launch import ahead_of_time, cdiv, next_power_of_2, on_device
 from fasttfm.kernels.common.triton.launcher import launched_kernel
 
 GROUP = 8  # columns of the copied gradients, padded with zeros
@@ -135,15 +135,9 @@ def compile_signatures(columns: int, element: str, tail: int) -> list[dict[str, 
     tile, e = _tile(columns), f"*{element}"
     first = {**dict.fromkeys(("n", "C", "row_stride", "weight_stride", "logit_stride"), "i32"), "scale": "fp32"}
     second = dict.fromkeys(("n", "C", "g_stride", "weight_stride"), "i32")
+    logits = {"rows": e, "weight": e, "logits": e, **first}
+    start = {"g": e, "weight": e, "dh": e, "copied": e, **second}
     return [
-        {
-            "kernel": _logits_kernel,
-            "signature": {"rows": e, "weight": e, "logits": e, **first},
-            "constants": {"TAIL": tail, **tile},
-        },
-        {
-            "kernel": _start_kernel,
-            "signature": {"g": e, "weight": e, "dh": e, "copied": e, **second},
-            "constants": {"TAIL": tail, "GROUP": GROUP, "WANT_DH": True, **tile},
-        },
+        ahead_of_time(_logits_kernel, logits, tile, TAIL=tail),
+        ahead_of_time(_start_kernel, start, tile, TAIL=tail, GROUP=GROUP, WANT_DH=True),
     ]

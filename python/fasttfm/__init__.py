@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fasttfm import ops
 from fasttfm._version import __version__
-from fasttfm.ops.backends import explain, use_backend
+from fasttfm.ops.core.backends import explain, use_backend
 
 if TYPE_CHECKING:
     from fasttfm import data, flash_attn, generate, inference, models, nn, optim, tasks, testing, train

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from fasttfm import ops
-from fasttfm.ops import checks
-from fasttfm.ops.backends import dtype_name
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.backends import dtype_name
 
 Windows = tuple[int, int]
 Result = Tensor | tuple[Tensor, Tensor, None]

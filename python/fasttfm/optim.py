@@ -14,10 +14,10 @@ from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw as torch_adamw
 
 from fasttfm import _native
-from fasttfm.ops import weight_copies
-from fasttfm.ops.direct_gradients import Enrolled
-from fasttfm.ops.library import PLAIN_TENSORS
-from fasttfm.ops.weight_copies import Entry, StepCopies
+from fasttfm.ops.core import weight_copies
+from fasttfm.ops.core.direct_gradients import Enrolled
+from fasttfm.ops.core.library import PLAIN_TENSORS
+from fasttfm.ops.core.weight_copies import Entry, StepCopies
 
 # kernels/adamw/op.h: AdamWTensor and AdamWGroup
 _ADDRESSES = ("parameter", "exp_avg", "exp_avg_sq", "step", "gradient", "copy")
@@ -41,7 +41,7 @@ def cpu_norm(gradients: list[Tensor]) -> Tensor:
     """The norm of all gradients together, in fp64: from dot products of the BLAS in fp32. torch's own norm adds squares
     sequentially, and in fp64 it copies the gradients first, which takes as long as AdamW's step."""
     if all(map(_has_fp32_rows, gradients)):
-        parts = [part for each in gradients for part in each.view(-1).split(_DOT)]
+        parts = [part for gradient in gradients for part in gradient.view(-1).split(_DOT)]
         total = torch.stack([torch.dot(part, part) for part in parts]).double().sum()
         if 0 < total.item() < math.inf:  # otherwise squares may be too large or too small for fp32
             return total.sqrt()
@@ -53,7 +53,7 @@ def _has_fp32_rows(gradient: Tensor) -> bool:
     return plain and gradient.dtype == torch.float32 and gradient.is_contiguous()
 
 
-class _Given(NamedTuple):
+class _StepInputs(NamedTuple):
     """The parameters of a step: those that have a gradient, in the order of their groups."""
 
     groups: list[dict[str, Any]]
@@ -62,7 +62,7 @@ class _Given(NamedTuple):
     gradients: list[Tensor]
 
     def split(self, tensors: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-        """By group."""
+        """The tensors of each group."""
         ends = np.cumsum(self.counts).tolist()
         return [tensors[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
 
@@ -93,7 +93,7 @@ class AdamW(torch.optim.AdamW):
             gradient scaler has set it; None without ``max_norm``.
     """
 
-    counts_changes = True  # for ops/counted_changes.py
+    counts_changes = True  # for ops/core/counted_changes.py
 
     def __init__(
         self,
@@ -131,61 +131,61 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        given = self._given()
+        inputs = self._step_inputs()
         self.last_norm = None
-        if given.parameters:
-            (self._step_gpu if given.parameters[0].is_cuda else self._step_cpu)(given)
+        if inputs.parameters:
+            (self._step_gpu if inputs.parameters[0].is_cuda else self._step_cpu)(inputs)
         return result
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """The norm of all gradients together: one pass over them; the same bits each time."""
-        given = self._given()
-        if not given.parameters:
+        inputs = self._step_inputs()
+        if not inputs.parameters:
             return torch.zeros((), dtype=torch.float32, device="cpu")
-        if given.parameters[0].is_cuda:
+        if inputs.parameters[0].is_cuda:
             if (reason := _native.missing_cuda()) is not None:
                 raise ValueError(f"AdamW: {reason}")
-            table = self._table_of(given)
-            memory = table.take_gradients(given.gradients, norm=True)
+            table = self._table_of(inputs)
+            memory = table.take_gradients(inputs.gradients, norm=True)
             _native.core().adamw_cuda(*table.arguments(memory, norm_only=True))
             assert memory.norm is not None
             return memory.norm
-        _check_on_cpu(given)
-        return cpu_norm(given.gradients).float()
+        _check_on_cpu(inputs)
+        return cpu_norm(inputs.gradients).float()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. By default it only releases the gradients, without reading them and without a range for
+        """Works as torch's. By default it only releases the gradients, without reading them and without a range for
         profilers."""
         if not set_to_none:
             super().zero_grad(set_to_none=False)
             return
         for group in self.param_groups:
-            for each in group["params"]:
-                each.grad = None
+            for parameter in group["params"]:
+                parameter.grad = None
 
-    def _given(self) -> _Given:
-        given = _Given([], [], [], [])
+    def _step_inputs(self) -> _StepInputs:
+        inputs = _StepInputs([], [], [], [])
         for group in self.param_groups:
             parameters = group["params"]
-            gradients = [each.grad for each in parameters]
-            found = [each for each in gradients if each is not None]
-            if len(found) < len(parameters):
-                parameters = [each for each, grad in zip(parameters, gradients, strict=True) if grad is not None]
-            if found:
-                given.groups.append(group)
-                given.counts.append(len(found))
-                given.parameters.extend(parameters)
-                given.gradients.extend(found)
-        return given
+            gradients = [p.grad for p in parameters]
+            present = [gradient for gradient in gradients if gradient is not None]
+            if len(present) < len(parameters):
+                parameters = [p for p, grad in zip(parameters, gradients, strict=True) if grad is not None]
+            if present:
+                inputs.groups.append(group)
+                inputs.counts.append(len(present))
+                inputs.parameters.extend(parameters)
+                inputs.gradients.extend(present)
+        return inputs
 
-    def _step_gpu(self, given: _Given) -> None:
-        table = self._table_of(given)
-        states = self._states(given)
+    def _step_gpu(self, inputs: _StepInputs) -> None:
+        table = self._table_of(inputs)
+        states = self._states(inputs)
         table.take_addresses(states)
-        memory = table.take_gradients(given.gradients, norm=self.max_norm is not None)
+        memory = table.take_gradients(inputs.gradients, norm=self.max_norm is not None)
         table.take_copies(captured=torch.cuda.is_current_stream_capturing())
-        table.take_groups(given.groups)
+        table.take_groups(inputs.groups)
         scale, found_inf = (
             None if value is None else value.to(table.device, torch.float32, non_blocking=True)
             for value in (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
@@ -194,14 +194,14 @@ class AdamW(torch.optim.AdamW):
         table.step_copies.written()
         self.last_norm = None if memory.norm is None else _unscaled(memory.norm, scale)
 
-    def _table_of(self, given: _Given) -> _Table:
+    def _table_of(self, inputs: _StepInputs) -> _Table:
         """The table of the previous step, if the same parameters have gradients; otherwise a new one."""
-        if self._table is None or not self._table.is_of(given):
-            self._table = _Table(given, enrolled=self.weight_copies)
+        if self._table is None or not self._table.is_of(inputs):
+            self._table = _Table(inputs, enrolled=self.weight_copies)
         return self._table
 
-    def _step_cpu(self, given: _Given) -> None:
-        _check_on_cpu(given)
+    def _step_cpu(self, inputs: _StepInputs) -> None:
+        _check_on_cpu(inputs)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self.max_norm is not None:
             norm = self.last_norm = _unscaled(self.gradient_norm(), scale)
@@ -209,34 +209,34 @@ class AdamW(torch.optim.AdamW):
             scale = clipping if scale is None else clipping * scale
             if found_inf is not None:
                 found_inf = torch.maximum(found_inf, (norm * 0 != 0).to(found_inf.dtype))
-        states = self._states(given)
+        states = self._states(inputs)
         exp_avgs, exp_avg_sqs, steps = ([state[name] for state in states] for name in _STATES)
-        columns, copied = in_one_layout(given.parameters, given.gradients, exp_avgs, exp_avg_sqs)
-        by_group = zip(*(given.split(each) for each in (*columns, steps)), strict=True)
-        for group, tensors in zip(given.groups, by_group, strict=True):
+        columns, copied = in_one_layout(inputs.parameters, inputs.gradients, exp_avgs, exp_avg_sqs)
+        by_group = zip(*(inputs.split(column) for column in (*columns, steps)), strict=True)
+        for group, tensors in zip(inputs.groups, by_group, strict=True):
             lr, weight_decay = group["lr"], group["weight_decay"]
             options = {"lr": lr, "weight_decay": weight_decay, "grad_scale": scale, "found_inf": found_inf}
             adamw_step(Columns(*tensors), group, **options)
         for tensor, copy in copied:
             tensor.copy_(copy)
-        increment_version(given.parameters)
+        increment_version(inputs.parameters)
 
-    def _states(self, given: _Given) -> list[dict[str, Tensor]]:
+    def _states(self, inputs: _StepInputs) -> list[dict[str, Tensor]]:
         """The states in torch's format, created if there are none."""
-        for group in given.groups:
+        for group in inputs.groups:
             for option in ("amsgrad", "maximize", "differentiable"):
                 if group.get(option):
                     raise ValueError(f"AdamW: {option}: expected False, got True: use torch.optim.AdamW for that")
-        found = [self.state[each] for each in given.parameters]
-        if not all(found):
-            for each, state in zip(given.parameters, found, strict=True):
+        states = [self.state[parameter] for parameter in inputs.parameters]
+        if not all(states):
+            for parameter, state in zip(inputs.parameters, states, strict=True):
                 if not state:
                     state.update(  # at once: an allocation that fails leaves no half of a state
-                        step=torch.zeros((), dtype=torch.float32, device=each.device),
-                        exp_avg=torch.zeros_like(each, memory_format=torch.preserve_format),
-                        exp_avg_sq=torch.zeros_like(each, memory_format=torch.preserve_format),
+                        step=torch.zeros((), dtype=torch.float32, device=parameter.device),
+                        exp_avg=torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                        exp_avg_sq=torch.zeros_like(parameter, memory_format=torch.preserve_format),
                     )
-        return found
+        return states
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class AdamW(torch.optim.AdamW):
         weight_copies.refresh(self._entries, everything=everything)
 
     def _enroll(self) -> None:
-        parameters = [each for group in self.param_groups for each in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if self.weight_copies:
             self._entries = weight_copies.enroll(parameters)
         if self.direct_gradients:
@@ -267,7 +267,7 @@ class AdamW(torch.optim.AdamW):
         super().load_state_dict({**state_dict, "param_groups": groups})
 
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "max_norm": self.max_norm,
             "weight_copies": self.weight_copies,
             "direct_gradients": self.direct_gradients,
@@ -276,7 +276,7 @@ class AdamW(torch.optim.AdamW):
             "_entries": [],
             "_enrolled": None,
         }
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -287,16 +287,16 @@ def _unscaled(norm: Tensor, scale: Tensor | None) -> Tensor:
     return norm if scale is None else norm / scale
 
 
-def _check_on_cpu(given: _Given) -> None:
-    if not all(each.is_cpu for each in given.parameters):
+def _check_on_cpu(inputs: _StepInputs) -> None:
+    if not all(parameter.is_cpu for parameter in inputs.parameters):
         raise ValueError("AdamW: params: expected all on the CPU or all on one GPU")
-    check_gradients("AdamW", given.gradients)
+    check_gradients("AdamW", inputs.gradients)
 
 
 def check_gradients(name: str, gradients: Iterable[Tensor]) -> None:
-    for each in gradients:
-        if each.layout != torch.strided or each.is_complex():
-            got = each.dtype if each.layout == torch.strided else each.layout
+    for gradient in gradients:
+        if gradient.layout != torch.strided or gradient.is_complex():
+            got = gradient.dtype if gradient.layout == torch.strided else gradient.layout
             raise ValueError(f"{name}: params: expected dense gradients of real numbers, got one of {got}")
 
 
@@ -347,16 +347,16 @@ def in_one_layout(
     """Each parameter with its gradient and states in one memory layout, because torch's fused step reads them in memory
     order. Tensors with other strides or gaps are copied; copies that the step changes have to be written back."""
     columns = (parameters, gradients, *states)
-    found, copied = [list(column) for column in columns], []
+    contiguous, copied = [list(column) for column in columns], []
     for index, row in enumerate(zip(*columns, strict=True)):
         strides = row[0].stride()
-        if row[0].is_contiguous() and all(each.stride() == strides for each in row[1:]):
+        if row[0].is_contiguous() and all(tensor.stride() == strides for tensor in row[1:]):
             continue
-        for column, each in zip(found, row, strict=True):
-            column[index] = each.contiguous()
-            if column[index] is not each and column is not found[1]:
-                copied.append((each, column[index]))
-    return found, copied
+        for column, tensor in zip(contiguous, row, strict=True):
+            column[index] = tensor.contiguous()
+            if column[index] is not tensor and column is not contiguous[1]:
+                copied.append((tensor, column[index]))
+    return contiguous, copied
 
 
 def refusal(parameters: Iterable[Tensor]) -> str | None:
@@ -364,31 +364,32 @@ def refusal(parameters: Iterable[Tensor]) -> str | None:
     if (reason := _native.missing_cuda()) is not None:
         return reason
     parameters = list(parameters)
-    if not all(each.is_cuda for each in parameters) or len({each.get_device() for each in parameters}) > 1:
-        return f"takes parameters on one GPU, got {', '.join(sorted({str(each.device) for each in parameters}))}"
+    if not all(p.is_cuda for p in parameters) or len({p.get_device() for p in parameters}) > 1:
+        return f"takes parameters on one GPU, got {', '.join(sorted({str(p.device) for p in parameters}))}"
     if parameters and (reason := _native.missing_on(parameters[0].get_device())) is not None:
         return reason
-    for each in parameters:
-        if type(each) not in PLAIN_TENSORS:
-            return f"takes plain tensors, got {type(each).__name__}"
-        if each.dtype != torch.float32:
-            return f"takes fp32 parameters, got {each.dtype}"
-        if not each.is_contiguous():
-            return f"takes contiguous parameters, got one of shape {tuple(each.shape)} with strides {each.stride()}"
+    for parameter in parameters:
+        if type(parameter) not in PLAIN_TENSORS:
+            return f"takes plain tensors, got {type(parameter).__name__}"
+        if parameter.dtype != torch.float32:
+            return f"takes fp32 parameters, got {parameter.dtype}"
+        if not parameter.is_contiguous():
+            got = f"shape {tuple(parameter.shape)} with strides {parameter.stride()}"
+            return f"takes contiguous parameters, got one of {got}"
     return None
 
 
 def _check_states(parameters: list[Tensor], states: list[dict[str, Tensor]]) -> None:
     for parameter, state in zip(parameters, states, strict=True):
         for name in ("exp_avg", "exp_avg_sq", "step"):
-            given, size = state[name], 1 if name == "step" else parameter.numel()
-            if given.dtype != torch.float32 or given.device != parameter.device or not given.is_contiguous():
+            values, size = state[name], 1 if name == "step" else parameter.numel()
+            if values.dtype != torch.float32 or values.device != parameter.device or not values.is_contiguous():
                 raise ValueError(
                     f"AdamW: state: {name}: expected contiguous fp32 numbers on {parameter.device}, "
-                    f"got {_described(given)}"
+                    f"got {_described(values)}"
                 )
-            if given.numel() != size:
-                raise ValueError(f"AdamW: state: {name}: expected {size} numbers, got {given.numel()}")
+            if values.numel() != size:
+                raise ValueError(f"AdamW: state: {name}: expected {size} numbers, got {values.numel()}")
 
 
 class _Memory(NamedTuple):
@@ -403,9 +404,9 @@ class _Memory(NamedTuple):
 class _Table:
     """The kernel's table of parameters, kept between steps: addresses that have not changed are not written again."""
 
-    def __init__(self, given: _Given, *, enrolled: bool) -> None:
-        core, count, groups = _native.core(), len(given.parameters), len(given.groups)
-        self.parameters, self.counts = given.parameters, given.counts
+    def __init__(self, inputs: _StepInputs, *, enrolled: bool) -> None:
+        core, count, groups = _native.core(), len(inputs.parameters), len(inputs.groups)
+        self.parameters, self.counts = inputs.parameters, inputs.counts
         self.device, self.index = self.parameters[0].device, self.parameters[0].get_device()
         starts, rows = (count + 1) // 2, count * TENSOR.itemsize // 8
         self.table = np.zeros(starts + rows + groups * GROUP.itemsize // 8, np.int64)
@@ -417,41 +418,41 @@ class _Table:
         self.workspace = core.adamw_workspace_cuda(count, groups)
         self.sizes: list[int] = []
         self.addresses = np.zeros((1 + len(_STATES), count), np.int64)  # of parameters and states, as checked
-        self.found = np.zeros_like(self.addresses)  # as they are now
+        self.current = np.zeros_like(self.addresses)  # as they are now
         self.gradients = np.zeros(count, np.int64)
         self.moved = True  # whether something is not where it was in the step before
-        self.step_copies = StepCopies(self.parameters, own=enrolled)
+        self.step_copies = StepCopies(self.parameters, enrolled=enrolled)
         self.copies: list[tuple[int, int]] = []  # addresses and dtype codes
 
-    def is_of(self, given: _Given) -> bool:
-        return self.counts == given.counts and all(map(operator.is_, self.parameters, given.parameters))
+    def is_of(self, inputs: _StepInputs) -> bool:
+        return self.counts == inputs.counts and all(map(operator.is_, self.parameters, inputs.parameters))
 
     def take_addresses(self, states: list[dict[str, Tensor]]) -> None:
         """Writes the addresses of parameters and states. They are checked if they differ from the previous step's."""
         tensors = [*self.parameters, *[state[name] for name in _STATES for state in states]]
-        _write_addresses(tensors, self.found)
-        self.moved = not np.array_equal(self.found, self.addresses)
+        _write_addresses(tensors, self.current)
+        self.moved = not np.array_equal(self.current, self.addresses)
         if not self.moved:
             return
         if (reason := refusal(self.parameters)) is not None:
             raise ValueError(f"AdamW: {reason}; torch.optim.AdamW supports others")
         _check_states(self.parameters, states)
-        for name, column in zip(("parameter", *_STATES), self.found, strict=True):
+        for name, column in zip(("parameter", *_STATES), self.current, strict=True):
             self.tensors[name] = column
-        self.addresses[:] = self.found
+        self.addresses[:] = self.current
 
     def take_gradients(self, gradients: list[Tensor], *, norm: bool) -> _Memory:
         code = _write_addresses(gradients, self.gradients)
         if code in _native.DTYPE_CODES.values() and gradients[0].get_device() == self.index:
             self.tensors["gradient_dtype"] = code
         else:  # several dtypes, gaps, or not supported by the kernel
-            for each in gradients:
-                _check_gradient(each, self.index)
-            gradients = [each if each.is_contiguous() else each.contiguous() for each in gradients]
-            self.gradients[:] = [each.data_ptr() for each in gradients]
-            self.tensors["gradient_dtype"] = [_native.DTYPE_CODES[each.dtype] for each in gradients]
+            for gradient in gradients:
+                _check_gradient(gradient, self.index)
+            gradients = [gradient if gradient.is_contiguous() else gradient.contiguous() for gradient in gradients]
+            self.gradients[:] = [gradient.data_ptr() for gradient in gradients]
+            self.tensors["gradient_dtype"] = [_native.DTYPE_CODES[gradient.dtype] for gradient in gradients]
         self.tensors["gradient"] = self.gradients
-        sizes = [each.numel() for each in self.parameters]
+        sizes = [parameter.numel() for parameter in self.parameters]
         if sizes != self.sizes:
             self.tensors["size"] = sizes
             chunks = -(-self.tensors["size"] // self.chunk)
@@ -466,10 +467,10 @@ class _Table:
 
     def take_copies(self, *, captured: bool) -> None:
         """The copies that the step writes, up to date before it."""
-        found = self.step_copies.find(captured=captured, moved=self.moved)
-        if found is None:
+        copies = self.step_copies.find(captured=captured, moved=self.moved)
+        if copies is None:
             return
-        addresses = [(0, 0) if copy is None else (copy.data_ptr(), _native.DTYPE_CODES[copy.dtype]) for copy in found]
+        addresses = [(0, 0) if copy is None else (copy.data_ptr(), _native.DTYPE_CODES[copy.dtype]) for copy in copies]
         if addresses != self.copies:
             self.tensors["copy"], self.tensors["copy_dtype"] = zip(*addresses, strict=True)
             self.copies = addresses
@@ -502,8 +503,8 @@ def _write_addresses(tensors: list[Any], target: np.ndarray) -> int:
     """Writes the tensors' addresses. Returns the code of their type if all are plain, contiguous, of one type and on
     one device, else a negative number."""
     code: int = _native.core().tensor_table(tensors, target.ctypes.data, len(tensors))
-    if code < 0 and all(each.layout == torch.strided for each in tensors):  # the core may not have read all of them
-        target.reshape(-1)[:] = [each.data_ptr() for each in tensors]
+    if code < 0 and all(tensor.layout == torch.strided for tensor in tensors):  # the core may not have read all of them
+        target.reshape(-1)[:] = [tensor.data_ptr() for tensor in tensors]
     return code
 
 

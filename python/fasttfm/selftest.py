@@ -17,7 +17,7 @@ import torch
 
 from fasttfm._atomic_files import first_line
 from fasttfm._version import __version__
-from fasttfm.ops.backends import BackendRefused, dtype_name
+from fasttfm.ops.core.backends import BackendRefused, dtype_name
 from fasttfm.testing.call import Call, backends_on
 from fasttfm.testing.spec import OpSpec
 from fasttfm.testing.specs import all_specs

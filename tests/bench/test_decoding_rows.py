@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,26 +46,34 @@ def test_rows_are_appended_under_the_same_header(script: Any, tmp_path: Path) ->
     assert path.name.endswith("-decoding.csv")
     rows = read(path)
     assert tuple(rows[0]) == script.COLUMNS
-    found = [(row["batch"], row["contender"], row["ms_per_token"], row["ms_first_token"]) for row in rows]
-    each = [("session", "0.5000", "12.250"), ("graph replay, fused", "0.2500", "")]
-    assert found == [(batch, *figure) for batch in ("1", "16") for figure in each]
+    values = [(row["batch"], row["contender"], row["ms_per_token"], row["ms_first_token"]) for row in rows]
+    contenders = [("session", "0.5000", "12.250"), ("graph replay, fused", "0.2500", "")]
+    assert values == [(batch, *figure) for batch in ("1", "16") for figure in contenders]
 
 
-def test_the_pages_table_is_that_of_the_rows() -> None:
-    lines = (ROOT / "docs" / "generation.md").read_text().splitlines()
-    start = next(index for index, line in enumerate(lines) if line.startswith("| sequences |"))
-    header, _, *body = (
-        [cell.strip().strip("*") for cell in line.strip("|").split("|")] for line in lines[start : start + 4]
-    )
-    stated = {
-        (f"graph replay, {name}", batch): time
-        for name, *times in body
-        for batch, time in zip(header[1:], times, strict=True)
-    }
-    rows = read(ROOT / "benchmarks" / "results" / "nvidia-h200-decoding.csv")
-    measured = {
-        (row["contender"], row["batch"]): row["ms_per_token"]
-        for row in rows
-        if row["contender"].startswith("graph replay")
-    }
-    assert stated == measured
+Times = dict[tuple[str, str], str]
+
+
+def tables_of(page: Path) -> list[Times]:
+    """The times of each table whose columns are numbers of sequences."""
+    lines = page.read_text().splitlines()
+    tables = []
+    for start in (index for index, line in enumerate(lines) if line.startswith("| sequences |")):
+        rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
+        header, _, *body = ([cell.strip().strip("*") for cell in row.strip("|").split("|")] for row in rows)
+        tables.append(
+            {
+                (f"graph replay, {name}", batch): time
+                for name, *times in body
+                for batch, time in zip(header[1:], times, strict=True)
+            }
+        )
+    return tables
+
+
+def test_each_table_of_the_page_is_one_run_of_the_rows() -> None:
+    runs: dict[str, Times] = {}
+    for row in read(ROOT / "benchmarks" / "results" / "nvidia-h200-decoding.csv"):
+        if row["contender"].startswith("graph replay"):
+            runs.setdefault(row["steps"], {})[row["contender"], row["batch"]] = row["ms_per_token"]
+    assert tables_of(ROOT / "docs" / "generation.md") == list(runs.values())

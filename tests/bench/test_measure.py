@@ -13,17 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # pytester forgets modules that are imported inside of it, and this one loads once
 
 from fasttfm.bench import measure, pytest_bench, report, timing
-from fasttfm.bench.peers import Inputs, PeerUnavailable
+from fasttfm.bench.peers import Inputs, Peer, PeerCall, PeerUnavailable
 from fasttfm.bench.pytest_bench import bench_test
 from fasttfm.bench.timing import Ceilings, Effort, Work
 from fasttfm.cli.main import main
-from fasttfm.ops import backends
-from fasttfm.ops.backends import Backend, BackendTable, tables
-from fasttfm.ops.graph_capture import CaptureError
+from fasttfm.ops.core import backends
+from fasttfm.ops.core.backends import Backend, BackendTable, tables
+from fasttfm.ops.core.graph_capture import CaptureError
 from fasttfm.testing import specs
-from fasttfm.testing.spec import Cost, OpCase, OpSpec, Peer, PeerCall
+from fasttfm.testing.spec import Cost, OpCase, OpSpec
 from fasttfm.testing.specs.layer_norm import SPEC
 
 pytest_plugins = ("pytester",)
@@ -103,8 +104,8 @@ def test_rounds_fill_the_budget_within_bounds() -> None:
 def test_limit(direction: str, gpu_ms: float | None, unit: str, rate: float, fraction: float) -> None:
     spec = replace(SPEC, forward_cost=lambda *_: Cost(1e9), backward_cost=lambda *_: Cost(1e9, flops=4e11))
     row = replace(_row("fasttfm", 4.0, gpu_ms=gpu_ms), direction=direction)
-    found = measure.with_limit(row, spec, CASE, torch.float32, CEILINGS)
-    assert (found.rate_unit, found.rate, found.fraction) == (unit, pytest.approx(rate), pytest.approx(fraction))
+    limited = measure.with_limit(row, spec, CASE, torch.float32, CEILINGS)
+    assert (limited.rate_unit, limited.rate, limited.fraction) == (unit, pytest.approx(rate), pytest.approx(fraction))
 
 
 def test_a_spec_without_costs_is_refused() -> None:
@@ -120,9 +121,9 @@ def test_ratio_is_to_the_best_peer() -> None:
         _row("fast", 3.0),
         _row("absent", None),
     ]
-    found = measure.with_ratios(rows)
-    assert [row.ratio for row in found] == [1.5, 3.0, None, None, None]
-    assert [row.gpu_ratio for row in found] == [0.5, None, None, None, None]
+    rated = measure.with_ratios(rows)
+    assert [row.ratio for row in rated] == [1.5, 3.0, None, None, None]
+    assert [row.gpu_ratio for row in rated] == [0.5, None, None, None, None]
 
 
 # ---- rounds ----------------------------------------------------------------------------------------------------------
@@ -155,8 +156,8 @@ def test_contenders_alternate_and_setup_is_not_timed() -> None:
         return run
 
     works = {"a": Work(spend("a", 2.0), calls=4, setup=spend("setup", 100.0)), "b": Work(spend("b", 3.0), calls=1)}
-    found = timing.measure(works, clock, Effort(1.0, 0.0, min_rounds=3))
-    assert found.seconds == {"a": [0.5] * 3, "b": [3.0] * 3}
+    times = timing.measure(works, clock, Effort(1.0, 0.0, min_rounds=3))
+    assert times.seconds == {"a": [0.5] * 3, "b": [3.0] * 3}
     assert order == ["setup", "a", "b"] * 5  # two passes to warm up and plan
 
 
@@ -168,10 +169,10 @@ def test_a_contender_that_raises_does_not_affect_the_others(good_calls: int) -> 
         if next(count) >= good_calls:
             raise RuntimeError("out of luck\nwith details")
 
-    found = timing.measure({"bad": Work(fail, 1), "good": Work(lambda: None, 1)}, FakeClock(), Effort(1.0, 0.0, 5))
-    assert found.failures == {"bad": "RuntimeError: out of luck"}
-    assert list(found.seconds) == ["good"]
-    assert len(found.seconds["good"]) == 5
+    times = timing.measure({"bad": Work(fail, 1), "good": Work(lambda: None, 1)}, FakeClock(), Effort(1.0, 0.0, 5))
+    assert times.failures == {"bad": "RuntimeError: out of luck"}
+    assert list(times.seconds) == ["good"]
+    assert len(times.seconds["good"]) == 5
 
 
 # ---- whole cases -----------------------------------------------------------------------------------------------------
@@ -413,8 +414,8 @@ def test_a_peer_of_the_backward_has_no_other_rows() -> None:
 
 def test_a_peer_of_the_backward_has_no_other_benchmarks() -> None:
     spec = _spec(Peer("failing", _failing, backward_only=True))
-    (mark,) = (each for each in bench_test(spec).pytestmark if each.name == "parametrize")
-    assert {each.values[2] for each in mark.args[1] if each.values[3] == "failing"} == {"backward"}
+    (mark,) = (mark for mark in bench_test(spec).pytestmark if mark.name == "parametrize")
+    assert {parameters.values[2] for parameters in mark.args[1] if parameters.values[3] == "failing"} == {"backward"}
 
 
 @pytest.mark.usefixtures("_fixed_ceilings")
@@ -470,8 +471,6 @@ def test_pytest_benchmark_has_the_same_numbers(
 ) -> None:
     """Without options the first case of each op runs, in its first dtype. If the forward computes the gradients, there
     is no backward to measure."""
-    import torch._dynamo  # noqa: F401  pytester forgets modules that are imported inside of it, and this one loads once
-
     pytest.importorskip("pytest_benchmark")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # pytest-benchmark measures nothing in a worker
     monkeypatch.setattr(pytest_bench, "_measured", {})  # rows of the other parameters, in this process
@@ -498,9 +497,9 @@ def test_pytest_benchmark_has_the_same_numbers(
     result.stdout.fnmatch_lines(
         ["*layer_norm on *", f"*{case}*float32*forward*fasttfm*", "*liger*", f"*{count} passed*"]
     )
-    found = json.loads((pytester.path / "out.json").read_text())["benchmarks"]
-    assert len(found) == count
-    for entry in found:
+    measured = json.loads((pytester.path / "out.json").read_text())["benchmarks"]
+    assert len(measured) == count
+    for entry in measured:
         assert entry["stats"]["median"] * 1e3 == pytest.approx(entry["extra_info"]["ms_p50"])
 
 

@@ -27,13 +27,13 @@ def _faults(rows: list[dict[str, str]]) -> list[str]:
     cases: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         cases.setdefault(tuple(row[name] for name in ("op", "case", "dtype", "direction")), []).append(row)
-    found = []
+    faults = []
     for case, group in cases.items():
         name = " ".join(case)
         if len({tuple(row[column] for column in RUN) for row in group}) > 1:
-            found.append(f"{name}: several runs")
+            faults.append(f"{name}: several runs")
         if len({row["contender"] for row in group}) < len(group):
-            found.append(f"{name}: a contender twice")
+            faults.append(f"{name}: a contender twice")
         for ratio, time in RATIOS.items():
             peers = [float(row[time]) for row in group if not row["contender"].startswith("fasttfm") and row[time]]
             for row in group:
@@ -41,8 +41,8 @@ def _faults(rows: list[dict[str, str]]) -> list[str]:
                 expected = min(peers) / float(row[time]) if ours and peers else math.nan
                 written = float(row[ratio] or math.nan)
                 if written != pytest.approx(expected, rel=3 * ROUNDING, nan_ok=True):
-                    found.append(f"{name}: {ratio} of {row['contender']}")
-    return found
+                    faults.append(f"{name}: {ratio} of {row['contender']}")
+    return faults
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

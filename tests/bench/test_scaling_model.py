@@ -48,8 +48,10 @@ def test_an_all_reduce(model: Any) -> None:
 
 def test_buckets(model: Any) -> None:
     mib = model.MIB
-    found = model.buckets(model.Timeline((1.0, 2.0, 3.0, 4.0, 5.0), (mib, 20 * mib, 10 * mib, 3 * mib, mib), 5.0, 6.0))
-    assert found == [(1.0, mib), (3.0, 30 * mib), (5.0, 4 * mib)]
+    buckets = model.buckets(
+        model.Timeline((1.0, 2.0, 3.0, 4.0, 5.0), (mib, 20 * mib, 10 * mib, 3 * mib, mib), 5.0, 6.0)
+    )
+    assert buckets == [(1.0, mib), (3.0, 30 * mib), (5.0, 4 * mib)]
 
 
 def test_a_step(model: Any) -> None:
@@ -92,10 +94,10 @@ def test_the_committed_rows_are_those_of_the_model(model: Any) -> None:
 def test_a_measured_timeline(model: Any, tmp_path: Path) -> None:
     size = model.Size("tiny", 2, 32, 3)
     trainer, batch = model.trainer_of(size, model.World(model.torch.device("cpu")))
-    found = model.measured_timeline(trainer, batch, size.steps)
+    timeline = model.measured_timeline(trainer, batch, size.steps)
     parameters = [parameter for parameter in trainer.module.parameters() if parameter.requires_grad]
-    assert sum(found.bytes) == 4 * sum(parameter.numel() for parameter in parameters)
-    assert 0 < found.ready[0] < found.ready[-1] == found.backward_end < found.step
+    assert sum(timeline.bytes) == 4 * sum(parameter.numel() for parameter in parameters)
+    assert 0 < timeline.ready[0] < timeline.ready[-1] == timeline.backward_end < timeline.step
 
 
 @pytest.mark.slow

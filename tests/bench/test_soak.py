@@ -15,6 +15,7 @@ import torch
 
 from fasttfm.generate import GenerationSession
 from fasttfm.inference.network import Inputs, Network, Output
+from fasttfm.ops import fp8
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "inference_soak.py"))
 
@@ -26,10 +27,12 @@ def soak() -> Any:
 
 def fresh(soak: Any) -> Any:
     """The same sessions and expected results, with a few short calls."""
-    contenders = [SCRIPT["Contender"](each.name, each.session, each.expected) for each in soak.contenders]
-    found = SCRIPT["Soak"](contenders, soak.texts, soak.generation, soak.continuations)
-    found.calls = [call[:3] for call in found.calls]
-    return found
+    contenders = [
+        SCRIPT["Contender"](contender.name, contender.session, contender.expected) for contender in soak.contenders
+    ]
+    fresh_soak = SCRIPT["Soak"](contenders, soak.texts, soak.generation, soak.continuations)
+    fresh_soak.calls = [call[:3] for call in fresh_soak.calls]
+    return fresh_soak
 
 
 def run(soak: Any, seconds: float) -> tuple[bool, list[dict[str, Any]]]:
@@ -50,7 +53,7 @@ def test_good_sessions_pass(soak: Any, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_wrong_vectors_are_found(soak: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Wrong by three times the tolerance in a single element of a few texts."""
-    right, bound = Network.run, 3 * max(each.expected.bound for each in soak.contenders)
+    right, bound = Network.run, 3 * max(contender.expected.bound for contender in soak.contenders)
 
     def wrong(self: Network, output: Output, inputs: Inputs) -> torch.Tensor:
         rows = right(self, output, inputs).clone()
@@ -97,3 +100,18 @@ def test_sigterm_ends_the_soak_with_a_report(soak: Any, capsys: Any) -> None:
     assert good, capsys.readouterr().out
     assert rows
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.slow
+def test_a_minute_on_the_cpu() -> None:
+    assert SCRIPT["main"](["--device", "cpu", "--size", "tiny", "--texts", "24", "--minutes", "1"]) == 0
+
+
+@pytest.mark.gpu
+def test_seconds_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a session in each precision."""
+    assert SCRIPT["main"](["--device", "cuda", "--size", "tiny", "--texts", "24", "--minutes", "0.1"]) == 0
+    printed = capsys.readouterr().out
+    names = ("bfloat16", "float16") if fp8.missing(torch.device("cuda")) else ("bfloat16", "float16", "fp8")
+    assert all(f"{kind}, {name}: " in printed for name in names for kind in ("encode", "submit"))
+    assert "generate: " in printed

@@ -40,12 +40,12 @@ def of_model(directory: Path, texts: list[str], **settings: Any) -> np.ndarray:
 
 
 def test_a_text_is_a_line_or_a_document_or_a_file(bert_directory: Path, texts: Path, tmp_path: Path) -> None:
-    found = run(bert_directory, texts, tmp_path / "lines.npy")
-    assert found is not None
-    assert np.allclose(found, of_model(bert_directory, TEXTS), atol=1e-5)
+    vectors = run(bert_directory, texts, tmp_path / "lines.npy")
+    assert vectors is not None
+    assert np.allclose(vectors, of_model(bert_directory, TEXTS), atol=1e-5)
     documents = run(bert_directory, texts, tmp_path / "documents.npy", "--split", "document")
     assert documents is not None
-    assert np.allclose(documents, found[::2], atol=1e-5)
+    assert np.allclose(documents, vectors[::2], atol=1e-5)
     whole = run(bert_directory, texts, tmp_path / "file.npy", "--split", "file")
     assert whole is not None
     assert np.allclose(whole, of_model(bert_directory, ["\n".join(TEXTS)]), atol=1e-5)
@@ -54,19 +54,19 @@ def test_a_text_is_a_line_or_a_document_or_a_file(bert_directory: Path, texts: P
 def test_a_column_of_a_table(bert_directory: Path, tmp_path: Path) -> None:
     table = tmp_path / "reviews.csv"
     table.write_text('stars,review\n5,"Peace, and commerce."\n1,War.\n')
-    found = run(bert_directory, table, tmp_path / "vectors.npy", "--text-column", "review")
-    assert found is not None
-    assert np.allclose(found, of_model(bert_directory, ["Peace, and commerce.", "War."]), atol=1e-5)
+    vectors = run(bert_directory, table, tmp_path / "vectors.npy", "--text-column", "review")
+    assert vectors is not None
+    assert np.allclose(vectors, of_model(bert_directory, ["Peace, and commerce.", "War."]), atol=1e-5)
 
 
 def test_truncated_texts_are_counted(bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "texts.txt").write_text("War.\n" + "the " * 200 + "\n" + "the " * 140 + "\n")
-    found = run(bert_directory, tmp_path / "texts.txt", tmp_path / "vectors.npy")
+    vectors = run(bert_directory, tmp_path / "texts.txt", tmp_path / "vectors.npy")
     output = capsys.readouterr()
     # The model has 128 positions, two of them for [CLS] and [SEP].
     note = "2 of 3 texts have more than 128 tokens and are truncated (88 tokens are ignored)"
     assert f"note: {note}" in output.err
-    assert found is not None
+    assert vectors is not None
     assert "3 vectors of 64 numbers" in output.out
     with pytest.warns(UserWarning, match="1 of 2 texts have more than 5 tokens"):
         of_model(bert_directory, ["The army and the navy of the United States.", "War."], max_length=5)
@@ -75,19 +75,19 @@ def test_truncated_texts_are_counted(bert_directory: Path, tmp_path: Path, capsy
 def test_a_text_without_tokens_has_a_vector_of_zeros(
     gpt_directory: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = run(gpt_directory, texts, tmp_path / "vectors.npy", "--tokens-per-batch", 1)
-    assert found is not None
-    assert not found[1].any()
-    assert found[0].any()
-    assert found[2].any()
+    vectors = run(gpt_directory, texts, tmp_path / "vectors.npy", "--tokens-per-batch", 1)
+    assert vectors is not None
+    assert not vectors[1].any()
+    assert vectors[0].any()
+    assert vectors[2].any()
     assert "1 of 3 texts have no tokens; their vectors are zero" in capsys.readouterr().err
 
 
 def test_lines_of_stdin(bert_directory: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(bert_directory, texts, tmp_path / "file.npy")
     monkeypatch.setattr("sys.stdin", io.StringIO(texts.read_text()))
-    found = run(bert_directory, "-", tmp_path / "stdin.npy")
-    assert np.array_equal(found, expected)  # type: ignore[arg-type]
+    vectors = run(bert_directory, "-", tmp_path / "stdin.npy")
+    assert np.array_equal(vectors, expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -118,11 +118,11 @@ def test_token_vectors_are_those_that_are_pooled(bert_directory: Path, texts: Pa
     run(bert_directory, texts, tmp_path / "tokens.npz", "--tokens")
     run(bert_directory, texts, tmp_path / "tokens.safetensors", "--tokens")
     tokenizer = load_tokenizer(bert_directory)
-    for found in (np.load(tmp_path / "tokens.npz"), load_file(tmp_path / "tokens.safetensors")):
-        parts = np.split(found["vectors"], found["offsets"][1:-1])
+    for archive in (np.load(tmp_path / "tokens.npz"), load_file(tmp_path / "tokens.safetensors")):
+        parts = np.split(archive["vectors"], archive["offsets"][1:-1])
         assert np.allclose([part.mean(0) for part in parts], expected, atol=1e-5)
-        ids = np.split(found["ids"], found["offsets"][1:-1])
-        assert [list(each[1:-1]) for each in ids] == [tokenizer.encode(text) for text in TEXTS]
+        ids = np.split(archive["ids"], archive["offsets"][1:-1])
+        assert [list(tokens[1:-1]) for tokens in ids] == [tokenizer.encode(text) for text in TEXTS]
     run(bert_directory, texts, tmp_path / "tokens.jsonl", "--tokens")
     rows = [json.loads(line) for line in (tmp_path / "tokens.jsonl").read_text().splitlines()]
     assert [row["text"] for row in rows] == TEXTS
@@ -131,11 +131,11 @@ def test_token_vectors_are_those_that_are_pooled(bert_directory: Path, texts: Pa
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 def test_normalized_vectors(bert_directory: Path, texts: Path, tmp_path: Path, precision: str) -> None:
-    found = run(bert_directory, texts, tmp_path / "vectors.npy", "--normalize", "--precision", precision)
-    assert found is not None
-    assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+    vectors = run(bert_directory, texts, tmp_path / "vectors.npy", "--normalize", "--precision", precision)
+    assert vectors is not None
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     exact = of_model(bert_directory, TEXTS, normalize=True)
-    assert (found * exact).sum(1).min() > 0.99
+    assert (vectors * exact).sum(1).min() > 0.99
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_layers_are_combined_as_requested(wordpiece: Tokenizer, tmp_path: Path) 
 
     def vectors(layers: Any) -> np.ndarray:
         embedder = Embedder(model, tokenizer, EmbedSettings(layers=layers))
-        found = np.stack(list(embedder.vectors(iter(TEXTS))))
-        assert found.shape == (3, embedder.width)
-        return found
+        vectors = np.stack(list(embedder.vectors(iter(TEXTS))))
+        assert vectors.shape == (3, embedder.width)
+        return vectors
 
     parts = np.split(vectors("concat:4"), 4, axis=1)
     assert np.array_equal(vectors(4), np.concatenate(parts, 1))
@@ -189,3 +189,14 @@ def test_layers_are_combined_as_requested(wordpiece: Tokenizer, tmp_path: Path) 
     ):
         assert np.allclose(vectors(layers), expected, atol=1e-5), layers
     assert not np.allclose(parts[2], parts[3], atol=1e-2)
+
+
+def test_the_chosen_precision_is_printed(
+    bert_directory: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = "note: precision float32: this CPU has no instructions for faster GEMMs in 16 or 8 bits\n"
+    run(bert_directory, texts, tmp_path / "chosen.npy")
+    assert note in capsys.readouterr().err
+    for number, quiet in enumerate([("--quiet",), ("--precision", "float32")]):
+        run(bert_directory, texts, tmp_path / f"{number}.npy", *quiet)
+        assert "precision" not in capsys.readouterr().err

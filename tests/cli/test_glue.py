@@ -50,17 +50,17 @@ def glue(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_task_with_files(
     glue: Path, bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["glue", "--model", str(bert_directory), "--data", str(glue), "--device", "cpu", "--quiet"]
-    given += ["--epochs", "1", "--max-length", "32", "--output", str(tmp_path / "run")]
-    assert main([*given, "--tasks", "CoLA", "STS-B", "MNLI"]) == 0
+    call = ["glue", "--model", str(bert_directory), "--data", str(glue), "--device", "cpu", "--quiet"]
+    call += ["--epochs", "1", "--max-length", "32", "--output", str(tmp_path / "run")]
+    assert main([*call, "--tasks", "CoLA", "STS-B", "MNLI"]) == 0
     said = capsys.readouterr().out
     assert "3 of GLUE's 9 tasks" in said
     assert "of 3 tasks, without SST-2, MRPC, QQP, QNLI, RTE, WNLI" in said
     run = tmp_path / "run"
-    found = json.loads((run / "glue.json").read_text())
-    assert list(found["tasks"]) == ["CoLA", "STS-B", "MNLI"]
-    assert found["tasks"]["MNLI"]["dev"].keys() == {"MNLI-m", "MNLI-mm"}
-    assert found["average"] == pytest.approx(sum(each["score"] for each in found["tasks"].values()) / 3)
+    report = json.loads((run / "glue.json").read_text())
+    assert list(report["tasks"]) == ["CoLA", "STS-B", "MNLI"]
+    assert report["tasks"]["MNLI"]["dev"].keys() == {"MNLI-m", "MNLI-mm"}
+    assert report["average"] == pytest.approx(sum(task["score"] for task in report["tasks"].values()) / 3)
     names = sorted(path.name for path in (run / "submission").iterdir())
     assert names == ["AX.tsv", "CoLA.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "STS-B.tsv"]
     lines = (run / "submission" / "CoLA.tsv").read_text().splitlines()
@@ -71,32 +71,32 @@ def test_every_task_with_files(
     assert "average,score," in (run / "glue.csv").read_text()
 
     # A resumed run trains what is missing, and keeps the rest.
-    assert main([*given, "--tasks", "CoLA", "MRPC", "--resume"]) == 0
+    assert main([*call, "--tasks", "CoLA", "MRPC", "--resume"]) == 0
     again = json.loads((run / "glue.json").read_text())["tasks"]
     assert list(again) == ["CoLA", "MRPC", "STS-B", "MNLI"]
-    assert again["CoLA"] == found["tasks"]["CoLA"]
+    assert again["CoLA"] == report["tasks"]["CoLA"]
     assert again["MRPC"]["dev"]["MRPC"].keys() == {"f1", "accuracy"}
 
 
 def test_the_best_of_several_trainings_is_kept(
     glue: Path, bert_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["glue", "--model", str(bert_directory), "--data", str(glue), "--device", "cpu", "--quiet"]
-    given += ["--epochs", "1", "--max-length", "16", "--tasks", "STS-B", "--save-models"]
-    several = [*given, "--search", "1e-9,1e-2", "--restarts", "2", "--output", str(tmp_path / "several")]
+    call = ["glue", "--model", str(bert_directory), "--data", str(glue), "--device", "cpu", "--quiet"]
+    call += ["--epochs", "1", "--max-length", "16", "--tasks", "STS-B", "--save-models"]
+    several = [*call, "--search", "1e-9,1e-2", "--restarts", "2", "--output", str(tmp_path / "several")]
     assert main(several) == 0
     result = json.loads((tmp_path / "several" / "glue.json").read_text())["tasks"]["STS-B"]
     trials = result["trials"]
-    assert [(each["learning_rate"], each["seed"]) for each in trials] == [(1e-9, 0), (1e-9, 1), (1e-2, 0), (1e-2, 1)]
-    assert len({each["score"] for each in trials}) > 1
-    best = max(trials, key=lambda each: each["score"])
+    assert [(trial["learning_rate"], trial["seed"]) for trial in trials] == [(1e-9, 0), (1e-9, 1), (1e-2, 0), (1e-2, 1)]
+    assert len({trial["score"] for trial in trials}) > 1
+    best = max(trials, key=lambda trial: trial["score"])
     assert result["score"] == best["score"]
     said = capsys.readouterr().out
     assert f"  * learning rate {best['learning_rate']:g}, seed {best['seed']}: score {best['score']:.3f}" in said
     assert len(list((tmp_path / "several" / "STS-B").glob("rate-*/log.csv"))) == 4
     # The same training by itself leaves the same model and submission.
     rate, seed = str(best["learning_rate"]), str(best["seed"])
-    one = [*given, "--learning-rate", rate, "--seed", seed, "--output", str(tmp_path / "one")]
+    one = [*call, "--learning-rate", rate, "--seed", seed, "--output", str(tmp_path / "one")]
     assert main(one) == 0
     for name in ("STS-B/model.safetensors", "submission/STS-B.tsv"):
         assert (tmp_path / "several" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
@@ -124,7 +124,7 @@ def test_impossible_requests_are_reported(
 
 
 def test_scores_are_those_of_the_leaderboard() -> None:
-    tasks = {each.name: each for each in GLUE}
+    tasks = {task.name: task for task in GLUE}
     gold, predicted = ["1", "1", "0", "0"], ["1", "0", "0", "1"]
     assert tasks["MRPC"].scores(gold, predicted, {"accuracy": 0.5, "f1": 0.9}) == {"f1": 0.5, "accuracy": 0.5}
     assert tasks["CoLA"].scores(gold, predicted, {"matthews": 0.1, "accuracy": 0.5}) == {"matthews": 0.1}

@@ -15,7 +15,7 @@ import fasttfm
 from fasttfm import _C, _native
 from fasttfm.cli import doctor, info
 from fasttfm.cli.main import COMMANDS, main
-from fasttfm.ops.backends import Backend, BackendTable
+from fasttfm.ops.core.backends import Backend, BackendTable
 from fasttfm.testing.specs import all_specs
 
 SPECS = all_specs()

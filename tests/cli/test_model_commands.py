@@ -53,7 +53,7 @@ def test_vectors_are_the_hidden_states(
 ) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")
     output = tmp_path / "vectors.npy"
-    options = ("--pooling", pooling, "--device", "cpu", "--tokens-per-batch", 12)
+    options = ("--pooling", pooling, "--device", "cpu", "--tokens-per-batch", 12, "--precision", "float32")
     assert (
         run(
             "embed",
@@ -68,10 +68,10 @@ def test_vectors_are_the_hidden_states(
         == 0
     )
     assert "note:" not in capsys.readouterr().err
-    found = np.load(output)
+    vectors = np.load(output)
     tokenizer, model = load_tokenizer(bert_directory), open_model(bert_directory, Head.NONE)
     special = tokenizer.special
-    for vector, text in zip(found, TEXTS, strict=True):
+    for vector, text in zip(vectors, TEXTS, strict=True):
         with torch.no_grad():
             states = model(torch.tensor([[special.cls, *tokenizer.encode(text), special.sep]])).last_hidden_state[0]
         expected = {"mean": states.mean(0), "first": states[0], "last": states[-1]}[pooling]
@@ -121,8 +121,8 @@ def continued(directory: Path, prompt: str, **options: Any) -> str:
     """What ``generate`` adds to a prompt."""
     tokenizer, model = load_tokenizer(directory), open_model(directory, Head.CAUSAL_LM)
     ids = torch.tensor([tokenizer.encode(prompt)])
-    found = generate(model, ids, eos_token_id=tokenizer.special.eos, **options)[0, ids.shape[1] :]
-    return tokenizer.decode(found)
+    tokens = generate(model, ids, eos_token_id=tokenizer.special.eos, **options)[0, ids.shape[1] :]
+    return tokenizer.decode(tokens)
 
 
 def test_the_terminal_shows_the_output_of_generate(gpt_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,9 +386,9 @@ def test_wrong_arguments_are_reported(
         ),
     ]
     for arguments, status, expected in cases:
-        found, line = stopped(capsys, arguments)
+        code, line = stopped(capsys, arguments)
         assert expected in line, (arguments, line)
-        assert found == status, (arguments, line)
+        assert code == status, (arguments, line)
     assert not (tmp_path / "out").exists()
 
 

@@ -31,7 +31,7 @@ importlib.import_module("huggingface_hub.constants")
 
 KINDS = ("folder", "run", "checkpoint", "sentence-transformers", "hub")
 # What other options with a path read or write: no model.
-OTHERS = {"--output", "--data", "--prepared", "--texts", "--entities", "--graph-vectors", "--runs"}
+OTHERS = {"--output", "--data", "--prepared", "--texts", "--entities", "--graph-vectors", "--runs", "--vectors"}
 
 # Of every option that takes a model or a tokenizer: the model (a name of MODELS), and the rest of a command that opens
 # it. Names in braces are files of the fixture ``files``.
@@ -86,15 +86,15 @@ def options_of(parser: argparse.ArgumentParser, command: str) -> Iterator[tuple[
 
 
 def test_every_option_that_takes_a_path_is_tested_here() -> None:
-    found = set()
+    options = set()
     modules = {name: importlib.import_module(path) for name, path in COMMANDS.items()}
     for command, action in options_of(parser_of(modules)[0], ""):
         name = action.option_strings[0]
         if action.metavar == "MODEL" or name == "--tokenizer":
-            found.add((command, name))
+            options.add((command, name))
         else:
             assert action.metavar not in ("DIR", "PATH", "FOLDER") or name in OTHERS, (command, name)
-    assert found == set(CASES)
+    assert options == set(CASES)
 
 
 # ---- the models and their directories --------------------------------------------------------------------------------
@@ -107,9 +107,9 @@ def files(
     """Models and data by the names in CASES."""
     root = tmp_path_factory.mktemp("files")
     texts = [text[:1000] for text in addresses(12)]
-    found = {name: root / name for name in ("bert", "gpt", "classifier", "kagnet", "glue", "entities")}
-    shutil.copytree(bert_directory, found["bert"])
-    save_gpt(bpe, found["gpt"])
+    paths = {name: root / name for name in ("bert", "gpt", "classifier", "kagnet", "glue", "entities")}
+    shutil.copytree(bert_directory, paths["bert"])
+    save_gpt(bpe, paths["gpt"])
     for name, content in {
         "labels.tsv": "text\tlabel\n" + "".join(f"{word} state\t{word}\n" for word in ("good", "bad") * 4),
         "texts.txt": "the state\n",
@@ -121,18 +121,18 @@ def files(
         ),
     }.items():
         (root / name).write_text(content)
-        found[name.partition(".")[0]] = root / name
-    (found["glue"] / "CoLA").mkdir(parents=True)
+        paths[name.partition(".")[0]] = root / name
+    (paths["glue"] / "CoLA").mkdir(parents=True)
     for part in ("train", "dev"):
-        (found["glue"] / "CoLA" / f"{part}.tsv").write_text("a\t1\t\tthe state\na\t0\t*\tstate the\n" * 2)
-    assert main(["transe", "--epochs", "1", "--width", "8", "--quiet", "--output", str(found["entities"])]) == 0
-    examples = read_examples("classify", found["labels"], None, seed=0)
+        (paths["glue"] / "CoLA" / f"{part}.tsv").write_text("a\t1\t\tthe state\na\t0\t*\tstate the\n" * 2)
+    assert main(["transe", "--epochs", "1", "--width", "8", "--quiet", "--output", str(paths["entities"])]) == 0
+    examples = read_examples("classify", paths["labels"], None, seed=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # new heads
-        save(*prepare("classify", found["bert"], examples.train, max_length=16), found["classifier"])
+        save(*prepare("classify", paths["bert"], examples.train, max_length=16), paths["classifier"])
         questions = read_commonsense(shipped_task("commonsense")["dev"])[:2]
-        save(*prepare("commonsense", found["bert"], questions, graph=found["graph"]), found["kagnet"])
-    return found
+        save(*prepare("commonsense", paths["bert"], questions, graph=paths["graph"]), paths["kagnet"])
+    return paths
 
 
 @pytest.fixture
@@ -186,9 +186,9 @@ def test_an_option_takes_all_kinds_of_directories(
     if arguments[-1] == "--output":
         arguments.append(str(tmp_path / OUTPUTS.get(command, "out")))
     ends_when_models_are_open(monkeypatch)
-    given = as_kind(kind, files[name], tmp_path / "model", cache)
+    directory = as_kind(kind, files[name], tmp_path / "model", cache)
     with contextlib.suppress(Opened):
-        assert main([*command.split(), *arguments, option, given]) == 0
+        assert main([*command.split(), *arguments, option, directory]) == 0
 
 
 class Opened(BaseException):
@@ -214,7 +214,7 @@ def test_the_functions_take_all_kinds_of_directories(files: dict[str, Path], cac
     expected = open_model(files["bert"], Head.MASKED_LM).state_dict()
     fingerprint = load_tokenizer(files["bert"]).fingerprint
     for kind in KINDS:
-        given = as_kind(kind, files["bert"], tmp_path / kind, cache)
-        found = open_model(given, Head.MASKED_LM).state_dict()
-        assert all(found[key].equal(expected[key]) for key in expected)
-        assert load_tokenizer(given).fingerprint == fingerprint
+        directory = as_kind(kind, files["bert"], tmp_path / kind, cache)
+        parameters = open_model(directory, Head.MASKED_LM).state_dict()
+        assert all(parameters[key].equal(expected[key]) for key in expected)
+        assert load_tokenizer(directory).fingerprint == fingerprint

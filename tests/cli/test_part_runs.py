@@ -84,7 +84,7 @@ def test_other_results_in_parts(options: tuple[str, ...], bert_directory: Path, 
     assert embed(bert_directory, texts, tmp_path / "parts", "--rows-per-part", "12", *options) == 0
     if "npz" in options:
         offsets = [np.load(path)["offsets"] for path in sorted((tmp_path / "parts").glob("*.npz"))]
-        assert [len(each) - 1 for each in offsets] == [12, 11]
+        assert [len(bounds) - 1 for bounds in offsets] == [12, 11]
         return
     rows = rows_of(tmp_path / "parts")
     assert len(rows) == len(TEXTS)
@@ -106,6 +106,67 @@ def test_ranks_share_out_the_parts(
         assert names == [f"part-{number}.parquet" for number in parts]
         assert (tmp_path / "parts" / COMPLETE).exists() == (rank == 0)
     assert [row["text"] for row in rows_of(tmp_path / "parts")] == TEXTS
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--pooling", "first"),
+        ("--dtype", "float16", "--format", "npy"),
+        ("--chunks", "4", "--format", "npz"),
+        ("--tokens", "--format", "safetensors"),
+        ("--sparse",),
+    ],
+)
+def test_a_search_in_parts_is_that_in_one_file(
+    options: tuple[str, ...], bert_directory: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suffix = options[-1] if "--format" in options else "npz" if "--sparse" in options else "parquet"
+    form = [option for option in options if option not in ("--format", suffix)]
+    whole, queries, parts = tmp_path / f"whole.{suffix}", tmp_path / f"queries.{suffix}", tmp_path / "parts"
+    (tmp_path / "queries.txt").write_text(f"{TEXTS[17]}\n{TEXTS[3]}\n")
+    assert embed(bert_directory, texts, whole, *form) == 0
+    assert embed(bert_directory, tmp_path / "queries.txt", queries, *form) == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        assert embed(bert_directory, texts, parts, "--rows-per-part", "5", *options) == 0
+    call = ["search", "--texts", str(texts), "--quiet", "--query-vectors", str(queries), "--vectors"]
+    if suffix in ("parquet", "npz") and "--chunks" not in options:  # by texts; the manifest has the pooling
+        model = ("--model", str(bert_directory), "--device", "cpu", "--query", TEXTS[17], "--query", TEXTS[3])
+        call = ["search", "--quiet", *model, "--vectors"]
+    found = {}
+    for path in (whole, parts):
+        output = tmp_path / f"{path.stem}-matches.jsonl"
+        pooling = ("--pooling", "first") if "first" in options and path is whole else ()
+        assert main([*call, str(path), "--output", str(output), "--top", "7", *pooling]) == 0
+        found[path] = [json.loads(line)["matches"] for line in output.read_text().splitlines()]
+    for row, in_parts in zip(found[whole], found[parts], strict=True):
+        scores = [match["score"] for match in row]
+        assert [match["score"] for match in in_parts] == pytest.approx(scores, rel=1e-4)
+        assert in_parts[0]["index"] in [match["index"] for match in row if match["score"] > scores[0] - 1e-3]
+        assert len({match["index"] for match in in_parts}) == 7
+        assert all(match["text"] in (TEXTS[match["index"]], None) for match in in_parts)
+
+
+def test_folders_that_cannot_be_searched(
+    bert_directory: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(folder: Path, *options: str) -> str:
+        call = ["search", "--vectors", str(folder), "--model", str(bert_directory), "--query", "peace", *options]
+        with pytest.raises(SystemExit):
+            main(call)
+        return capsys.readouterr().err
+
+    parts = tmp_path / "parts"
+    assert f"{tmp_path}: expected a folder of part files, with _manifest.json, got none" in refused(tmp_path)
+    assert embed(bert_directory, texts, parts, "--rows-per-part", "5") == 0
+    index = ("--index", str(tmp_path / "index"))
+    assert "expected a file of one vector for each text, got a folder of part files" in refused(parts, *index)
+    (parts / "part-000003.parquet").unlink()
+    assert "expected 5 parts, got 4 of them" in refused(parts)
+    (parts / COMPLETE).unlink()
+    assert "expected all parts of a run that has ended, with _complete.json, got none" in refused(parts)
 
 
 def test_another_run_is_refused(
@@ -166,17 +227,17 @@ def test_a_broken_line_is_named_and_its_part_is_missing(
 def test_predictions_in_parts(classifier: Path, texts: Path, tmp_path: Path) -> None:
     call = ["predict", "--model", classifier, "--device", "cpu", "--quiet"]
     whole, paths = tmp_path / "whole.jsonl", {"txt": texts, **write_forms(tmp_path)}
-    assert main([str(each) for each in (*call, "--data", texts, "--output", whole)]) == 0
+    assert main([str(argument) for argument in (*call, "--data", texts, "--output", whole)]) == 0
     expected = [json.loads(line) for line in whole.read_text().splitlines()]
     for name in paths:
         options = ("--data", paths[name], "--output", tmp_path / name, "--rows-per-part", "10")
-        assert main([str(each) for each in (*call, *options)]) == 0
+        assert main([str(argument) for argument in (*call, *options)]) == 0
         parts = sorted((tmp_path / name).glob("part-*.jsonl"))
         rows = [json.loads(line) for path in parts for line in path.read_text().splitlines()]
         assert [row["text"] for row in rows] == TEXTS
         assert [row["label"] for row in rows] == [row["label"] for row in expected]
     options = ("--data", texts, "--output", tmp_path / "table", "--rows-per-part", "10", "--format", "parquet")
-    assert main([str(each) for each in (*call, *options)]) == 0
+    assert main([str(argument) for argument in (*call, *options)]) == 0
     table = rows_of(tmp_path / "table")
     assert [row["row"] for row in table] == list(range(len(TEXTS)))
     assert [row["label"] for row in table] == [row["label"] for row in expected]

@@ -29,7 +29,7 @@ PREDICTING = [name for name, kind in TASKS.items() if kind.json_fields != "none"
 @pytest.fixture(scope="module")
 def trained(bert_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any, Any, Any]]:
     """For every task: a saved model with a random head, the model, the task and labelled examples."""
-    found = {}
+    saved = {}
     for name in PREDICTING:
         kind = TASKS[name]
         examples = kind.read_file(shipped_task(name)["dev"])
@@ -37,8 +37,8 @@ def trained(bert_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         model, task = prepare(name, bert_directory, examples, max_length=48)
         folder = tmp_path_factory.mktemp(name)
         save(model, task, folder)
-        found[name] = (folder, model, task, examples)
-    return found
+        saved[name] = (folder, model, task, examples)
+    return saved
 
 
 def predicted(folder: Path, source: Any, *options: Any) -> int:
@@ -75,7 +75,7 @@ def test_labelled_files_of_every_task(
         "entity-typing": list,
     }
     field, plain = fields.get(name, "label"), parts.get(name, lambda prediction: prediction)
-    assert [record[field] for record in records] == [plain(each) for each in expected]
+    assert [record[field] for record in records] == [plain(prediction) for prediction in expected]
     assert [record["gold"] for record in records] == [task.gold(example) for example in examples]
     assert all(records[0].keys() >= set(task.inputs(examples[0])) for record in records)
     assert predicted(folder, source, "--output", tmp_path / "found.csv") == 0
@@ -210,9 +210,9 @@ news                        2  0.500  0.500
 
 def _coqa(source: str, story: str, answer: str) -> dict[str, Any]:
     start = story.index(answer)
-    given = {"input_text": answer, "span_start": start, "span_end": start + len(answer), "turn_id": 1}
+    turn = {"input_text": answer, "span_start": start, "span_end": start + len(answer), "turn_id": 1}
     asked = [{"input_text": "What?", "turn_id": 1}]
-    return {"id": story, "source": source, "story": story, "questions": asked, "answers": [given]}
+    return {"id": story, "source": source, "story": story, "questions": asked, "answers": [turn]}
 
 
 def _answers_white(self: Any, examples: Any, features: Any, read: Any) -> list[Any]:

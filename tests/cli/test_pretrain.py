@@ -64,7 +64,7 @@ def test_a_step_is_timed_against_plain_torch(
     assert re.search(r"fasttfm [\d.]+ ms, plain torch [\d.]+ ms", capsys.readouterr().out)
     parser = argparse.ArgumentParser()
     pretrain.add_parser(parser.add_subparsers())
-    for given, expected in (
+    for options, expected in (
         (["--data", str(corpus["data"])], False),
         (["--quiet"], False),
         ([], True),
@@ -72,7 +72,7 @@ def test_a_step_is_timed_against_plain_torch(
         (["--no-compare"], False),
         (["roberta"], False),
     ):
-        parsed = parser.parse_args(["pretrain", "--output", "x", *given])
+        parsed = parser.parse_args(["pretrain", "--output", "x", *options])
         assert pretrain._compares(parsed, pretrain._settings(parsed)[0]) == expected
     parsed = parser.parse_args(["pretrain", "albert", "--compare"])
     settings, _ = pretrain._settings(parsed)
@@ -90,21 +90,21 @@ def test_a_run_without_a_size_is_small() -> None:
 
 def test_a_changed_size_is_named_so(corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = arguments(corpus, tmp_path / "unused", "--quiet")
-    index = given.index("--output")
+    call = arguments(corpus, tmp_path / "unused", "--quiet")
+    index = call.index("--output")
     titles: list[str] = []
     monkeypatch.setattr("fasttfm.train.pretrain.write_curves", lambda log, path, title: titles.append(title))
-    assert main([*given[:index], *given[index + 2 :], "--set", "hidden_act=relu"]) == 0
+    assert main([*call[:index], *call[index + 2 :], "--set", "hidden_act=relu"]) == 0
     assert [path.name for path in (tmp_path / "fasttfm-runs").iterdir()] == ["bert-tiny-changed-1"]
     assert "hidden_act=relu" in titles[0]
 
 
 def test_a_new_folder_for_every_run(corpus: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    given = arguments(corpus, tmp_path / "unused", "--quiet")
-    index = given.index("--output")
+    call = arguments(corpus, tmp_path / "unused", "--quiet")
+    index = call.index("--output")
     for _ in range(2):
-        assert main([*given[:index], *given[index + 2 :]]) == 0
+        assert main([*call[:index], *call[index + 2 :]]) == 0
     assert sorted(path.name for path in (tmp_path / "fasttfm-runs").iterdir()) == ["bert-tiny-1", "bert-tiny-2"]
 
 
@@ -139,10 +139,10 @@ def test_impossible_requests_are_reported(
     if more == ["--device", "cuda:7"] and torch.cuda.device_count() > 7:
         pytest.skip("there is such a device")
     try:
-        found: Any = main(arguments(corpus, tmp_path / "run", *more))
+        code: Any = main(arguments(corpus, tmp_path / "run", *more))
     except SystemExit as stopped:
-        found = stopped.code
-    assert found == status
+        code = stopped.code
+    assert code == status
     assert sentence in capsys.readouterr().err
 
 

@@ -41,9 +41,9 @@ def arguments(corpus: dict[str, Path], output: Path, *more: str) -> list[str]:
     return ["pretrain", "--device", "cpu", "--data", str(corpus["data"]), "--output", str(output), *small, *more]
 
 
-def fails(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def fails(call: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as stopped:
-        main(given)
+        main(call)
     assert stopped.value.code
     return capsys.readouterr().err
 
@@ -57,8 +57,8 @@ def weights(directory: Path) -> dict[str, Any]:
 def test_a_run_starts_from_another(corpus: dict[str, Path], trained: dict[str, Path], tmp_path: Path) -> None:
     """With a learning rate of 0 it ends with the same parameters; the tokenizer and the objective are those of the
     first run, and the tokenizer keeps the model's maximum length."""
-    given = arguments(corpus, tmp_path / "run", "--init", str(trained["bert"]), "--learning-rate", "0")
-    assert main(given) == 0
+    call = arguments(corpus, tmp_path / "run", "--init", str(trained["bert"]), "--learning-rate", "0")
+    assert main(call) == 0
     before, after = weights(trained["bert"] / "latest"), weights(tmp_path / "run" / "latest")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -79,8 +79,8 @@ def test_a_resumed_run_does_not_need_the_checkpoint_that_it_started_from(
 
 
 def test_masked_lm_only_drops_the_other_head(corpus: dict[str, Path], trained: dict[str, Path], tmp_path: Path) -> None:
-    given = arguments(corpus, tmp_path / "run", "--init", str(trained["bert"] / "latest"), "--objective", "mlm")
-    assert main([*given, "--spans", "--masking", "0.2"]) == 0
+    call = arguments(corpus, tmp_path / "run", "--init", str(trained["bert"] / "latest"), "--objective", "mlm")
+    assert main([*call, "--spans", "--masking", "0.2"]) == 0
     config = json.loads((tmp_path / "run" / "latest" / "config.json").read_text())
     assert config["architectures"] == ["BertForMaskedLM"]
     # A run from such a checkpoint has its objective.
@@ -151,7 +151,7 @@ def test_impossible_requests_are_reported(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    more = [str(trained["bert"]) if each == "BERT" else each for each in more]
+    more = [str(trained["bert"]) if option == "BERT" else option for option in more]
     assert sentence in fails(arguments(corpus, tmp_path / "run", *more), capsys)
     assert not (tmp_path / "run").exists()
 
@@ -160,9 +160,9 @@ def test_fractions_of_masks(corpus: dict[str, Path]) -> None:
     """ELECTRA's generator reads [MASK] wherever it predicts; the others 80% [MASK], 10% random tokens."""
 
     def shares(family: str, **changes: Any) -> tuple[float, float]:
-        found = masking(settings_of(corpus, family, **changes))
-        assert found is not None
-        return found.mask_share, found.random_share
+        rates = masking(settings_of(corpus, family, **changes))
+        assert rates is not None
+        return rates.mask_share, rates.random_share
 
     assert shares("electra") == (1.0, 0.0)
     assert shares("electra", objective="mlm") == (0.8, 0.1)
@@ -184,11 +184,11 @@ def test_a_run_resumes_with_its_own_settings(
     """Also from another working directory. More steps must be requested; they are then a setting of the run."""
     monkeypatch.chdir(corpus["data"].parent)
     small = [f"{name}={value}" for name, value in SIZES["bert"].items()]
-    given = ["--data", "texts.txt", "--tokenizer", "wordpiece", "--seed", "3", "--set", *small]
+    begin = ["--data", "texts.txt", "--tokenizer", "wordpiece", "--seed", "3", "--set", *small]
     run = tmp_path / "run"
     monkeypatch.setattr("fasttfm.cli.pretrain._default_device", lambda: "cpu")
     options = ["--max-length", "64", "--tokens-per-step", "128", "--held-out", "0.1", "--quiet"]
-    assert main(["pretrain", "--output", str(run), *given, *options, "--steps", "3", "--checkpoint-every", "2"]) == 0
+    assert main(["pretrain", "--output", str(run), *begin, *options, "--steps", "3", "--checkpoint-every", "2"]) == 0
     shutil.rmtree(run / "checkpoint-000003")
     monkeypatch.chdir(tmp_path)
     resume = ["pretrain", "--resume", "--output", str(run), "--quiet"]

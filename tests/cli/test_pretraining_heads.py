@@ -73,8 +73,8 @@ def test_pairs_of_sentences(
         segments = [0] * (len(first) + 2) + [1] * (len(second) + 1)
         with torch.no_grad():
             output = model(torch.tensor([ids]), token_type_ids=torch.tensor([segments]))
-        found: list[float] = getattr(output, logits)[0].softmax(-1).tolist()
-        return found
+        probabilities: list[float] = getattr(output, logits)[0].softmax(-1).tolist()
+        return probabilities
 
     lines = [{"text": FIRST, "text_pair": SECOND, "label": labels[0]}, {"text": SECOND, "text_pair": FIRST}]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -110,11 +110,11 @@ def test_replaced_tokens_of_texts(
     record = json.loads(output.read_text())
     assert record["probabilities"] == pytest.approx(values, abs=1e-4)
     assert record["tokens"] == ["The", "war", "of", "the", "peace", "is", "the", "peace", "."]
-    assert [text[at : at + len(each)] for at, each in zip(record["starts"], record["tokens"], strict=True)] == record[
+    assert [text[at : at + len(token)] for at, token in zip(record["starts"], record["tokens"], strict=True)] == record[
         "tokens"
     ]
     assert record["gold"] == [False] * 4 + [True] + [False] * 4
-    right = sum(found == gold for found, gold in zip(record["replaced"], record["gold"], strict=True)) / 9
+    right = sum(replaced == gold for replaced, gold in zip(record["replaced"], record["gold"], strict=True)) / 9
     assert f"scores     accuracy {right:.3f}, precision" in capsys.readouterr().out
     assert predicted("--model", run, "--text", text) == 0
     line = capsys.readouterr().out.rstrip("\n")
@@ -134,7 +134,7 @@ def test_replaced_tokens_of_texts(
     assert [float(span[1]) for span in spans] == pytest.approx([100 * value for value in values], abs=0.06)
     assert ["marked" in span[0] for span in spans] == record["replaced"]
     assert ["wrong" in span[0] for span in spans] == [
-        found != gold for found, gold in zip(record["replaced"], record["gold"], strict=True)
+        replaced != gold for replaced, gold in zip(record["replaced"], record["gold"], strict=True)
     ]
     assert page.rstrip().endswith("</html>")
 
@@ -145,13 +145,13 @@ def test_long_texts_are_read_in_pieces_and_special_characters_stay(
     run, joint = electra
     text = "war & peace <b>" * 20
     predictor = tasks.load(run, device="cpu")
-    found: Any = predictor(text)
+    prediction: Any = predictor(text)
     ids = wordpiece.encode(text)
-    assert len(found.tokens) == len(found.probabilities) == len(ids) > 100
+    assert len(prediction.tokens) == len(prediction.probabilities) == len(ids) > 100
     piece = torch.tensor([[wordpiece.special.cls, *ids[30:60], wordpiece.special.sep]])
     with torch.no_grad():
         values = joint.discriminator(piece).logits[0, 1:-1].sigmoid().tolist()
-    assert found.probabilities[30:60] == pytest.approx(values, abs=1e-4)
+    assert prediction.probabilities[30:60] == pytest.approx(values, abs=1e-4)
     assert predicted("--model", run, "--text", text, "--output", tmp_path / "a.html") == 0
     body = (tmp_path / "a.html").read_text().split('class="text"')[1]
     assert "<b>" not in body

@@ -26,7 +26,7 @@ SHOTS = [Question(f"report {n}", [LABELS[n % 3]], []) for n in range(6)]
 
 
 def written(path: Path, questions: list[Question]) -> Path:
-    rows = [{"input": each.input, "output": each.outputs[0]} for each in questions]
+    rows = [{"input": question.input, "output": question.outputs[0]} for question in questions]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -42,8 +42,8 @@ def test_likelihoods_are_those_of_the_model(evaluation: Evaluation) -> None:
     encode = evaluation.tokenizer.encode
     pairs = [(encode("The state of"), encode(" the Union")), (encode("War"), encode(" and peace, and so on"))]
     evaluation.tokens_per_batch = 8  # one sequence per batch
-    found = evaluation.log_likelihoods(pairs)
-    for (first, last), value in zip(pairs, found, strict=True):
+    likelihoods = evaluation.log_likelihoods(pairs)
+    for (first, last), value in zip(pairs, likelihoods, strict=True):
         with torch.no_grad():
             logits = evaluation.model(torch.tensor([[*first, *last]])).logits[0].log_softmax(-1)
         expected = sum(float(logits[len(first) - 1 + index, id]) for index, id in enumerate(last))
@@ -53,14 +53,14 @@ def test_likelihoods_are_those_of_the_model(evaluation: Evaluation) -> None:
 
 @pytest.mark.parametrize("normalization", ["none", "tokens", "bytes", "unconditional"])
 def test_the_most_likely_choice_is_the_answer(normalization: str, evaluation: Evaluation) -> None:
-    own = Evaluation(evaluation.model, evaluation.tokenizer, evaluation.prompt, normalization=normalization)
-    encode = own.tokenizer.encode
-    for question, answer in zip(QUESTIONS, own.answers(QUESTIONS, SHOTS, 0, 0), strict=True):
+    normalized = Evaluation(evaluation.model, evaluation.tokenizer, evaluation.prompt, normalization=normalization)
+    encode = normalized.tokenizer.encode
+    for question, answer in zip(QUESTIONS, normalized.answers(QUESTIONS, SHOTS, 0, 0), strict=True):
         scores = {}
         for label in LABELS:
             ids = encode(f" {label}")
-            (score,) = own.log_likelihoods([(encode(f"{question.input}:"), ids)])
-            (without,) = own.log_likelihoods([(encode(":"), ids)])
+            (score,) = normalized.log_likelihoods([(encode(f"{question.input}:"), ids)])
+            (without,) = normalized.log_likelihoods([(encode(":"), ids)])
             scores[label] = {
                 "none": score,
                 "tokens": score / len(ids),
@@ -84,7 +84,7 @@ def test_examples_are_drawn_by_the_seed(evaluation: Evaluation, monkeypatch: pyt
         assert list(evaluation.answers(QUESTIONS, SHOTS, k, seed)) == ["peace"] * 5
         return list(prompts)
 
-    assert drawn(0, 0) == [f"{each.input}:" for each in QUESTIONS]
+    assert drawn(0, 0) == [f"{question.input}:" for question in QUESTIONS]
     first = drawn(2, 0)
     assert all(prompt.count("report ") == 2 for prompt in first)
     assert first == drawn(2, 0) != drawn(2, 1)
@@ -98,7 +98,7 @@ def test_the_command_writes_scores_answers_and_a_curve(
     data, shots = written(tmp_path / "dev.jsonl", QUESTIONS), written(tmp_path / "train.jsonl", SHOTS)
     call = ["prompt-eval", "--model", gpt_directory, "--data", data, "--shots", shots, "--device", "cpu", "--quiet"]
     run = tmp_path / "run"
-    assert main([str(each) for each in [*call, "--k", "0,2,4", "--seeds", 2, "--output", run]]) == 0
+    assert main([str(argument) for argument in [*call, "--k", "0,2,4", "--seeds", 2, "--output", run]]) == 0
     metrics = json.loads((run / "metrics.json").read_text())
     assert [row["k"] for row in metrics["runs"]] == [0, 2, 2, 4, 4]
     assert [row["k"] for row in metrics["curve"]] == [0, 2, 4]
@@ -109,7 +109,7 @@ def test_the_command_writes_scores_answers_and_a_curve(
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "k=4, seed 1: accuracy" in capsys.readouterr().out
     options = ["--task", "reading", "--max-new-tokens", 3, "--limit", 2, "--output", tmp_path / "reading"]
-    assert main([str(each) for each in [*call, *options]]) == 0
+    assert main([str(argument) for argument in [*call, *options]]) == 0
     assert "exact match" in capsys.readouterr().out
     for wrong, expected in (
         (["--k", "x"], "--k: expected numbers from 0 on such as 0,1,8, got 'x'"),
@@ -117,7 +117,7 @@ def test_the_command_writes_scores_answers_and_a_curve(
         (["--template", "{input}"], "template: expected {input} once and then {output}"),
     ):
         with pytest.raises(SystemExit) as error:
-            main([str(each) for each in [*call, *wrong]])
+            main([str(argument) for argument in [*call, *wrong]])
         assert error.value.code == 2
         assert expected in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
@@ -128,7 +128,7 @@ def test_scores_of_texts() -> None:
         Question("", ["the cat sat on the mat"], []),
         Question("", ["a dog", "the dog barks loudly today"], []),
     ]
-    perfect = [each.outputs[-1] for each in questions]
+    perfect = [question.outputs[-1] for question in questions]
     assert prompt_scores(("exact_match", "answer_f1", "accuracy"), questions, perfect) == {
         "exact_match": 1.0,
         "answer_f1": 1.0,
@@ -174,6 +174,6 @@ def test_summaries_have_up_to_100_tokens(gpt_directory: Path, tmp_path: Path) ->
     command.add_parser(parser.add_subparsers())
     data = written(tmp_path / "data.jsonl", QUESTIONS)
     for task, more, expected in (("tldr", [], 100), ("reading", [], 50), ("tldr", ["--max-new-tokens", "7"], 7)):
-        given = ["--model", str(gpt_directory), "--data", str(data), "--device", "cpu", "--task", task, *more]
-        arguments = parser.parse_args(["prompt-eval", *given])
+        options = ["--model", str(gpt_directory), "--data", str(data), "--device", "cpu", "--task", task, *more]
+        arguments = parser.parse_args(["prompt-eval", *options])
         assert command._evaluation(arguments, str(gpt_directory), PRESETS[task]).max_new_tokens == expected

@@ -82,7 +82,7 @@ WMT = [("The war is over .", "Der Krieg ist vorbei ."), ("We have peace & law ."
 
 
 def command(*options: Any) -> list[str]:
-    return [str(each) for each in ("prompt-eval", "--device", "cpu", "--quiet", *options)]
+    return [str(argument) for argument in ("prompt-eval", "--device", "cpu", "--quiet", *options)]
 
 
 def generates(monkeypatch: pytest.MonkeyPatch, answers: list[str]) -> list[str]:
@@ -174,7 +174,7 @@ def test_last_words(suffix: str, gpt_directory: Path, tmp_path: Path) -> None:
             if (word := tokenizer.decode([id])).startswith(" ") and word.strip().isalpha()
         )
     passages = [f"We have been at peace with all of the{best}", "The state of the commonwealth"]
-    rows = passages if suffix == "txt" else [json.dumps({"text": each}) for each in passages]
+    rows = passages if suffix == "txt" else [json.dumps({"text": passage}) for passage in passages]
     (tmp_path / f"lambada.{suffix}").write_text("\n".join(rows) + "\n")
     options = ("--task", "last-word", "--output", tmp_path / "run")
     assert main(command("--model", gpt_directory, "--data", tmp_path / f"lambada.{suffix}", *options)) == 0
@@ -187,9 +187,9 @@ def test_last_words(suffix: str, gpt_directory: Path, tmp_path: Path) -> None:
             with torch.no_grad():
                 generated.append(int(model(torch.tensor([generated])).logits[0, -1].argmax()))
         right += tokenizer.decode(generated[len(tokenizer.encode(before)) :]).strip() == word
-    found = scores_of(tmp_path / "run")
-    assert found["accuracy"] == right / 2
-    assert found["perplexity"] == pytest.approx(math.exp(-sum(logs) / 2), rel=1e-3)
+    scores = scores_of(tmp_path / "run")
+    assert scores["accuracy"] == right / 2
+    assert scores["perplexity"] == pytest.approx(math.exp(-sum(logs) / 2), rel=1e-3)
     answers = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
     assert [row["output"] for row in answers] == [[best.strip()], ["commonwealth"]]
 
@@ -284,12 +284,12 @@ def test_questions_that_do_not_fit_are_truncated(task: str, kept: str, gpt_direc
     evaluation = Evaluation(model, tokenizer, Prompt(template=preset.template), truncated=preset.truncated)
     text = "The war began. " + "There was no peace. " * 100 + "It ended."
     ids = evaluation._fitting(evaluation.prompt, Question(text, ["-"]), 40)
-    found = tokenizer.decode(ids)
+    truncated = tokenizer.decode(ids)
     assert 35 < len(ids) <= 40
     assert evaluation.cut == 1
-    assert found.startswith("The war began.") == (kept == "start")
-    assert ("It ended." in found) == (kept == "end")
-    assert found.endswith("\nTL;DR:" if task == "tldr" else "\nA:")
+    assert truncated.startswith("The war began.") == (kept == "start")
+    assert ("It ended." in truncated) == (kept == "end")
+    assert truncated.endswith("\nTL;DR:" if task == "tldr" else "\nA:")
     with pytest.raises(ValueError, match="expected room for a question in 2 tokens"):
         evaluation._fitting(evaluation.prompt, Question(text, ["-"]), 2)
 
@@ -312,8 +312,8 @@ def test_a_table_and_a_curve_for_each_model(
     names = [gpt_directory.name, "other"]
     assert [(row["model"], row["k"]) for row in rows] == [(name, k) for name in names for k in "014"]
     runs = json.loads((tmp_path / "run" / "metrics.json").read_text())["runs"]
-    own = [row["accuracy"] for row in runs if (row["model"], row["k"]) == ("other", 4)]
-    assert float(rows[-1]["accuracy"]) == pytest.approx(sum(own) / 2)
+    accuracies = [row["accuracy"] for row in runs if (row["model"], row["k"]) == ("other", 4)]
+    assert float(rows[-1]["accuracy"]) == pytest.approx(sum(accuracies) / 2)
     assert len((tmp_path / "run" / "answers.jsonl").read_text().splitlines()) == 2 * 2 * (1 + 2 + 2)
     assert f"| other | 4 | {float(rows[-1]['accuracy']):.3f} |" in capsys.readouterr().out
     panels = [panel for panel in drawn[0].axes if panel.get_visible()]

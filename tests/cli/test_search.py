@@ -61,8 +61,10 @@ def test_queries_have_the_dimensions_of_the_vectors(
     assert re.search(r"1\.000 +4$", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors", "jsonl", "csv"])
+@pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors", "jsonl", "csv", "parquet"])
 def test_matches_are_those_of_the_full_product(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow", reason="it reads parquet")
     random = np.random.default_rng(0)
     vectors, queries = random.normal(size=(50, 8)).astype(np.float32), random.normal(size=(3, 8)).astype(np.float32)
     vectors[7] = vectors[33] = queries[1]
@@ -70,15 +72,16 @@ def test_matches_are_those_of_the_full_product(suffix: str, tmp_path: Path, monk
     path = tmp_path / f"vectors.{suffix}"
     write_vectors(path, (Row(f"text {n}", vector) for n, vector in enumerate(vectors)))
     monkeypatch.setattr(search_module, "_BLOCK_BYTES", 4 * 8 * 6)  # blocks of six vectors
-    found = search(VectorFile(path), queries, 5)
+    matches = search(VectorFile(path), queries, 5)
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     scores = queries @ (vectors / np.where(norms, norms, 1)).T / np.linalg.norm(queries, axis=1, keepdims=True)
-    for row, expected in zip(found, scores, strict=True):
+    for row, expected in zip(matches, scores, strict=True):
         order = np.lexsort((np.arange(50), -expected))[:5]
         assert [match.score for match in row] == pytest.approx(expected[order], abs=1e-6)
         assert [match.row for match in row] == list(order)
-        assert {match.text for match in row} == ({f"text {n}" for n in order} if suffix in ("jsonl", "csv") else {None})
-    assert [match.row for match in found[1][:2]] == [7, 33]
+        has_texts = suffix in ("jsonl", "csv", "parquet")
+        assert {match.text for match in row} == ({f"text {n}" for n in order} if has_texts else {None})
+    assert [match.row for match in matches[1][:2]] == [7, 33]
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz", "safetensors"])
@@ -100,13 +103,13 @@ def test_matches_of_bytes_are_those_of_the_restored_vectors(
     assert file.precision == dtype
     (restored,) = (block for block, _ in file.blocks(1000))
     monkeypatch.setattr(search_module, "_BLOCK_BYTES", 4 * 24 * 60)
-    found = search(file, queries, 3)
+    matches = search(file, queries, 3)
     scores = (queries @ restored.T) / np.linalg.norm(restored, axis=1) / np.linalg.norm(queries, axis=1, keepdims=True)
-    for row, expected in zip(found, scores, strict=True):
+    for row, expected in zip(matches, scores, strict=True):
         order = np.lexsort((np.arange(200), -expected))[:3]
         assert [match.row for match in row] == list(order)
         assert [match.score for match in row] == pytest.approx(expected[order], abs=1e-6)
-    assert [row[0].row for row in found] == [3, 77]
+    assert [row[0].row for row in matches] == [3, 77]
 
 
 def test_words_and_bytes_have_the_same_distances(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +128,10 @@ def test_the_commands_take_bytes(
     call = ("--model", bert_directory, "--device", "cpu", "--quiet")
     data = ("embed", *call, "--data", folder / "texts.txt")
     for dtype in ("int8", "ubinary"):
-        own = tmp_path / f"{dtype}.safetensors"
-        assert run(*data, "--dtype", dtype, "--output", own) == 0
+        output = tmp_path / f"{dtype}.safetensors"
+        assert run(*data, "--dtype", dtype, "--output", output) == 0
         capsys.readouterr()
-        assert run("search", *call, "--vectors", own, "--query", TEXTS[3], "--top", 1) == 0
+        assert run("search", *call, "--vectors", output, "--query", TEXTS[3], "--top", 1) == 0
         assert re.search(r" [01]\.\d+ +4$", capsys.readouterr().out, re.MULTILINE)
     again, exact = tmp_path / "again.npz", tmp_path / "exact.npy"
     ranges = VectorFile(tmp_path / "int8.safetensors").ranges
@@ -175,9 +178,9 @@ class NearestByProducts:
 
     @classmethod
     def restore(cls, path: str, *, view: bool) -> NearestByProducts:
-        found = cls(ndim=8, metric="cos", dtype="f16")
-        found.rows = np.frombuffer(Path(path).read_bytes(), np.float32).reshape(-1, 8)
-        return found
+        index = cls(ndim=8, metric="cos", dtype="f16")
+        index.rows = np.frombuffer(Path(path).read_bytes(), np.float32).reshape(-1, 8)
+        return index
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
@@ -274,9 +277,9 @@ def test_the_page_has_the_weights_of_the_model(
     with torch.no_grad():
         model = open_model(directory, Head.NONE)
         (expected,) = model.eval()(torch.tensor([ids]), output_attentions=True).attentions
-    found = np.frombuffer(base64.b64decode(data["weights"]), np.uint8).reshape(expected.shape) / 255
-    found = found * np.array(data["largest"])[..., None, None]
-    assert np.abs(found - expected.numpy()).max() <= expected.max() / 510 + 1e-4  # 8 bits, and four digits
+    weights = np.frombuffer(base64.b64decode(data["weights"]), np.uint8).reshape(expected.shape) / 255
+    weights = weights * np.array(data["largest"])[..., None, None]
+    assert np.abs(weights - expected.numpy()).max() <= expected.max() / 510 + 1e-4  # 8 bits, and four digits
     assert (len(data["tokens"]), data["layers"], data["heads"]) == (len(ids), [1], [1, 2])
 
 

@@ -32,11 +32,11 @@ def test_each_column_is_a_panel_with_a_curve_of_each_run(runs: list[str], monkey
     call = ["show", "curves", "--runs", *runs, "--output", str(output), "--columns", "loss", "next_sentence"]
     assert main(call) == 0
     assert output.read_bytes().startswith(b"\x89PNG")
-    found = [
+    curves = [
         {str(line.get_label()): [list(line.get_xdata()), list(line.get_ydata())] for line in panel.get_lines()}
         for panel in figures[0].axes
     ]
-    assert found == [{"nsp": [[10, 20], [3.5, 2.5]], "mlm": [[10], [4.5]]}, {"nsp": [[10, 20], [0.7, 0.6]]}]
+    assert curves == [{"nsp": [[10, 20], [3.5, 2.5]], "mlm": [[10], [4.5]]}, {"nsp": [[10, 20], [0.7, 0.6]]}]
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,12 @@ def renamed(name: str, names: dict[str, str]) -> str:
 
 @pytest.mark.parametrize(("config", "names"), [(bert(), BERT), (gpt(), GPT)], ids=["bert", "gpt2"])
 def test_both_steps_have_the_same_loss(config: Any, names: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[tuple[torch.nn.Module, Any]] = []
-    monkeypatch.setattr(torch_step, "_step", lambda model, loss, device: found.append((model, loss)))
+    steps: list[tuple[torch.nn.Module, Any]] = []
+    monkeypatch.setattr(torch_step, "_step", lambda model, loss, device: steps.append((model, loss)))
     device = torch.device("cpu")
     torch_step._ours(config, batch(), device)
     torch_step._theirs(config, batch(), device)
-    (ours, our_loss), (theirs, their_loss) = found
+    (ours, our_loss), (theirs, their_loss) = steps
     state = {renamed(name, names): value for name, value in ours.state_dict().items()}
     theirs.load_state_dict({name: value for name, value in state.items() if name in theirs.state_dict()})
     torch.testing.assert_close(our_loss(), their_loss())

@@ -36,7 +36,7 @@ def contents(batch: Batch) -> list[Any]:
 
 def sequences(batches: list[Batch]) -> list[tuple[np.ndarray, np.ndarray | None, int | None]]:
     """Unmasked ids, segment ids and sentence label of every sequence."""
-    found: list[tuple[np.ndarray, np.ndarray | None, int | None]] = []
+    rows: list[tuple[np.ndarray, np.ndarray | None, int | None]] = []
     for batch in batches:
         ids = batch.input_ids.clone()
         if batch.positions is not None and batch.labels is not None:
@@ -44,8 +44,8 @@ def sequences(batches: list[Batch]) -> list[tuple[np.ndarray, np.ndarray | None,
         for number, (low, high) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
             types = None if batch.token_type_ids is None else batch.token_type_ids[low:high].numpy()
             label = None if batch.sentence_labels is None else int(batch.sentence_labels[number])
-            found.append((ids[low:high].numpy(), types, label))
-    return found
+            rows.append((ids[low:high].numpy(), types, label))
+    return rows
 
 
 def halves(ids: np.ndarray, types: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
@@ -70,8 +70,8 @@ def half(count: int, total: int) -> bool:
 
 
 def test_next_sentence_pairs(traced: Traced) -> None:
-    found = sequences(list(stream(traced.shards, "nsp", epochs=3)))
-    for ids, types, label in found:
+    rows = sequences(list(stream(traced.shards, "nsp", epochs=3)))
+    for ids, types, label in rows:
         a, b = halves(ids, types)
         assert traced.document[a[0]] == traced.document[a[-1]]
         assert traced.document[b[0]] == traced.document[b[-1]]
@@ -83,17 +83,17 @@ def test_next_sentence_pairs(traced: Traced) -> None:
             assert traced.document[a[0]] == traced.document[b[0]]
         else:
             assert traced.document[a[0]] != traced.document[b[0]]
-    assert half(sum(label for *_, label in found if label), len(found))
+    assert half(sum(label for *_, label in rows if label), len(rows))
 
 
 def test_sentence_order(traced: Traced) -> None:
-    found = sequences(list(stream(traced.shards, "sop", epochs=3)))
-    for ids, types, label in found:
+    rows = sequences(list(stream(traced.shards, "sop", epochs=3)))
+    for ids, types, label in rows:
         a, b = halves(ids, types)
         first, second = (a, b) if label == 0 else (b, a)
         assert second[0] == first[-1] + 1
         assert traced.document[first[0]] == traced.document[second[-1]]
-    assert half(sum(label for *_, label in found if label), len(found))
+    assert half(sum(label for *_, label in rows if label), len(rows))
 
 
 @pytest.mark.parametrize("kind", ["single", "electra"])
@@ -130,8 +130,8 @@ def test_causal_sequences_have_every_token_once(traced: Traced) -> None:
 
 def test_end_tokens(tmp_path: Path) -> None:
     corpus = trace(tmp_path, [[63], [64], [65], [10]])
-    found = sequences(list(stream(corpus.shards, "causal")))
-    assert sorted((len(ids), int(ids[-1] == END)) for ids, _, _ in found) == [
+    rows = sequences(list(stream(corpus.shards, "causal")))
+    assert sorted((len(ids), int(ids[-1] == END)) for ids, _, _ in rows) == [
         (2, 1),
         (11, 1),
         (64, 0),
@@ -232,10 +232,10 @@ def test_long_documents_are_cut_without_loss(tmp_path: Path) -> None:
     """One document that is hundreds of times as long as a sequence, and one such sentence."""
     corpus = trace(tmp_path, [[7] * 1500 + [9000] + [7] * 100, [3, 3]])
     for kind in ("single", "causal"):
-        found = sequences(list(stream(corpus.shards, kind, 16, block_tokens=4000, tokens_per_batch=128)))
-        text = np.concatenate([ids[ids >= FIRST] for ids, _, _ in found])
+        rows = sequences(list(stream(corpus.shards, kind, 16, block_tokens=4000, tokens_per_batch=128)))
+        text = np.concatenate([ids[ids >= FIRST] for ids, _, _ in rows])
         assert np.array_equal(np.sort(text), FIRST + np.arange(corpus.words))
-        short = [ids for ids, _, _ in found if kind == "causal" and len(ids) < 16]
+        short = [ids for ids, _, _ in rows if kind == "causal" and len(ids) < 16]
         assert len(short) <= 2  # only at documents' ends
 
 
@@ -246,7 +246,7 @@ def test_parts_of_long_documents(tmp_path: Path) -> None:
     most = 64 * 16
     parts = Blocks(corpus.shards, SequenceFormat("single", 16), 4000, 0).parts
     owner, start, size = parts[:, 0], parts[:, 4], parts[:, 5]
-    assert np.array_equal(np.bincount(owner, size), [sum(each) for each in lengths])
+    assert np.array_equal(np.bincount(owner, size), [sum(parts) for parts in lengths])
     assert np.array_equal(start[1:], (start + size)[:-1])
     assert size.min() > 0
     assert size.max() <= 1.5 * most
@@ -257,11 +257,11 @@ def test_parts_of_long_documents(tmp_path: Path) -> None:
 def test_next_sentences_of_a_block_with_one_document(tmp_path: Path) -> None:
     corpus = trace(tmp_path, [[7] * 3000, [3, 3]])
     batches = list(stream(corpus.shards, "nsp", 16, block_tokens=4000, tokens_per_batch=128))
-    found = sequences(batches)
-    for ids, types, label in found:
+    rows = sequences(batches)
+    for ids, types, label in rows:
         a, b = halves(ids, types)
         assert (traced_document(corpus, a) != traced_document(corpus, b)) == bool(label)
-    assert half(sum(label for *_, label in found if label), len(found))
+    assert half(sum(label for *_, label in rows if label), len(rows))
 
 
 def traced_document(corpus: Traced, part: np.ndarray) -> int:

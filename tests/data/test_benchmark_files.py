@@ -101,8 +101,8 @@ def test_klue(tmp_path: Path) -> None:
     none = {**asked, "guid": "k8", "answers": [], "plausible_answers": asked["answers"], "is_impossible": True}
     paragraph = {"context": "김 씨", "qas": [{**asked, "is_impossible": False}, none]}
     news = {"title": "t", "news_category": "기획", "source": "hankyung", "paragraphs": [paragraph]}
-    found, impossible = read_questions(write(tmp_path, "mrc.json", {"version": "klue-mrc-v1.1", "data": [news]}))
-    assert (found.id, found.answers) == ("k7", [Answer("김", 0)])
+    answerable, impossible = read_questions(write(tmp_path, "mrc.json", {"version": "klue-mrc-v1.1", "data": [news]}))
+    assert (answerable.id, answerable.answers) == ("k7", [Answer("김", 0)])
     assert (impossible.id, impossible.answers, impossible.impossible) == ("k8", [], True)
 
 
@@ -113,9 +113,9 @@ def test_klue_mrc_of_the_hub(tmp_path: Path) -> None:
         {**row, "answers": {"answer_start": [1], "text": ["김"]}},
         {**row, "answers": {"answer_start": [2], "text": ["김"]}, "is_impossible": True},
     ]
-    path = write(tmp_path, "mrc.jsonl", "".join(json.dumps(each) + "\n" for each in rows))
-    found, impossible = read_questions(path)
-    assert (found.id, found.answers, found.impossible) == ("k7", [Answer("김", 2)], False)
+    path = write(tmp_path, "mrc.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    answerable, impossible = read_questions(path)
+    assert (answerable.id, answerable.answers, answerable.impossible) == ("k7", [Answer("김", 2)], False)
     assert (impossible.answers, impossible.impossible) == ([], True)
 
 
@@ -220,14 +220,14 @@ def test_coqa(tmp_path: Path) -> None:
     others = [answer("Snow white", "white", 1), *answers[1:3], answer("three", "It was happy", 4)]
     example = {"source": "mctest", "id": "s1", "filename": "mc1.txt", "name": "mc1.txt", "story": story}
     example |= {"questions": questions, "answers": answers, "additional_answers": {"0": others}}
-    found = read_questions(write(tmp_path, "coqa-dev-v1.0.json", {"version": "1.0", "data": [example]}))
-    assert [example.id for example in found] == ["s1-1", "s1-2", "s1-3", "s1-4"]
-    assert {example.domain for example in found} == {"children's stories"}
-    assert found[0].answers == 2 * [Answer("white", 4)]
-    assert found[1].answers == 2 * [Answer("in a barn", story.index("in a"))]
-    assert found[2].answers == 2 * [Answer("It was happy", story.index("It"))]
-    assert found[2].question == "Glad? Where? in a barn What color? White"
-    assert [each.references for each in found] == [
+    examples = read_questions(write(tmp_path, "coqa-dev-v1.0.json", {"version": "1.0", "data": [example]}))
+    assert [example.id for example in examples] == ["s1-1", "s1-2", "s1-3", "s1-4"]
+    assert {example.domain for example in examples} == {"children's stories"}
+    assert examples[0].answers == 2 * [Answer("white", 4)]
+    assert examples[1].answers == 2 * [Answer("in a barn", story.index("in a"))]
+    assert examples[2].answers == 2 * [Answer("It was happy", story.index("It"))]
+    assert examples[2].question == "Glad? Where? in a barn What color? White"
+    assert [question.references for question in examples] == [
         [["Snow white"], ["White"]],
         [["in a barn"], ["in a barn"]],
         [["yes"], ["yes"]],
@@ -274,22 +274,22 @@ def test_triviaqa(tmp_path: Path) -> None:
     lost = {**row, "QuestionId": "tc_2", "Answer": {"Value": "Rachel", "Aliases": []}}
     path = write(tmp_path, "qa/wikipedia-train.json", {"Data": [row, lost], "Domain": "Wikipedia", "Version": 1.0})
     with pytest.warns(UserWarning, match="1 questions whose answer is in none of their documents are left out"):
-        (found,) = read_questions(path)
-    assert found.id == "tc_1--Ahab.txt"
-    assert found.context == "Captain Ahab sails the Pequod."
-    assert found.answers == [Answer("the Pequod", 19), Answer("Pequod", 23)]
-    assert found.references == [["Pequod", "The Pequod", "pequod"]]
-    checked = [{**row, "QuestionId": f"tc_{each}", "QuestionPartOfVerifiedEval": each == 4} for each in (3, 4)]
+        (question,) = read_questions(path)
+    assert question.id == "tc_1--Ahab.txt"
+    assert question.context == "Captain Ahab sails the Pequod."
+    assert question.answers == [Answer("the Pequod", 19), Answer("Pequod", 23)]
+    assert question.references == [["Pequod", "The Pequod", "pequod"]]
+    checked = [{**row, "QuestionId": f"tc_{number}", "QuestionPartOfVerifiedEval": number == 4} for number in (3, 4)]
     verified = {"Data": checked, "Domain": "Wikipedia", "Split": "dev", "VerifiedEval": True, "Version": 1.0}
-    (found,) = read_questions(write(tmp_path, "qa/verified-wikipedia-dev.json", verified))
-    assert found.id == "tc_4--Ahab.txt"
+    (question,) = read_questions(write(tmp_path, "qa/verified-wikipedia-dev.json", verified))
+    assert question.id == "tc_4--Ahab.txt"
 
 
 def test_questions_of_rows(tmp_path: Path) -> None:
     row = {"id": "1", "question": "Who?", "context": "So Ahab", "answers": {"text": ["Ahab"], "answer_start": [3]}}
     none = {**row, "id": "2", "answers": {"text": [], "answer_start": []}}
-    found = read_questions(write(tmp_path, "a.jsonl", json.dumps(row) + "\n" + json.dumps(none) + "\n"))
-    assert [(each.answers, each.impossible) for each in found] == [([Answer("Ahab", 3)], False), ([], True)]
+    examples = read_questions(write(tmp_path, "a.jsonl", json.dumps(row) + "\n" + json.dumps(none) + "\n"))
+    assert [(row.answers, row.impossible) for row in examples] == [([Answer("Ahab", 3)], False), ([], True)]
     wrong = {**row, "answers": {"text": ["Ahab"], "answer_start": [4]}}
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: expected 'Ahab' at character 4 of the context, got 'hab'"):
         read_questions(write(tmp_path, "a.jsonl", json.dumps(wrong) + "\n"))
@@ -331,7 +331,7 @@ def test_race(tmp_path: Path) -> None:
 
 
 def test_commonsenseqa_and_hellaswag(tmp_path: Path) -> None:
-    own = {
+    files = {
         "answerKey": "B",
         "id": "x",
         "question": {
@@ -341,7 +341,7 @@ def test_commonsenseqa_and_hellaswag(tmp_path: Path) -> None:
         },
     }
     hub = {"id": "x", "question": "Where?", "choices": {"label": ["A", "B"], "text": ["a", "b"]}, "answerKey": ""}
-    path = write(tmp_path, "train_rand_split.jsonl", json.dumps(own) + "\n" + json.dumps(hub) + "\n")
+    path = write(tmp_path, "train_rand_split.jsonl", json.dumps(files) + "\n" + json.dumps(hub) + "\n")
     assert read_choices(path) == [
         ChoiceExample("Where?", "", ["a", "b"], 1),
         ChoiceExample("Where?", "", ["a", "b"], None),
@@ -401,9 +401,9 @@ def test_parts_that_are_ambiguous(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         texts = write(tmp_path, "few.csv", "sentence,label\n" + "".join(f"text {i},{i % 2}\n" for i in range(20)))
-        found = read_examples("classify", texts)
-    assert (len(found.train), len(found.dev)) == (18, 2)
-    assert found.source == f"{texts}, texts in 'sentence', labels in 'label'"
+        examples = read_examples("classify", texts)
+    assert (len(examples.train), len(examples.dev)) == (18, 2)
+    assert examples.source == f"{texts}, texts in 'sentence', labels in 'label'"
     with pytest.raises(
         DataError, match=r"few\.csv: expected two texts in each example \(--pair-column names the second\)"
     ):

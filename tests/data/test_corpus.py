@@ -72,7 +72,7 @@ def naive_bayes(train: list[tuple[str, str]], dev: list[tuple[str, str]]) -> flo
         words = set(re.findall(r"\w+", text.lower()))
         return sum(math.log((counts[label][word] + 0.5) / (total[label] + 1)) for word in words)
 
-    return sum(max(counts, key=lambda each: score(text, each)) == label for text, label in dev) / len(dev)
+    return sum(max(counts, key=lambda candidate: score(text, candidate)) == label for text, label in dev) / len(dev)
 
 
 def test_the_labels_can_be_learnt() -> None:

@@ -112,10 +112,10 @@ def test_every_simple_path_is_found_once(seed: int) -> None:
                 for relations in itertools.product(range(6), repeat=length):
                     if set(zip(concepts, relations, concepts[1:], strict=False)) <= steps:
                         expected.add((concepts, relations))
-        found = finder.find(source, target)
-        assert {(path.concepts, path.relations) for path in found} == expected
-        assert len(found) == len(expected)
-        lengths = [len(path.relations) for path in found]
+        paths = finder.find(source, target)
+        assert {(path.concepts, path.relations) for path in paths} == expected
+        assert len(paths) == len(expected)
+        lengths = [len(path.relations) for path in paths]
         assert lengths == sorted(lengths)
 
 
@@ -149,10 +149,10 @@ def test_paths_are_pruned_by_their_scores(graph: ConceptGraph) -> None:
 
 def test_a_schema_graph(graph: ConceptGraph) -> None:
     cup, kitchen, tea, knife, bread = range(5)
-    found = schema_graph(PathFinder(graph, hops=2), [cup, kitchen], [bread, tea])
-    assert found.concepts == [cup, kitchen, bread, tea, knife]
-    assert found.edges == [(0, 1), (0, 3), (0, 4), (1, 4), (2, 4)]  # cup and kitchen are joined as the question's
-    assert [(pair.question, pair.answer, len(pair.paths)) for pair in found.pairs] == [
+    schema = schema_graph(PathFinder(graph, hops=2), [cup, kitchen], [bread, tea])
+    assert schema.concepts == [cup, kitchen, bread, tea, knife]
+    assert schema.edges == [(0, 1), (0, 3), (0, 4), (1, 4), (2, 4)]  # cup and kitchen are joined as the question's
+    assert [(pair.question, pair.answer, len(pair.paths)) for pair in schema.pairs] == [
         (0, 2, 1),
         (0, 3, 1),
         (1, 2, 1),

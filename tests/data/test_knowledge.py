@@ -78,10 +78,10 @@ def test_mentions_are_aligned_with_first_tokens(tokenizer: Tokenizer, tmp_path: 
     spans = [{"start": 23, "end": 29, "entity": "ship"}, {"start": 0, "end": 12, "entity": "Ahab"}]
     (example,) = read_mentions(written(tmp_path / "mentions.jsonl", {"text": TEXT, "entities": spans}))
     assert example.entities == [Span(0, 12, "Ahab"), Span(23, 29, "ship")]
-    found = align(tokenizer, example.text, example.entities, {"Ahab": 4, "ship": 7})
-    places = {TEXT[found.offsets[place][0] :].split()[0]: id for place, id in enumerate(found.entities) if id >= 0}
+    aligned = align(tokenizer, example.text, example.entities, {"Ahab": 4, "ship": 7})
+    places = {TEXT[aligned.offsets[place][0] :].split()[0]: id for place, id in enumerate(aligned.entities) if id >= 0}
     assert places == {"Captain": 4, "Pequod.": 7}
-    assert len(found.ids) > 6  # names are several tokens
+    assert len(aligned.ids) > 6  # names are several tokens
     unknown = align(tokenizer, example.text, example.entities, {"Ahab": 4})
     assert [id for id in unknown.entities if id >= 0] == [4]  # an entity that the graph does not have is left out
     check_known([example], ["ship"], "file")
@@ -177,7 +177,9 @@ def test_dev_sets_are_about_places_that_training_sets_do_not_name() -> None:
     assert not {example.text for example in parts["train"]} & {example.text for example in parts["dev"]}
     assert {example.label for example in parts["train"]} == {example.label for example in parts["dev"]}
     types = {part: read_types(path) for part, path in shipped_task("entity-typing").items()}
-    assert not {each.mention.entity for each in types["train"]} & {each.mention.entity for each in types["dev"]}
+    assert not {example.mention.entity for example in types["train"]} & {
+        example.mention.entity for example in types["dev"]
+    }
 
 
 # ---- names in plain text ---------------------------------------------------------------------------------------------
@@ -213,9 +215,9 @@ def test_mentions_of_plain_text(tmp_path: Path) -> None:
     link = EntityLinker({"Ahab": "Ahab"}).link
     path = tmp_path / "texts.txt"
     path.write_text("Ahab sails.\nHe hunts.\n\nNobody sails.\n")
-    assert [each.entities for each in read_mentions(path, link)] == [[Span(0, 4, "Ahab")], []]
+    assert [example.entities for example in read_mentions(path, link)] == [[Span(0, 4, "Ahab")], []]
     with pytest.raises(DataError, match=r"texts.txt: expected JSON lines with the entities of each text, got plain"):
         read_mentions(path)
     rows = [{"text": "Ahab sails."}, {"text": "Ahab sails.", "entities": []}]
-    found = read_mentions(written(tmp_path / "texts.jsonl", *rows), link)
-    assert [each.entities for each in found] == [[Span(0, 4, "Ahab")], []]  # stated mentions are kept
+    examples = read_mentions(written(tmp_path / "texts.jsonl", *rows), link)
+    assert [example.entities for example in examples] == [[Span(0, 4, "Ahab")], []]  # stated mentions are kept

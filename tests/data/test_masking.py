@@ -36,8 +36,8 @@ def apply(masking: Masking, lengths: list[int], seed: int = 0) -> tuple[np.ndarr
     return before, after, text, positions, labels
 
 
-def close(found: int, count: int, share: float) -> bool:
-    return abs(found - share * count) <= 4 * math.sqrt(count * share * (1 - share))
+def close(chosen: int, count: int, share: float) -> bool:
+    return abs(chosen - share * count) <= 4 * math.sqrt(count * share * (1 - share))
 
 
 @pytest.mark.parametrize(

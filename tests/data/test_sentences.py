@@ -44,12 +44,12 @@ from fasttfm.data.sentences import sentence_starts
 )
 def test_sentences(text: str, sentences: list[str] | None) -> None:
     bounds = [0, *sentence_starts(text), len(text)]
-    found = [text[a:b].strip() for a, b in itertools.pairwise(bounds)]
+    sentences_of_text = [text[a:b].strip() for a, b in itertools.pairwise(bounds)]
     with_abbreviations = {
         "Mr": ["Mr. Speaker, George W. Bush and Dr. No came.", "Then 3 left."],
         "Er": ["Er kam am 3. Oktober, z. B. um 9 Uhr.", "Über Dr. Ahab sprach er.", "Ende"],
     }
-    assert found == (sentences or with_abbreviations[text[:2]])
+    assert sentences_of_text == (sentences or with_abbreviations[text[:2]])
 
 
 def test_long_texts_take_no_longer_than_their_length() -> None:

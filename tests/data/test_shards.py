@@ -51,9 +51,9 @@ def test_documents_and_sentences(traced: Traced) -> None:
     assert shards.tokens == traced.words
     assert shards.vocab_size == len(traced.document)
     for number in range(shards.documents):
-        own = np.flatnonzero(traced.document == number)
-        assert np.array_equal(shards.document(number), own)
-        starts = np.append(np.flatnonzero(traced.starts[own]), len(own))
+        rows = np.flatnonzero(traced.document == number)
+        assert np.array_equal(shards.document(number), rows)
+        starts = np.append(np.flatnonzero(traced.starts[rows]), len(rows))
         assert np.array_equal(shards.sentences(number), starts)
 
 
@@ -83,7 +83,7 @@ def test_odd_texts(tmp_path: Path, kind: Any) -> None:
 
 def check_texts(shards: TokenShards, tokenizer: Tokenizer, texts: list[str]) -> None:
     encoded = [tokenizer.encode(text) for text in texts]
-    assert ids(shards) == [each for each in encoded if each]
+    assert ids(shards) == [tokens for tokens in encoded if tokens]
     for number in range(shards.documents):
         bounds = shards.sentences(number)
         assert bounds[0] == 0
@@ -226,14 +226,14 @@ def test_damage_is_repaired_by_preparing(tmp_path: Path, tokenizer: Tokenizer) -
 
 
 def test_several_at_the_same_time(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    found: list[TokenShards] = []
-    threads = [threading.Thread(target=lambda: found.append(make(tmp_path, tokenizer))) for _ in range(4)]
+    prepared: list[TokenShards] = []
+    threads = [threading.Thread(target=lambda: prepared.append(make(tmp_path, tokenizer))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({shards.fingerprint for shards in found}) == 1
-    assert len(found) == 4
+    assert len({shards.fingerprint for shards in prepared}) == 1
+    assert len(prepared) == 4
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -86,11 +86,11 @@ def stream(shards: StreamedShards, kind: Any = "single", **options: Any) -> Shar
 
 
 def values(batches: Iterator[Batch], count: int) -> list[Any]:
-    found = []
+    rows = []
     for batch in itertools.islice(batches, count):
         fields = (getattr(batch, name) for name in Batch.__dataclass_fields__)
-        found.append([value.tolist() if isinstance(value, torch.Tensor) else value for value in fields])
-    return found
+        rows.append([value.tolist() if isinstance(value, torch.Tensor) else value for value in fields])
+    return rows
 
 
 def words(batch: Batch) -> list[int]:
@@ -139,7 +139,7 @@ def test_addresses(tmp_path: Path) -> None:
     listed = [shard_files.shard_files(source) for source in (folder, f"file://{folder}/*.npy", f"memory:/{name}/*")]
     assert [[file.name for file in files] for files in listed] == 3 * [["part-0.npy", "part-1.npy", "part-2.npy"]]
     streams = [stream(StreamedShards(tuple(files), TOKENIZER), "causal") for files in listed]
-    first, *others = [values(iter(each), 12) for each in streams]
+    first, *others = [values(iter(batches), 12) for batches in streams]
     assert others == [first, first]
 
 
@@ -205,12 +205,12 @@ def test_ranks_have_the_batches_of_one(kind: str, shards: StreamedShards) -> Non
     expected = values(iter(stream(shards, kind)), 40)
     assert len({str(batch) for batch in expected}) > 30
     for ranks in (2, 4):
-        found = [values(iter(stream(shards, kind, rank=rank, world_size=ranks)), 40 // ranks) for rank in range(ranks)]
-        assert [batch for step in zip(*found, strict=True) for batch in step] == expected
+        parts = [values(iter(stream(shards, kind, rank=rank, world_size=ranks)), 40 // ranks) for rank in range(ranks)]
+        assert [batch for step in zip(*parts, strict=True) for batch in step] == expected
     # The validation set has one lane, which all ranks read.
     one = values(iter(stream(shards, kind, batches_per_step=1)), 6)
-    found = [values(iter(stream(shards, kind, batches_per_step=1, rank=rank, world_size=3)), 2) for rank in range(3)]
-    assert [batch for step in zip(*found, strict=True) for batch in step] == one
+    parts = [values(iter(stream(shards, kind, batches_per_step=1, rank=rank, world_size=3)), 2) for rank in range(3)]
+    assert [batch for step in zip(*parts, strict=True) for batch in step] == one
 
 
 def test_ranks_read_other_rows(shards: StreamedShards, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,9 +239,9 @@ def test_resuming(stop: int, workers: int, shards: StreamedShards) -> None:
     """After some steps of two ranks, four continue, and one."""
     expected = values(iter(stream(shards)), stop + 24)
     ranks = [stream(shards, rank=rank, world_size=2, workers=workers) for rank in range(2)]
-    for rank, each in enumerate(ranks):
-        assert values(iter(each), stop // 2) == expected[:stop][rank::2]
-    state = json.loads(json.dumps(ShardStream.joined([each.state_dict() for each in ranks])))
+    for rank, rank_stream in enumerate(ranks):
+        assert values(iter(rank_stream), stop // 2) == expected[:stop][rank::2]
+    state = json.loads(json.dumps(ShardStream.joined([rank_stream.state_dict() for rank_stream in ranks])))
     state["lanes"] = {int(lane): place for lane, place in state["lanes"].items()}
     assert len(json.dumps(state)) < 1000
     for size in (1, 4):

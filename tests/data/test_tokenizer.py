@@ -55,12 +55,12 @@ def ids_of(texts: list[str], size: int) -> list[str]:
 def test_the_same_texts_give_the_same_wordpiece_vocabulary() -> None:
     """The library's hash tables have a random order, and every pair of these letters is equally frequent."""
     texts = [f"{a}{b}{c}" for a in "abcdefg" for b in "hijklmn" for c in "opqrstu"]
-    found = ids_of(texts, 60)
-    assert all(ids_of(texts, 60) == found for _ in range(4))
+    ids = ids_of(texts, 60)
+    assert all(ids_of(texts, 60) == ids for _ in range(4))
     inside = [f"##{letter}" for letter in "hijklmnopqrstu"]
-    assert found[:26] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstu"]
-    assert found[26:40] == inside
-    assert len(set(found)) == len(found) == 60
+    assert ids[:26] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstu"]
+    assert ids[26:40] == inside
+    assert len(set(ids)) == len(ids) == 60
 
 
 @pytest.mark.slow

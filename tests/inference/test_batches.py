@@ -129,7 +129,7 @@ def test_the_core_sorts_ids_as_python_does(monkeypatch: pytest.MonkeyPatch) -> N
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.dtype == theirs.dtype
             assert np.array_equal(ours, theirs)
-        assert all(map(np.array_equal, found.given(count), drawn))
+        assert all(map(np.array_equal, found.unsorted(count), drawn))
         for first, last in cut(found.cu_seqlens, 64, 5):
             own = pack([drawn[index] for index in found.order[first:last]])
             part = found.part(first, last)
@@ -263,6 +263,8 @@ def test_a_bucket_changes_no_result(
     inputs = Inputs(*(split_buffer(torch.from_numpy(buffer), bucket, segments)), bucket.max_seqlen)
     exact = Inputs.of(batch, torch.device("cpu"))
     for output in filter(network.is_captured, Output):
+        if output is Output.SPANS:  # of another head: tests/inference/test_spans.py
+            continue
         rows = batch.sequences if network.is_per_sequence(output) else batch.tokens
         found, expected = network.run(output, inputs)[:rows], network.run(output, exact)
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)

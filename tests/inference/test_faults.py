@@ -15,8 +15,7 @@ import pytest
 import torch
 from small_models import small_bert
 
-from fasttfm.inference import Session
-from fasttfm.inference import session as session_module
+from fasttfm.inference import Session, scheduling
 from fasttfm.inference.calibration import Calibration
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.models.checkpoint_files import CheckpointError
@@ -72,7 +71,7 @@ def test_a_text_that_does_not_fit_fails_by_itself(bert: Any, sentences: Ids) -> 
     message = rf"Session: inputs: {len(long)} tokens do not fit into the device's memory: tried to allocate 3 GiB"
     with Session(bert, max_tokens=1000) as session, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with session._lock:  # the requests gather
+        with session._scheduler.lock:  # the requests gather
             futures = [session.submit(ids) for ids in (*short[:3], long, *short[3:])]
         with pytest.raises(torch.OutOfMemoryError, match=message):
             futures.pop(3).result(30)
@@ -100,7 +99,7 @@ class Failing:
             return run(network, output, inputs)
 
         monkeypatch.setattr(Network, "run", failing)
-        monkeypatch.setattr(session_module, "has_failed", lambda stream: self.has_failed)
+        monkeypatch.setattr(scheduling, "has_failed", lambda stream: self.has_failed)
 
 
 def test_a_failed_device_ends_the_session(bert: Any, sentences: Ids, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +108,7 @@ def test_a_failed_device_ends_the_session(bert: Any, sentences: Ids, monkeypatch
     first = "RuntimeError: CUDA error: an illegal memory access was encountered"
     session = Session(bert, max_tokens=64)
     session.encode(sentences[0][:3])
-    with session._lock:
+    with session._scheduler.lock:
         futures = [session.submit(ids[:50]) for ids in sentences[:6]]
     errors = [str(future.exception(30)) for future in futures]
     assert all("an illegal memory access was encountered" in each for each in errors)
@@ -128,7 +127,7 @@ def test_an_error_of_one_batch_does_not_end_the_session(
     bert: Any, sentences: Ids, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Failing(monkeypatch, good=0)
-    monkeypatch.setattr(session_module, "has_failed", lambda stream: False)
+    monkeypatch.setattr(scheduling, "has_failed", lambda stream: False)
     with Session(bert) as session:
         with pytest.raises(RuntimeError, match="illegal memory access"):
             session.submit(sentences[0]).result(30)
@@ -147,7 +146,7 @@ def test_a_kernel_that_gave_up_is_an_error(device: str, max_graphs: int, output:
     model.embeddings.norm.bias.data.fill_(torch.nan)
     inputs: list[list[int]] = [[], [1, 2, 3], [4, 5]]  # the first one has no row in the batch
     with Session(model, max_graphs=max_graphs) as session:
-        word = session._kept.workspace.memory(256, torch.device(device))
+        word = session._scheduler.kept.workspace.memory(256, torch.device(device))
         assert word is not None
         for _ in range(4):  # the later ones by a graph
             assert np.isnan(session.encode(inputs, output=output)[1]).all()

@@ -17,7 +17,8 @@ from fasttfm.data import Tokenizer
 from fasttfm.inference import Calibration, EmbedSettings, Session
 from fasttfm.inference.calibration import CALIBRATION
 from fasttfm.models.checkpoint_files import CheckpointError
-from fasttfm.ops import fp8, fp8_native
+from fasttfm.ops import fp8
+from fasttfm.ops.fp8 import native as fp8_native
 
 Ids = Sequence[Sequence[int]]
 SETTINGS = EmbedSettings(normalize=True)

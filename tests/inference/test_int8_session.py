@@ -1,4 +1,4 @@
-"""Sessions in int8 on a CPU: all layers in one native call."""
+"""Sessions in int8 and in bf16 on a CPU: all layers in one native call."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ from fasttfm.ops.layers import core_executor
 SENTENCES = [list(range(5, 5 + length)) for length in (3, 17, 40, 1, 128, 33, 64, 9)]
 SIZES = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 GROUPED = {"num_key_value_heads": 1}
+PRECISIONS: dict[str, dict[str, Any]] = {"int8": {"precision": "int8"}, "bf16": {"dtype": torch.bfloat16}}
+
+
+@pytest.fixture(params=PRECISIONS)
+def precision(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """bf16 also on CPUs without instructions for it, where sessions would use fp32."""
+    monkeypatch.setattr(cpu_linear, "has_bf16_instructions", lambda: True)
+    return request.param
 
 
 @pytest.mark.parametrize(
@@ -30,25 +38,27 @@ GROUPED = {"num_key_value_heads": 1}
     ],
     ids=["post-LN", "shared layers", "pre-LN", "rotary", "post-LN rotary", "RMSNorm and grouped heads"],
 )
-def test_int8_layers_in_one_call_have_the_bits_of_single_layers(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_in_one_call_have_the_bits_of_single_layers(
+    make: Any, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     calls: list[int] = []
     forward = core_executor.forward
     monkeypatch.setattr(core_executor, "forward", lambda *args: calls.append(1) or forward(*args))
-    with Session(make().eval(), precision="int8") as session:
+    with Session(make().eval(), **PRECISIONS[precision]) as session:
         whole = session.encode(SENTENCES)
         assert len(calls) == 1
         session.network.base.encoder.int8 = None
         assert np.array_equal(session.encode(SENTENCES), whole)
         assert len(calls) == 1
-        assert copy.deepcopy(cpu_linear.Int8Layers.of(session.network.base.encoder)) is None
+        assert copy.deepcopy(cpu_linear.PackedLayers.of(session.network.base.encoder, precision)) is None
 
 
-def test_int8_layers_with_different_activations() -> None:
+def test_layers_with_different_activations(precision: str) -> None:
     torch.manual_seed(0)
     model = models.BertModel(models.BertConfig(**SIZES, intermediate_size=128)).eval()
     model.encoder.layers[1].activation = "relu"
-    with Session(model, precision="int8") as session:
+    with Session(model, **PRECISIONS[precision]) as session:
         whole = session.encode(SENTENCES)
         session.network.base.encoder.int8 = None
         assert np.array_equal(session.encode(SENTENCES), whole)

@@ -57,9 +57,9 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
         return graphs._Graph(HostGraph(self._network, key), key.bucket, (width,), width)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Graphs, "_capture", capture)
-    with Session(small_bert("BertModel"), device="cpu") as found:
-        found._graphs = Graphs(
-            *(found.network, stream),
+    with Session(small_bert("BertModel"), device="cpu") as opened:
+        opened._scheduler.graphs = Graphs(
+            *(opened.network, stream),
             kept=None,  # type: ignore[arg-type]
             limit=2,
             max_tokens=2048,
@@ -68,12 +68,14 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
             vocabulary=VOCABULARY,
             padding=0,
         )
-        yield found
+        yield opened
 
 
 def capture(session: Session, ids: Ids) -> None:
-    assert session._graphs is not None
-    launched = [session._graphs.launch(Output.VECTORS, pack([each for each in ids if len(each)])) for _ in range(2)]
+    assert session._scheduler.graphs is not None
+    launched = [
+        session._scheduler.graphs.launch(Output.VECTORS, pack([each for each in ids if len(each)])) for _ in range(2)
+    ]
     assert launched[1] is not None
 
 
@@ -164,18 +166,18 @@ def test_other_calls_are_not_replayed(session: Session, sentences: Ids) -> None:
 
 
 def test_several_batches_are_not_staged(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert session._graphs is not None
-    monkeypatch.setattr(session._graphs, "_stage", lambda *_: pytest.fail("staged"))
-    assert session._graphs.replay(Output.VECTORS, [[1, 2]] * 61) is None
+    assert session._scheduler.graphs is not None
+    monkeypatch.setattr(session._scheduler.graphs, "_stage", lambda *_: pytest.fail("staged"))
+    assert session._scheduler.graphs.replay(Output.VECTORS, [[1, 2]] * 61) is None
 
 
 def test_an_evicted_graph_is_not_replayed(session: Session, sentences: Ids) -> None:
     groups = [sentences[:1], sentences[:10], sentences[:24]]
     capture(session, groups[0])
     capture(session, groups[1])
-    assert session._graphs is not None
+    assert session._scheduler.graphs is not None
     for _ in range(4):
-        session._graphs.launch(Output.VECTORS, pack(groups[2]))
+        session._scheduler.graphs.launch(Output.VECTORS, pack(groups[2]))
     assert session.graph_counts.evicted == 1
     before = replays(session)
     found = [session.encode(group) for group in groups]

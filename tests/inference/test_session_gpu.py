@@ -20,7 +20,7 @@ from fasttfm import models, ops
 from fasttfm.inference import EmbedSettings, Session
 from fasttfm.inference.batches import pack, plan
 from fasttfm.inference.network import Output
-from fasttfm.ops import graph_launch
+from fasttfm.ops.core import graph_launch
 from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
 
 pytestmark = pytest.mark.gpu
@@ -156,8 +156,8 @@ def test_graphs_are_bounded_and_memory_is_flat(sentences: Ids) -> None:
             some()
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() <= before + 2**20
-        assert session._graphs is not None
-        assert len(session._graphs._cache) <= 4
+        assert session._scheduler.graphs is not None
+        assert len(session._scheduler.graphs._cache) <= 4
         assert session.graph_counts.captured - captured < 20
 
 

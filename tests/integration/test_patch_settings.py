@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from patched_models import IDS, MASKS, WORDS, pair
+from patched_models import IDS, MASKS, WORDS, changes_of, pair
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,7 +22,7 @@ ROWS = 3
 
 
 def twins(name: str) -> tuple[Any, Any]:
-    return pair(name, **(MODERN if name.startswith("ModernBert") else {}))
+    return pair(name, **(MODERN if name.startswith("ModernBert") else changes_of(name)))
 
 
 def states(model: Any, **options: Any) -> Tensor:
@@ -48,7 +48,7 @@ def check_losses(ours: Any, theirs: Any, labels: Tensor, **options: Any) -> None
         )
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "ModernBertForMaskedLM"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "ModernBertForMaskedLM", "EuroBertForMaskedLM"])
 def test_a_loss_function_of_the_user(name: str) -> None:
     ours, theirs = twins(name)
     check_losses(ours, theirs, IDS)
@@ -57,7 +57,7 @@ def test_a_loss_function_of_the_user(name: str) -> None:
     check_losses(ours, theirs, IDS)
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "ModernBertForMaskedLM"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "ModernBertForMaskedLM", "EuroBertForMaskedLM"])
 def test_the_loss_of_the_configuration(name: str) -> None:
     ours, theirs = twins(name)
     for model in (ours, theirs):
@@ -65,7 +65,7 @@ def test_the_loss_of_the_configuration(name: str) -> None:
     check_losses(ours, theirs, IDS)
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "ModernBertForMaskedLM"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "ModernBertForMaskedLM", "EuroBertForMaskedLM"])
 def test_arguments_of_the_loss(name: str) -> None:
     labels = IDS.clone()
     labels[:, ::2] = 7
@@ -103,7 +103,10 @@ def test_the_loss_module_of_distilbert(loss: Callable[[], nn.Module]) -> None:
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32)
-MODELS = ("BertModel", "RobertaModel", "AlbertModel", "ElectraModel", "DistilBertModel", "ModernBertModel", "GPT2Model")
+MODELS = (
+    *("BertModel", "RobertaModel", "AlbertModel", "ElectraModel", "DistilBertModel"),
+    *("ModernBertModel", "EuroBertModel", "NomicBertModel", "GPT2Model"),
+)
 
 
 @pytest.mark.parametrize("implementation", ["patched", "patched fasttfm_flash", "fasttfm", "fasttfm_flash"])
@@ -241,7 +244,9 @@ def test_positions_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.embeddings.__dict__.keys() == theirs.embeddings.__dict__.keys()
 
 
-@pytest.mark.parametrize("name", ["BertModel", "AlbertModel", "ModernBertModel", "BertForMaskedLM"])
+@pytest.mark.parametrize(
+    "name", ["BertModel", "AlbertModel", "ModernBertModel", "EuroBertModel", "NomicBertModel", "BertForMaskedLM"]
+)
 def test_the_form_of_the_output_in_the_configuration(name: str) -> None:
     ours, theirs = twins(name)
     labels = {"labels": IDS} if "For" in name else {}

@@ -27,6 +27,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Bert": {**SIZES, "intermediate_size": WIDTH},
     "DistilBert": {"vocab_size": 61, "dim": WIDTH, "n_layers": 2, "n_heads": 2, "hidden_dim": WIDTH},
     "ModernBert": {**SIZES, "intermediate_size": WIDTH, **SPECIAL},
+    "EuroBert": {**SIZES, "intermediate_size": WIDTH, "mask_token_id": 5, **SPECIAL},
+    "NomicBert": {**SIZES, "intermediate_size": WIDTH, **SPECIAL},
     "GPT2": {"vocab_size": 61, "n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": 20},
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from model_parity import theirs_of
-from patched_models import IDS, MASKS, batch, pair, with_dropout
+from patched_models import IDS, MASKS, batch, changes_of, pair, with_dropout
 from torch import Tensor, nn
 
 import fasttfm
@@ -27,6 +27,8 @@ HEADS = (
     "DistilBertForMaskedLM",
     "MPNetForMaskedLM",
     "ModernBertForMaskedLM",
+    "EuroBertForMaskedLM",
+    "NomicBertForMaskedLM",
     "GPT2LMHeadModel",
 )
 LAYERS = {
@@ -35,6 +37,8 @@ LAYERS = {
     "ElectraModel": "encoder.layer",
     "DistilBertModel": "transformer.layer",
     "ModernBertModel": "layers",
+    "EuroBertModel": "layers",
+    "NomicBertModel": "layers",
 }
 ROWS = 3  # of a batch with padding
 GATE = torch.tensor([1.0, 0.1, -3.0])[:, None, None]  # a number for each sequence
@@ -55,8 +59,7 @@ def watch_shapes(module: nn.Module, seen: list[Any]) -> Any:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_hooks_of_every_module_see_the_shapes_of_transformers(name: str) -> None:
-    changes = {"pad_token_id": 0} if name.startswith("ModernBert") else {}
-    ours, theirs = (module.train() for module in pair(name, **changes))
+    ours, theirs = (module.train() for module in pair(name, **changes_of(name)))
     arguments = {key: value[:ROWS] for key, value in batch(name).items()}
     paths = [
         path
@@ -137,7 +140,7 @@ WATCHERS = {each.__name__: each for each in (hook, pre_hook, hook_of_all_modules
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_depends_on_the_sequence_is_computed_as_in_transformers(name: str, watch: Callable[[Any], Any]) -> None:
     """Also in a model that has run before; afterwards the layers run as before."""
-    ours, theirs = pair(name, **({"pad_token_id": 0} if name.startswith("ModernBert") else {}))
+    ours, theirs = pair(name, **changes_of(name))
     tokens = MASKS["right"][:ROWS].bool()
     ids = IDS[:ROWS].where(tokens, 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fasttfm.ops.backends import triton_absent
+from fasttfm.ops.core.backends import triton_absent
 
 if triton_absent() is not None:
     pytest.skip(f"needs Triton: {triton_absent()}", allow_module_level=True)

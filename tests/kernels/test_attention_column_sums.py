@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fasttfm.kernels.attention.problem import AttentionProblem, window_bounds
 from fasttfm.nn import PackedLayer
-from fasttfm.ops import attention_native, transformer_block
+from fasttfm.ops import attention_native
 from fasttfm.ops.attention import backward_op, forward_op, qkv_backward_op
+from fasttfm.ops.layers import transformer_block
 from fasttfm.testing.harness import same_bits
 
 on_hopper = pytest.mark.skipif(

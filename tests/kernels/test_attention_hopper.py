@@ -11,7 +11,8 @@ from torch import Tensor
 
 import fasttfm
 from fasttfm.kernels.attention import reference
-from fasttfm.ops import attention, attention_choice, backends, cu_seqlens_from_lengths
+from fasttfm.ops import attention, attention_choice, cu_seqlens_from_lengths
+from fasttfm.ops.core import backends
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.attention.problem import AttentionProblem
-from fasttfm.ops import attention, attention_weights, backends, checks, cu_seqlens_from_lengths
+from fasttfm.ops import attention, attention_weights, cu_seqlens_from_lengths
 from fasttfm.ops.attention import backward_op, qkv_backward_op
-from fasttfm.ops.backends import BackendRefused
+from fasttfm.ops.core import backends, checks
+from fasttfm.ops.core.backends import BackendRefused
 from fasttfm.testing.pytest_ops import interpreted
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from fasttfm.kernels.attention.problem import AttentionProblem
-from fasttfm.ops import attention, attention_weights, backends, cu_seqlens_from_lengths
+from fasttfm.ops import attention, attention_weights, cu_seqlens_from_lengths
+from fasttfm.ops.core import backends
 from fasttfm.testing.pytest_ops import interpreted
 
 HOPPER = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from torch import Tensor
 from fasttfm import _native, nn, ops
 from fasttfm.kernels.common.triton.packed import packed_first, packed_span, row_position
 from fasttfm.models import BertConfig, BertModel
-from fasttfm.ops import few_tokens
+from fasttfm.ops.layers import few_tokens
 from fasttfm.testing.pytest_ops import interpreted
 
 HOPPER = pytest.mark.skipif(_native.missing_hopper() is not None, reason=f"Hopper: {_native.missing_hopper()}")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
+from described_layers import call_of, run
 from torch import Tensor
 from torch.nn import functional
 
 from fasttfm import _native
 from fasttfm.kernels.common.activation import CODES, activate
 from fasttfm.kernels.transformer_block import reference
-from fasttfm.ops import transformer_native, transformer_stack
-from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
+from fasttfm.ops.layers import core_executor
+from fasttfm.ops.layers.rules import Situation
+from fasttfm.ops.layers.transformer_block import BlockOptions, BlockParameters
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
 
@@ -59,7 +62,7 @@ def product(
     tile = core.few_rows_tile(*sizes) if tile is None else tile
     outputs = (None, out) if partial else (out, None)
     activation = (kind is not None, CODES[kind or "gelu"])
-    core.few_rows_product_cuda(x, weight, bias, *outputs, tile, _OWN_CLUSTER, count, *activation, _FIRST, *_NO_NORM)
+    core.few_rows_gemm_cuda(x, weight, bias, *outputs, tile, _OWN_CLUSTER, count, *activation, _FIRST, *_NO_NORM)
     return out
 
 
@@ -119,7 +122,7 @@ def statistics_of(z: Tensor) -> Tensor:
 
 
 def takes_residual(tile: int, cluster: int, parts: int) -> bool:
-    """takes_residual() of kernels/few_rows/product_tiles.h."""
+    """takes_residual() of kernels/few_rows/gemm_tiles.h."""
     rows, joined = 128 if tile == 4 else 64, 2 if tile == 0 else 1  # joined: the columns are no multiple of 64
     fits = cluster * parts <= 8 and rows // 8 % (joined * parts) == 0
     return tile in ADDING and cluster % joined == 0 and fits
@@ -148,7 +151,7 @@ def test_products_of_normalized_rows(tile: int, cluster: int, dtype: torch.dtype
     y, again = (x.new_full((rows, columns), torch.nan) for _ in range(2))
     for out in (y, again):
         given = (out, None, tile, cluster, 1, 0, CODES["gelu"], _FIRST, _EPS, statistics, norms, None, None, None)
-        _native.core().few_rows_product_cuda(x, weight, bias, *given)
+        _native.core().few_rows_gemm_cuda(x, weight, bias, *given)
     hold("y", y, naive, exact)
     assert same_bits(y, again)
     expected = torch.cat([x.double().mean(1, keepdim=True), rstd], 1)
@@ -172,7 +175,7 @@ def test_products_with_a_residual(tile: int, cluster: int, parts: int, dtype: to
     def launch(norm: Tensor | None, scale: Tensor | None) -> Tensor:
         y.fill_(torch.nan)
         given = (y, None, tile, cluster, parts, 0, CODES["gelu"], _FIRST, _EPS, norm, None, residual, scale)
-        _native.core().few_rows_product_cuda(x, weight, bias, *given, statistics.fill_(torch.nan))
+        _native.core().few_rows_gemm_cuda(x, weight, bias, *given, statistics.fill_(torch.nan))
         return y.clone()
 
     def expected(wide: torch.dtype, normalized: bool) -> Tensor:
@@ -299,9 +302,8 @@ def in_type(layer: BlockParameters, dtype: torch.dtype) -> BlockParameters:
 @pytest.mark.parametrize("pre_norm", [False, True], ids=["post-LN", "pre-LN"])
 @pytest.mark.parametrize(("width", "heads"), [(128, 4), (768, 12), (256, 2)])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_layers(dtype: torch.dtype, width: int, heads: int, pre_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers(dtype: torch.dtype, width: int, heads: int, pre_norm: bool) -> None:
     """Two layers against the reference, by the tolerance rule; every run and a CUDA graph give the same bits."""
-    monkeypatch.setattr(transformer_native, "MOST_FEW_ROWS", 512)
     torch.manual_seed(0)
     places = torch.tensor([0, 9, 9, 140, 200], dtype=torch.int32, device="cuda")
     x = draw(200, width, dtype=dtype)
@@ -309,14 +311,15 @@ def test_layers(dtype: torch.dtype, width: int, heads: int, pre_norm: bool, monk
     layers = [in_type(layer_of(width, 2 * width, dtype), torch.float32) for _ in range(2)]
     options = BlockOptions(heads, 131, -1, -1, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-6, False, False, None)
     call = (x, residual, places, None, options, layers)
-    chosen = transformer_stack.TABLE.select(None, x, residual, options, layers)
-    assert chosen.name == "cuda_few_rows"
-    y, z = transformer_stack.transformer_stack(*call)
-    again, _ = transformer_stack.transformer_stack(*call)
+    specs, inputs, _ = call_of(*call)
+    plan = core_executor.plan_of(specs, inputs, training=False)
+    assert "FewRowsGemm" in {type(step).__name__ for step in plan.forward}
+    y, z = run(*call)
+    again, _ = run(*call)
     assert same_bits(y, again)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured, _ = transformer_stack.transformer_stack(*call)
+        captured, _ = run(*call)
     graph.replay()
     assert same_bits(captured, y)
 
@@ -335,17 +338,22 @@ def test_layers(dtype: torch.dtype, width: int, heads: int, pre_norm: bool, monk
         hold("z", z.to(dtype), naive_z, exact_z)
 
 
-@pytest.mark.parametrize("heads", [2, 4], ids=["heads of 64", "heads of 32"])
-def test_short_sequences(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many tokens in short sequences: attention's kernel for few rows with the GEMMs for many rows."""
-    monkeypatch.setattr(transformer_native, "MOST_FEW_ROWS", 0)
+    with_rules, heads = core_executor.with_rules, 2
+
+    def without(*call: Any) -> Situation:
+        found = with_rules(*call)
+        return found._replace(rules=found.rules - {"few_rows"})
+
+    monkeypatch.setattr(core_executor, "with_rules", without)
     torch.manual_seed(0)
     places = torch.tensor([0, 30, 30, 100], dtype=torch.int32, device="cuda")
     x = draw(100, 128, dtype=torch.bfloat16)
     layers = [layer_of(128, 256, torch.bfloat16) for _ in range(2)]
     options = BlockOptions(heads, 70, -1, -1, "gelu", 0.0, 0.0, 0.0, 1e-5, 1e-6, False, False, None)
-    y, _ = transformer_stack.transformer_stack(x, None, places, None, options, layers)
-    assert same_bits(y, transformer_stack.transformer_stack(x, None, places, None, options, layers)[0])
+    y, _ = run(x, None, places, None, options, layers)
+    assert same_bits(y, run(x, None, places, None, options, layers)[0])
     results = []
     for dtype in (torch.bfloat16, torch.float64):
         state = x.to(dtype)

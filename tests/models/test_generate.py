@@ -13,6 +13,8 @@ from fasttfm.generate import CachedDecoder, Sampling, generate, stream
 from fasttfm.kernels.sample_tokens.reference import kept_logits
 from fasttfm.nn import PackedBatch
 from fasttfm.ops import sample_tokens
+from fasttfm.ops.layers import stack
+from fasttfm.ops.layers.support import missing_cpu
 from fasttfm.testing import compare
 from fasttfm.testing.tolerance import OUTPUT_FACTOR
 
@@ -78,6 +80,53 @@ def test_greedy_continuations_of_different_prompts(family: str, layout: str) -> 
     assert min(map(len, expected)) <= 3
     padded = torch.nn.utils.rnn.pad_sequence(expected, batch_first=True, padding_value=PAD)
     assert torch.equal(found[:, S:], padded)
+
+
+def decoders() -> dict[str, Any]:
+    """Models that the core reads prompts of, by family, and one that it does not."""
+    sizes = {"vocab_size": V, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 40}
+    torch.manual_seed(0)
+    made: dict[str, Any] = {family: model(family).transformer for family in FAMILIES}
+    for family in ("Llama", "Qwen3", "Gemma3Text"):
+        config = getattr(models, f"{family}Config")(**sizes, **heads, pad_token_id=PAD)
+        made[family] = getattr(models, f"{family}Model")(config).eval()
+    return made
+
+
+@pytest.mark.skipif(missing_cpu() is not None, reason=f"CPU: {missing_cpu()}")
+@pytest.mark.parametrize("family", [*FAMILIES, "Llama", "Qwen3", "Gemma3Text"])
+def test_the_core_reads_prompts_and_runs_steps(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states and the cache are those of the layers' ops, which run Gemma 3, whose blocks have norms of their
+    own."""
+    module = decoders()[family]
+    batch, slots = PackedBatch.of(PROMPTS, lengths=LENGTHS), torch.tensor([2, 0, 4, 1])
+    found, plain, exact = (CachedDecoder(each, S + 5, 5) for each in (module, module, module))
+    by_core: list[Any] = []
+    run = stack.run_cached
+    monkeypatch.setattr(stack, "run_cached", lambda *call: by_core.append(run(*call)) or by_core[-1])
+    active = torch.arange(5) != 3  # a slot without a sequence
+
+    def states_of(decoder: CachedDecoder) -> Tensor:
+        read = decoder.read(batch.pack(PROMPTS), batch, slots)
+        stepped = [decoder.step(PROMPTS[0, :5] + number, active)[active] for number in range(2)]
+        return torch.cat([read, *stepped])
+
+    states = [states_of(found)]
+    assert [each is not None for each in by_core] == ([] if family == "Gemma3Text" else [True] * 3)
+    monkeypatch.setattr(CachedDecoder, "_described", lambda *_: None)
+    states.append(states_of(plain))
+    module.double()
+    states.append(states_of(exact))
+    for name, tensors in (
+        ("states", states),
+        ("keys", [each.keys for each in (found, plain, exact)]),
+        ("values", [each.values for each in (found, plain, exact)]),
+    ):
+        comparison = compare(name, *tensors, OUTPUT_FACTOR)
+        assert comparison.ok, str(comparison)
+    assert found.lengths.tolist() == [2 + LENGTHS[1], 2 + LENGTHS[3], 2 + LENGTHS[0], 0, 2 + LENGTHS[2]]
+    assert not found.keys[:, 3, :, 1:].any()
 
 
 def test_the_same_tokens_as_transformers(tmp_path: Any) -> None:

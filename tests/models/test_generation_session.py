@@ -13,7 +13,7 @@ from torch import nn
 
 from fasttfm import models
 from fasttfm.generate import CachedDecoder, GenerationSession, generate, stream
-from fasttfm.ops import few_rows
+from fasttfm.ops.layers import few_rows
 
 SIZES = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40}
 PROMPTS = [[5, 9, 11], [7], [20, 21, 22, 23, 24, 25, 26], [8, 8], [30, 31, 32, 33], [12]]

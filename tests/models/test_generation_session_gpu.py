@@ -11,13 +11,15 @@ import pytest
 import torch
 
 import fasttfm.generate.decoder as decoder_module
-from fasttfm import models
+from fasttfm import _native, models
 from fasttfm.generate import CachedDecoder, GenerationSession, generate, stream
 from fasttfm.nn import PackedBatch
+from fasttfm.ops.layers import stack
 from fasttfm.testing import compare
 from fasttfm.testing.tolerance import OUTPUT_FACTOR
 
 pytestmark = pytest.mark.gpu
+hopper = pytest.mark.skipif(_native.missing_hopper() is not None, reason=f"Hopper: {_native.missing_hopper()}")
 
 SIZES = {"vocab_size": 1000, "n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 300}
 FAMILIES: dict[str, dict[str, Any]] = {"GPT2": {}, "GPT3": {"local_window": 20}, "OpenAIGPT": {}}
@@ -70,6 +72,42 @@ def test_logits_of_steps(
         module.to(dtype)
         comparison = compare("logits", found[row].to(dtype), expected, exact, OUTPUT_FACTOR)
         assert comparison.ok, str(comparison)
+
+
+@hopper
+@pytest.mark.parametrize("family", [*FAMILIES, "Qwen3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_prompts_are_read_by_the_core(family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states and the cache against fp64, next to those of the layers' ops."""
+    if family == "Qwen3":
+        sizes = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 300}
+        torch.manual_seed(0)
+        module: Any = models.Qwen3Model(models.Qwen3Config(**sizes, **heads)).eval().cuda().to(dtype)
+    else:
+        module = model(family, dtype).transformer
+    given = prompts(6)
+    flat = torch.tensor([token for prompt in given for token in prompt], device="cuda")
+    bounds = torch.tensor([0, *map(len, given)], device="cuda").cumsum(0).int()
+    batch, slots = PackedBatch(bounds, max(map(len, given)), len(flat)), torch.tensor([4, 7, 0, 2, 1, 5], device="cuda")
+    found, plain, exact = (CachedDecoder(each, 300, 8) for each in (module, module, module))
+    by_core: list[Any] = []
+    run_core = stack.run_cached
+    monkeypatch.setattr(stack, "run_cached", lambda *call: by_core.append(run_core(*call)) or by_core[-1])
+    states = [found.read(flat, batch, slots)]
+    assert [each is not None for each in by_core] == [True]
+    monkeypatch.setattr(CachedDecoder, "_read_whole", lambda *_: None)
+    states.append(plain.read(flat, batch, slots))
+    module.double()
+    states.append(exact.read(flat, batch, slots))
+    for name, tensors in (
+        ("states", states),
+        ("keys", [each.keys for each in (found, plain, exact)]),
+        ("values", [each.values for each in (found, plain, exact)]),
+    ):
+        comparison = compare(name, *tensors, OUTPUT_FACTOR)
+        assert comparison.ok, str(comparison)
+    assert not found.keys[:, [3, 6]].any()
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95}])

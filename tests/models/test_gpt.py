@@ -144,10 +144,10 @@ def test_the_last_token_is_read() -> None:
     module = models.GPT2ForSequenceClassification(config("GPT2")).eval()
     ids = torch.where(MASKS["right"], IDS, PAD)
     by_mask = module(ids, MASKS["right"]).logits
-    assert torch.equal(module(ids).logits, by_mask)
+    torch.testing.assert_close(module(ids).logits, by_mask)  # GEMMs of fewer rows round differently
     module.config.pad_token_id = None
     assert torch.equal(module(ids, lengths=LENGTHS).logits, by_mask)
-    assert not torch.equal(module(ids).logits, by_mask)
+    assert not torch.allclose(module(ids).logits, by_mask)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -9,54 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from every_family import padded, refused, small
 from torch import Tensor
 
 from fasttfm import models
 from fasttfm.models.families import FAMILIES
 from fasttfm.models.family import Head
-from fasttfm.models.onnx_export import _check, _output_names, _plain, _PlainModel
+from fasttfm.models.onnx_export import _output_names, _plain, _PlainModel
 
-_SIZES = {
-    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-    "max_position_embeddings": 40, "embedding_size": 16, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64,
-    "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 40,
-    "d_model": 32, "num_layers": 2, "num_heads": 2, "d_kv": 16, "d_ff": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0, "local_attention": 4, "local_window": 4, "classifier_pooling": "mean",
-    "num_key_value_heads": 1, "head_dim": 16,
-}  # fmt: skip
 _ALL = [(name, head) for name, family in FAMILIES.items() for head in family.models]
-_LENGTHS = (9, 4, 6, 9)
-
-
-def small(name: str, head: Head, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    model_cls = FAMILIES[name].models[head]
-    known = model_cls.config_class.__dataclass_fields__
-    fields = {key: value for key, value in {**_SIZES, **changes}.items() if key in known}
-    return model_cls(model_cls.config_class(**fields)).eval()
-
-
-def padded(model: Any) -> dict[str, Tensor]:
-    """Four sequences with padding; two choices each where the model has choices."""
-    generator = torch.Generator().manual_seed(1)
-    choices = any(head in type(model).__name__ for head in ("MultipleChoice", "DoubleHeads"))
-    shape = (2, 2, 9) if choices else (4, 9)
-    inputs = {"input_ids": torch.randint(3, 50, shape, generator=generator)}
-    mask = torch.tensor([[int(column < length) for column in range(9)] for length in _LENGTHS])
-    inputs["attention_mask"] = mask.view(shape)
-    if getattr(model.config, "type_vocab_size", 0):
-        kinds = model.config.type_vocab_size
-        inputs["token_type_ids"] = torch.randint(0, kinds, shape, generator=generator)
-    return inputs
-
-
-def refused(model: Any) -> bool:
-    try:
-        _check(model, Path("model.onnx"))
-    except ValueError:
-        return True
-    return False
 
 
 def of_tokens(output: Any, key: str, inputs: dict[str, Tensor]) -> Tensor:
@@ -68,7 +29,7 @@ def of_tokens(output: Any, key: str, inputs: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(("name", "head"), _ALL, ids=[f"{name}-{head.name}" for name, head in _ALL])
 def test_the_plain_form_matches_the_model(name: str, head: Head) -> None:
     model = small(name, head)
-    other = name in ("ernie_knowledge", "deberta-v2", "vit") or (name, head) == ("electra", Head.PRETRAINING)
+    other = name in ("ernie_knowledge", "vit") or (name, head) == ("electra", Head.PRETRAINING)
     other = other or head is Head.GRAPH_CHOICE
     assert refused(model) == other
     if refused(model):
@@ -84,6 +45,42 @@ def test_the_plain_form_matches_the_model(name: str, head: Head) -> None:
         assert torch.equal(again[key], expected[key])
         # fp64: a few roundings of numbers around 1.
         assert torch.allclose(of_tokens(found[key], key, inputs), of_tokens(expected[key], key, inputs), atol=1e-10)
+
+
+_DISTANCES = {
+    "relative_attention": True,
+    "position_buckets": 4,
+    "max_relative_positions": 8,
+    "norm_rel_ebd": "layer_norm",
+}
+
+
+@pytest.mark.parametrize("terms", [["c2p"], ["p2c", "c2p"]], ids="|".join)
+@pytest.mark.parametrize("shared", [True, False])
+def test_distances_of_deberta(terms: list[str], shared: bool) -> None:
+    changes = {**_DISTANCES, "pos_att_type": terms, "share_att_key": shared}
+    model = small("deberta-v2", Head.SEQUENCE_CLASSIFICATION, **changes).double()
+    inputs = padded(model)
+    with torch.no_grad(), _plain(model):
+        found = _PlainModel(model).called(*inputs.values()).logits
+    with torch.no_grad():
+        assert torch.allclose(found, model(**inputs).logits, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["deberta-v2", "xlnet"])
+def test_models_that_read_distances_are_traced_for_all_sizes(name: str) -> None:
+    model = small(name, Head.NONE, **(_DISTANCES | {"pos_att_type": ["p2c", "c2p"]} if name == "deberta-v2" else {}))
+    inputs = padded(model)
+    sizes = {index: torch.export.Dim(axis, min=1) for index, axis in enumerate(("batch", "sequence"))}
+    with torch.no_grad(), _plain(model):
+        plain = _PlainModel(model).eval()
+        example = tuple(value[:2, :5].contiguous() for value in inputs.values())
+        program = torch.export.export(plain, example, dynamic_shapes=tuple(dict(sizes) for _ in example))
+        assert not [node for node in program.graph.nodes if "fasttfm" in str(node.target)]
+        found = program.module()(*inputs.values())[0]
+    there = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        torch.testing.assert_close(found[there], model(**inputs).last_hidden_state[there], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "llama", "gemma3_text"])

@@ -96,6 +96,11 @@ def bert(draw: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
     return {**acts, "rope_parameters": rope(draw), "layer_norm_eps": draw.choice([1e-12, 1e-5])}
 
 
+def xlnet(draw: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
+    acts = {"ff_activation": draw.choice(["gelu", "relu", "silu", "gelu_new"])}
+    return {**acts, "clamp_len": draw.choice([-1, 3, 20]), "layer_norm_eps": draw.choice([1e-12, 1e-5])}
+
+
 FAMILIES = {
     "LlamaForCausalLM": llama,
     "EuroBertForMaskedLM": llama,
@@ -108,6 +113,8 @@ FAMILIES = {
     "GteForMaskedLM": bert,
     "JinaEmbeddingsV3ForMaskedLM": bert,
     "NomicBertModel": bert,
+    "XLNetModel": xlnet,
+    "XLNetLMHeadModel": xlnet,
 }
 
 
@@ -120,7 +127,7 @@ def test_random_configurations(name: str, seed: int, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     ours = getattr(models, name).from_pretrained(tmp_path)
     ids, mask, labels = batch(draw, sizes["vocab_size"])
-    given = {"labels": labels} if "For" in name else {}
+    given = {"labels": labels} if "For" in name or "LMHead" in name else {}
     found = ours(ids, mask, **given, **({"output_logits": True} if given else {}))
     expected = theirs(ids, attention_mask=mask, **given)
     for key in ("loss", "logits") if given else ("last_hidden_state",):

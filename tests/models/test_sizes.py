@@ -42,6 +42,7 @@ PUBLISHED = {
         "xlarge": 900,
         "xxlarge": 1570,
     },
+    "XLNetModel": {"tiny": 4.6, "base": 117, "large": 360},
     "Qwen3Model": {"tiny": 19.7, "0.6b": 600, "4b": 4000},
     "ViTModel": {"mini": 0.22, "tiny": 5.7, "small": 22, "base": 86, "large": 307, "huge": 632},
     "ErnieKnowledgeModel": {"tiny": 4.4, "mini": 11.3, "base": 114},  # the smaller ones are BERT's sizes with entities
@@ -66,7 +67,7 @@ CASES = [(name, size) for name, sizes in PUBLISHED.items() for size in sizes]
 def built(package: Any, name: str, config: Any) -> nn.Module:
     with torch.device("meta"):
         module: nn.Module = getattr(package, name)(config)
-    assert all(parameter.is_meta for parameter in module.parameters())
+    assert package is not models or all(parameter.is_meta for parameter in module.parameters())  # XLNet's there are not
     return module
 
 
@@ -83,6 +84,7 @@ def test_published_sizes(name: str, size: str) -> None:
         return
     transformers = pytest.importorskip("transformers")
     fields = {key: value for key, value in config.to_dict().items() if key != "model_type"}
+    found += config.d_model if name == "XLNetModel" else 0  # a vector of its pre-training is a buffer here
     assert found == count(built(transformers, name, getattr(transformers, f"{family_of(name)}Config")(**fields)))
 
 

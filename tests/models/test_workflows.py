@@ -98,7 +98,9 @@ class _Packed(torch.nn.Module):
 
 
 ENCODERS = [
-    *("BertModel", "RobertaModel", "AlbertModel", "ElectraModel", "DistilBertModel", "ModernBertModel"),
+    *("BertModel", "RobertaModel", "AlbertModel", "ElectraModel", "DistilBertModel"),
+    *("ModernBertModel", "EuroBertModel", "NomicBertModel", "MPNetModel"),
+    *("DebertaV2Model", "XLNetModel", "T5EncoderModel"),
     *("OpenAIGPTModel", "GPT2Model", "GPT3Model"),
 ]
 
@@ -107,13 +109,16 @@ ENCODERS = [
 def test_packed_encoders_are_exported_for_any_batch(name: str) -> None:
     torch.manual_seed(0)
     gpt = {**GPT_SIZES, "vocab_size": 61, "local_window": 3} if name == "GPT3Model" else {**GPT_SIZES, "vocab_size": 61}
-    small = {**SIZES, "pad_token_id": 0, "local_attention": 4} if name == "ModernBertModel" else SIZES
+    changes: dict[str, dict[str, Any]] = {
+        "ModernBertModel": {"pad_token_id": 0, "local_attention": 4},
+        "EuroBertModel": {"pad_token_id": 0},
+        "DebertaV2Model": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
+    }
+    small = {**SIZES, **changes.get(name, {})}
     module = _Packed(getattr(models, name)(config_of(models, name, gpt if "GPT" in name else small)).eval())
     batches = [(IDS, torch.tensor([0, 5, 9, 14], dtype=torch.int32)), (IDS[:12], torch.tensor([0, 3, 4, 9, 12]).int())]
     sizes: dict[str, Any] = {"ids": {0: torch.export.Dim("tokens", min=3)}}
     sizes["cu_seqlens"] = {0: torch.export.Dim("boundaries", min=4)}
-    if name == "ModernBertModel":  # an exported program has the number of sequences of its example
-        batches[1], sizes["cu_seqlens"] = (IDS[:12], torch.tensor([0, 3, 4, 12]).int()), None
     with torch.no_grad():
         program = torch.export.export(module, batches[0], dynamic_shapes=sizes).module()
         for given in batches:

@@ -1,10 +1,10 @@
 // Checks how the attention backward numbers the query tiles of heads that share k and v: split() in
-// attention/hopper/work_partition.h.
+// attention/hopper/shared/work_partition.h.
 #include <cstdint>
 #include <cstdio>
 #include <initializer_list>
 
-#include "attention/hopper/work_partition.h"
+#include "attention/hopper/shared/work_partition.h"
 
 using namespace fasttfm::cuda::hopper_backward;
 

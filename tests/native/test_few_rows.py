@@ -14,7 +14,7 @@ from fasttfm import _native
 
 ROOT = Path(__file__).parent.parent.parent
 VARIANTS = ROOT / "benchmarks/results/nvidia-h200-kernel_variants.csv"
-# kProductTiles: rows, columns and blocks of a cluster.
+# kGemmTiles: rows, columns and blocks of a cluster.
 TILES = (
     *((64, 32, 4), (64, 64, 2), (64, 64, 4), (64, 96, 2), (128, 64, 2)),
     *((64, 128, 2), (128, 96, 1), (128, 128, 1), (128, 192, 1), (128, 256, 2)),

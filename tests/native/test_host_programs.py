@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).parent
 COMPILER = shutil.which("c++")
 PROGRAMS = [
-    *("window_tiles", "grouped_tiles", "short_attention", "product_schedule", "product_result", "chunk_banks"),
+    *("window_tiles", "grouped_tiles", "short_attention", "gemm_schedule", "gemm_result", "chunk_banks"),
     *("layers_shape", "gelu_tail", "packed"),
 ]
 

@@ -5,9 +5,11 @@ pytest does not collect this file by its name: ``make asan`` and ``make sanitize
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,18 +22,22 @@ from fasttfm.ops import (
     attention,
     cu_seqlens_from_lengths,
     dropout_add_layer_norm,
-    few_rows,
-    few_tokens,
     fp8,
-    fp8_attention,
-    fp8_norm,
-    gelu_product,
+    gelu_gemm,
     qkv_projection,
     unpack,
 )
 from fasttfm.ops.attention import forward_op
-from fasttfm.ops.backends import BackendRefused, dtype_name, tables
-from fasttfm.ops.gelu_product import DERIVATIVE, NOTHING, PRODUCT
+from fasttfm.ops.core.backends import BackendRefused, dtype_name, tables
+from fasttfm.ops.core.declare import normalizing_ops
+from fasttfm.ops.fp8 import attention as fp8_attention
+from fasttfm.ops.fp8 import norm as fp8_norm
+from fasttfm.ops.gelu_gemm import DERIVATIVE, NOTHING, PRODUCT
+from fasttfm.ops.layers import core_executor, few_rows, few_tokens, plan, steps
+from fasttfm.ops.layers.decode_layers import DecodeLayers, DecoderLayers, refuse
+from fasttfm.ops.layers.parameters import address_table
+from fasttfm.ops.layers.spec import FIELDS
+from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.ops.pack import layout_of_mask
 from fasttfm.testing.harness import draw_inputs, run, with_backend
 from fasttfm.testing.spec import OpCase, OpSpec
@@ -80,11 +86,118 @@ def run_layers(options: dict[str, bool], device: torch.device, dtype: torch.dtyp
     module, cu_seqlens = nn.PackedTransformer(layers, final_norm), cu_seqlens_from_lengths((5, 0, 130), device=device)
     x = torch.randn(135, 64, device=device, requires_grad=True)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype != torch.float32):
-        assert module.explain(x, 130).chosen in (device.type, "ops")
+        assert module.explain(x, 130).chosen in ("core", "ops")
         module(x, cu_seqlens, 130).float().square().sum().backward()
 
 
+# Layers with rotary positions, which one plan runs: heads with norms, fewer heads of keys, gates, and none of these.
+ROTARY: dict[str, dict[str, Any]] = {
+    "window": {"window": (3, 3)},
+    "grouped": {"norm": "rms", "head_norm": True, "kv_heads": 1, "head_dim": 128, "activation": "silu"},
+    "post_norm": {"norm_first": False, "attention_bias": True, "feed_forward_bias": True},
+    "without_gate": {"gated": False, "norm_bias": True},
+    "dropout": {"dropout": 0.1, "attention_dropout": 0.1, "feed_forward_dropout": 0.1},
+}
+ROTARY_CALLS = [pytest.param(name, id=f"layers-{name}") for name in ROTARY]
+
+
+def rotary_layers(name: str, device: torch.device, dtype: torch.dtype) -> nn.RotaryTransformer:
+    given = {"device": device, "dtype": dtype, **ROTARY[name]}
+    layers = [nn.RotaryLayer(128, 2, 136, **given) for _ in range(2)]
+    final_norm = layers[0].norm1 if layers[0].norm_first else None
+    return nn.RotaryTransformer(layers, copy.deepcopy(final_norm), positions=16)
+
+
+def run_rotary_layers(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Forward and backward, then without gradients, where more is fused; 600 rows have other fused steps than 40."""
+    module = rotary_layers(name, device, dtype)
+    for lengths in ((30, 0, 10), (300, 170, 130)):
+        cu_seqlens = cu_seqlens_from_lengths(lengths, device=device)
+        x = torch.randn(sum(lengths), 128, device=device, dtype=dtype, requires_grad=True)
+        assert module.explain(x, max(lengths)).chosen == "core"
+        module.train()(x, cu_seqlens, max(lengths)).float().square().sum().backward()
+        with torch.no_grad():
+            module.eval()(x, cu_seqlens, max(lengths))
+
+
+@pytest.mark.parametrize("name", ROTARY_CALLS)
+def test_layers_by_a_plan(name: str, isa: str) -> None:
+    run_rotary_layers(name, torch.device("cpu"), torch.float32)
+
+
+HEAD_CALLS = [pytest.param(*call, id="head_norm-" + "-".join(map(str, call))) for call in ((64, 13), (128, 700))]
+GATED_INNER = 136
+
+
+def run_steps(kind: str, head_dim: int, rows: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Steps that only plans have, without cuBLAS. ``heads``: norms of two heads of queries and one of keys in both
+    directions, and their rotation; ``gated_gemm``: the GEMM whose epilogue multiplies gate and up."""
+    columns, norms, heads = 4 * head_dim, ("0.q_norm_weight", "0.k_norm_weight"), (2, 1, head_dim)
+    make = partial(torch.randn, device=device, dtype=dtype)
+    given = {name: make(rows, columns) for name in ("x", "y", "dy")} | {"dx": make(rows, GATED_INNER)}
+    given |= {"z": make(rows, 3).float(), "positions": torch.arange(rows, device=device)}
+    rotated = ("cos0", "sin0", "positions", len(plan.BUFFERS) + 2, 4, 3, head_dim, head_dim // 2, 1.0)
+    sequences = {
+        "heads": [
+            steps.HeadNorm("x", *norms, "z", *heads, "y", 1e-6),
+            steps.Rotary("y", *rotated),
+            steps.HeadNormBackward("x", *norms, "z", *heads, "dy", *(f"d {name}" for name in norms)),
+        ],
+        "gated_gemm": [steps.GemmActivation("x", "0.up_weight", None, GATED_INNER, CODES["gelu"], columns, True, "dx")],
+    }
+    weights = {"q_norm_weight": make(head_dim), "k_norm_weight": make(head_dim)}
+    weights["up_weight"] = make(2 * GATED_INNER, columns)
+    gradients = {name: torch.empty_like(each) for name, each in weights.items()}
+    parameters, targets = (address_table([table.get(name) for name in FIELDS]) for table in (weights, gradients))
+    bounds, angles = cu_seqlens_from_lengths((rows,), device=device), torch.randn(2, rows, head_dim // 2, device=device)
+    inputs = Inputs(given["x"], None, bounds, rows, None, ((angles[0], angles[1]),), given["positions"])
+    buffers = core_executor._buffers(inputs, **{name: given[name] for name in ("y", "z", "dy", "dx")})
+    layers: Any = SimpleNamespace(dtype=dtype)
+    tables = {"parameters": parameters, "gradients": targets}
+    core_executor._run(plan._encoded(sequences[kind], {}), inputs, layers, buffers, **tables)
+
+
+@pytest.mark.parametrize(("head_dim", "rows"), HEAD_CALLS)
+def test_steps_of_heads(head_dim: int, rows: int, isa: str) -> None:
+    run_steps("heads", head_dim, rows, torch.device("cpu"), torch.float32)
+
+
 # ---- CUDA kernels ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ROTARY_CALLS)
+def test_layers_by_a_plan_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    run_rotary_layers(name, torch.device("cuda"), dtype)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["heads", "gated_gemm"])
+@pytest.mark.parametrize(("head_dim", "rows"), HEAD_CALLS)
+def test_steps_on_a_gpu(head_dim: int, rows: int, kind: str, dtype: torch.dtype) -> None:
+    run_steps(kind, head_dim, rows, torch.device("cuda"), dtype)
+    torch.cuda.synchronize()
+
+
+# Triton's kernels: tools/sanitize_gpu.py runs them under memcheck.
+TRITON = [spec for spec in SPECS if has_backend(spec, "triton")]
+TRITON_CALLS = [
+    pytest.param(spec, case, id=f"{spec.name}-{case}")
+    for spec in TRITON
+    for case in spec.cases
+    if case.name in spec.property_cases or spec.name in ("disentangled_attention", "maxsim")
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("spec", "case"), TRITON_CALLS)
+def test_triton_kernels(spec: OpSpec, case: OpCase) -> None:
+    dtype = torch.bfloat16 if torch.bfloat16 in case.dtypes else case.dtypes[0]
+    run(spec, with_backend(spec, "triton"), draw_inputs(spec, case, dtype, "cuda"), case.options)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
@@ -112,8 +225,7 @@ def run_cuda_kernels(spec: OpSpec, case: OpCase) -> None:
         pytest.skip(refusals[0])
 
 
-ROW_NAMES = ("layer_norm", "rms_norm", "dropout_add_layer_norm", "gelu_layer_norm")
-ROW_OPS = [spec for spec in SPECS if spec.name in ROW_NAMES]
+ROW_OPS = [spec for spec in SPECS if spec.name in normalizing_ops()]
 
 
 @pytest.mark.gpu
@@ -174,7 +286,7 @@ def test_attention_with_many_heads(sequences: int, tokens: int, causal: bool) ->
 # One tile, tiles that extend past the end, and several rounds of tiles on all SMs.
 PRODUCT_SIZES = [(300, 200, 392), (127, 72, 328), (4300, 64, 4096)]
 PRODUCT_CALLS = [
-    pytest.param(*sizes, kind, dtype, id="gelu_product-" + "-".join(map(str, (*sizes, kind, dtype_name(dtype)))))
+    pytest.param(*sizes, kind, dtype, id="gelu_gemm-" + "-".join(map(str, (*sizes, kind, dtype_name(dtype)))))
     for sizes, kind, dtype in (
         *((sizes, "gelu", torch.bfloat16) for sizes in PRODUCT_SIZES),
         *itertools.product([(130, 72, 200)], CODES, (torch.bfloat16, torch.float16)),
@@ -184,15 +296,15 @@ PRODUCT_CALLS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "inner", "columns", "kind", "dtype"), PRODUCT_CALLS)
-def test_gelu_product(rows: int, inner: int, columns: int, kind: str, dtype: torch.dtype) -> None:
+def test_gelu_gemm(rows: int, inner: int, columns: int, kind: str, dtype: torch.dtype) -> None:
     randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     x, weight, h = (randn(*shape).to(dtype).cuda() for shape in ((rows, inner), (columns, inner), (rows, columns)))
     bias = randn(columns).cuda()
     for kept in (NOTHING, PRODUCT, DERIVATIVE):
-        gelu_product.forward_op(x, weight, bias, kind, kept, "cuda")
+        gelu_gemm.forward_op(x, weight, bias, kind, kept, "cuda")
     transposed = weight.t().contiguous()
-    gelu_product.backward_op(x, transposed, h, bias, kind, True, True, "cuda")
-    gelu_product.scaled_op(x, transposed, h, bias, True, "cuda")
+    gelu_gemm.backward_op(x, transposed, h, bias, kind, True, True, "cuda")
+    gelu_gemm.scaled_op(x, transposed, h, bias, True, "cuda")
 
 
 @pytest.mark.gpu
@@ -290,7 +402,7 @@ def test_few_rows(rows: int) -> None:
     x, weight, residual = (randn(*shape).bfloat16().cuda() for shape in ((rows, 200), (328, 200), (rows, 328)))
     few_rows.product(x, weight, randn(328).cuda(), activation="gelu")
     norm = torch.nn.LayerNorm(328, device="cuda")
-    few_rows.add_norm(few_rows.product_parts(x, weight), residual, randn(328).cuda(), norm, torch.bfloat16)
+    few_rows.add_norm(few_rows.gemm_parts(x, weight), residual, randn(328).cuda(), norm, torch.bfloat16)
     module = nn.PackedTransformer([nn.PackedLayer(64, 2, 136, device="cuda", dtype=torch.bfloat16)]).eval()
     with torch.inference_mode():
         module(randn(rows, 64).bfloat16().cuda(), cu_seqlens_from_lengths((rows,), device="cuda"), rows)
@@ -324,7 +436,7 @@ def test_few_rows_with_a_residual(tile: int, parts: int) -> None:
     if tile == 0 and parts == 8:
         pytest.skip("takes up to eight blocks in a cluster")
     given = (y, None, tile, cluster, parts, False, CODES["gelu"], 0, 1e-5)
-    _native.core().few_rows_product_cuda(x, weight, bias, *given, statistics, None, residual, scale, written)
+    _native.core().few_rows_gemm_cuda(x, weight, bias, *given, statistics, None, residual, scale, written)
     torch.cuda.synchronize()
 
 
@@ -337,11 +449,11 @@ def test_few_rows_with_a_normalized_residual(tile: int) -> None:
     x, weight, residual = (randn(*shape).bfloat16().cuda() for shape in ((150, 1096), (320, 1096), (150, 320)))
     bias, statistics, norms = (torch.empty(*shape).cuda().zero_() for shape in ((320,), (5, 150, 2), (150, 2)))
     y, again, core, kind = torch.empty_like(residual), torch.empty_like(residual), _native.core(), CODES["gelu"]
-    core.few_rows_product_cuda(
+    core.few_rows_gemm_cuda(
         x, weight, bias, y, None, tile, 0, 1, 0, kind, 0, 0.0, None, None, residual, None, statistics
     )
     square = weight[:, :320].contiguous()
-    core.few_rows_product_cuda(
+    core.few_rows_gemm_cuda(
         y, square, bias, again, None, tile, 0, 1, 1, kind, 1, 1e-5, statistics, norms, None, None, None
     )
     parts = randn(2, 150, 320).cuda()
@@ -359,6 +471,25 @@ def test_layers_in_one_kernel(width: int) -> None:
         for lengths in ((5, 0, 8), (20, 9)):
             x = torch.randn(sum(lengths) + 3, width).bfloat16().cuda()
             module(x, cu_seqlens_from_lengths(lengths, device="cuda"), max(lengths))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [pytest.param(rows, id=f"few_rows_layers-decode-{rows}") for rows in (1, 3, 16)])
+def test_decoding_in_one_kernel(rows: int) -> None:
+    layers = [
+        nn.PackedLayer(768, 12, 3072, norm_first=True, causal=True, device="cuda", dtype=torch.bfloat16)
+        for _ in range(6)
+    ]
+    described = DecoderLayers.of(layers, torch.nn.LayerNorm(768, device="cuda", dtype=torch.bfloat16))
+    assert isinstance(described, DecoderLayers)
+    keys, values = (torch.randn(6, rows, 12, 70, 64, device="cuda").bfloat16() for _ in range(2))
+    assert refuse(described, rows, keys) is None
+    lengths = torch.arange(rows, dtype=torch.int32, device="cuda") * 17 % 69 + 1
+    x = torch.randn(rows, 768, device="cuda").bfloat16()
+    kernel = DecodeLayers()
+    for _ in range(2):
+        assert kernel.run(x, described, keys, values, lengths) is not None
     torch.cuda.synchronize()
 
 
@@ -415,6 +546,18 @@ def test_boundaries_that_are_not_valid(values: tuple[int, ...]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("values", WRONG_CALLS)
+def test_layers_by_a_plan_with_boundaries_that_are_not_valid(values: tuple[int, ...]) -> None:
+    bounds = torch.tensor(values, dtype=torch.int32).cuda()
+    for name in ROTARY:
+        module, x = rotary_layers(name, bounds.device, torch.bfloat16), torch.randn(30, 128).bfloat16().cuda()
+        module(x.requires_grad_(), bounds, 30).float().sum().backward()
+        with torch.inference_mode():
+            module.eval()(x.detach(), bounds, 30)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tile", [pytest.param(tile, id=f"few_rows-producer-{tile}") for tile in range(10)])
 def test_few_rows_with_a_producer(tile: int, dtype: torch.dtype) -> None:
@@ -422,7 +565,7 @@ def test_few_rows_with_a_producer(tile: int, dtype: torch.dtype) -> None:
     randn = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     x, weight, bias = (randn(*shape).to(dtype).cuda() for shape in ((150, 1096), (328, 1096), (328,)))
     y, parts = x.new_empty(150, 328), x.new_empty(2, 150, 328, dtype=torch.float32)
-    product = _native.core().few_rows_product_cuda
+    product = _native.core().few_rows_gemm_cuda
     plain = (0.0, None, None, None, None, None)
     product(x, weight, bias, y, None, tile, 0, 1, True, CODES["gelu"], 0, *plain)
     product(x, weight, None, None, parts, tile, 0, 2, False, CODES["gelu"], 1, *plain)

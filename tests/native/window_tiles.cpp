@@ -10,7 +10,7 @@
 #include <set>
 #include <vector>
 
-#include "attention/hopper/window.h"
+#include "attention/hopper/shared/window.h"
 
 using namespace fasttfm::cuda;
 

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 import fasttfm
 from fasttfm import ops
-from fasttfm.nn import packed_transformer
-from fasttfm.ops import gelu_product, transformer_native
-from fasttfm.ops.transformer_native import PARAMETERS
+from fasttfm.ops import gelu_gemm
+from fasttfm.ops.layers import stack, support
+from fasttfm.ops.layers.spec import FIELDS, Specs
 from fasttfm.testing.alterations import (
     alterations_of,
     check_altered,
@@ -155,10 +155,10 @@ def test_saved_bytes() -> None:
 
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-@pytest.mark.parametrize("kept", [gelu_product.PRODUCT, gelu_product.DERIVATIVE])
+@pytest.mark.parametrize("kept", [gelu_gemm.PRODUCT, gelu_gemm.DERIVATIVE])
 def test_a_kept_activation_changes_no_gradient(norm_first: bool, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp64, in which rounding the derivative before the multiplication makes no visible difference."""
-    monkeypatch.setattr(gelu_product, "kept_beside", lambda *_: kept)
+    monkeypatch.setattr(gelu_gemm, "kept_beside", lambda *_: kept)
     again, keeps = (encoder(norm_first, keep_activation=keep).double() for keep in (False, True))
     for found, expected in zip(*(gradients(module, tokens().double(), 0) for module in (keeps, again)), strict=True):
         torch.testing.assert_close(found, expected)
@@ -197,40 +197,40 @@ def test_frozen_parameters_get_no_gradient() -> None:
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 def test_all_layers_by_one_op_are_the_layers_one_by_one(norm_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stacks: list[int] = []
-    run = packed_transformer.run_layers
-    monkeypatch.setattr(
-        packed_transformer, "run_layers", lambda *call: (stacks.append(len(call[-1]) // PARAMETERS), run(*call))[1]
-    )
+    run = stack.run_stack
+    monkeypatch.setattr(stack, "run_stack", lambda *call: (stacks.append(len(call[0])), run(*call))[1])
     module = encoder(norm_first, layers=3, dropout=0.1)
     found = gradients(module, tokens(), 5)
     assert stacks == [3]
-    module.layers[1].dropout = 0.2  # layers that differ are several calls
-    gradients(module, tokens(), 5)
-    assert stacks == [3, 1, 1, 1]
+    module.layers[1].dropout = 0.2
+    different = gradients(module, tokens(), 5)
+    assert stacks == [3, 3]
+    monkeypatch.setattr(type(module), "call_of", lambda *_: None)
+    assert all(map(torch.equal, different, gradients(module, tokens(), 5)))
     module.layers[1].dropout = 0.1
-    monkeypatch.setattr(type(module), "groups", lambda *_: None)
     assert all(map(torch.equal, found, gradients(module, tokens(), 5)))
 
 
-def test_options_follow_the_call_and_the_layers() -> None:
+def test_descriptions_follow_the_call_and_the_layers() -> None:
     module = encoder(norm_first=False, layers=3, dropout=0.1).eval()
 
-    def options(max_seqlen: int = 9) -> list[Any]:
-        groups = module.groups(max_seqlen)
-        assert groups is not None
-        assert sum(len(given) for _, given in groups) == 3 * PARAMETERS
-        return [each for each, _ in groups]
+    def specs() -> Specs:
+        call = module.call_of(tokens(), CU_SEQLENS, 9)
+        assert call is not None
+        assert len(call[2]) == 3 * len(FIELDS)
+        return call[0]
 
-    assert [each.max_seqlen for each in (*options(), *options(5), *options())] == [9, 5, 9]
-    with fasttfm.use_backend("reference"):
-        assert [each.backend for each in options()] == ["reference"]
-    assert [each.backend for each in options()] == [None]
+    first = specs()
+    assert specs() is first
+    assert len(set(first)) == 1
     module.layers[2].norm2.eps = 0.5
-    assert [each.eps_b for each in options()] == [1e-5, 0.5]
+    assert [each.norm_b.eps for each in specs()] == [1e-5, 1e-5, 0.5]
     module.layers[0].activation = "relu"
-    assert [each.activation for each in options()] == ["relu", "gelu", "gelu"]
+    assert [each.feed_forward.activation for each in specs()] == ["relu", "gelu", "gelu"]
+    module.layers[1].keep_activation = True
+    assert [each.recomputed for each in specs()] == [{"a"}, set(), {"a"}]
     module.train()
-    assert all(each.p_a > 0 for each in options())
+    assert all(each.dropout_a > 0 for each in specs())
 
 
 def test_a_tensor_that_has_replaced_a_parameter_is_used() -> None:
@@ -248,8 +248,8 @@ def test_a_tensor_that_has_replaced_a_parameter_is_used() -> None:
 
 def test_explain_reports_how_layers_are_run() -> None:
     module = encoder(norm_first=True)
-    reason = transformer_native.missing_cpu()
-    assert module.explain(tokens(), 9).chosen == ("cpu" if reason is None else "ops")
+    reason = support.missing_cpu()
+    assert module.explain(tokens(), 9).chosen == ("core" if reason is None else "ops")
     assert module.double().explain(tokens().double(), 9).chosen == "ops"
     module.layers[0].register_forward_hook(lambda *_: None)
     assert "hooks" in str(module.float().explain(tokens(), 9))

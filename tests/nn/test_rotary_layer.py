@@ -16,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fasttfm.models import ModernBertConfig, ModernBertModel
 from fasttfm.nn import RotaryLayer, RotaryTransformer
 from fasttfm.nn.rotary_layer import rotary_norm
-from fasttfm.ops import transformer_native
-from fasttfm.ops.layers import stack
+from fasttfm.ops.layers import stack, support
 
 POSITIONS = 16
 gpu = pytest.mark.gpu
@@ -324,7 +323,7 @@ def test_what_has_to_be_called_runs_layer_by_layer(monkeypatch: pytest.MonkeyPat
 def test_the_plan_is_explained() -> None:
     module, x = _small_stack(), torch.randn(12, 64)
     found = module.explain(x, 12)
-    expected = "core" if transformer_native.missing_cpu() is None else "ops"
+    expected = "core" if support.missing_cpu() is None else "ops"
     assert found.chosen == expected
     assert found.forward.count("Attention") == found.backward.count("AttentionBackward") == 3
     assert "rotary_projection: no: is Hopper's" in str(found)

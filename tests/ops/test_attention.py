@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import fasttfm
 from fasttfm.kernels.attention import reference
 from fasttfm.kernels.common import philox
-from fasttfm.ops import attention, attention_weights, backends, cu_seqlens_from_lengths, qkv_projection
-from fasttfm.ops.backends import BackendRefused
+from fasttfm.ops import attention, attention_weights, cu_seqlens_from_lengths, qkv_projection
+from fasttfm.ops.core import backends
+from fasttfm.ops.core.backends import BackendRefused
 from fasttfm.testing.harness import draw_inputs, run, same_bits, with_backend
 from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.saved import saved_bytes

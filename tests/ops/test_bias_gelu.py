@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fasttfm.kernels.common.activation import derivative
 from fasttfm.ops import ACTIVATIONS, bias_gelu
-from fasttfm.ops.backends import triton_interpreted
+from fasttfm.ops.core.backends import triton_interpreted
 from fasttfm.testing.pytest_ops import op_tests
 from fasttfm.testing.saved import saved_bytes
 from fasttfm.testing.specs.bias_gelu import SPEC

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fasttfm import explain, ops
 from fasttfm.kernels.common.index_errors import IndexErrors
-from fasttfm.ops.backends import Backend, _no_backward
+from fasttfm.ops.core.backends import Backend, _no_backward
 from fasttfm.ops.embedding import OP
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.pytest_ops import interpreted, op_tests

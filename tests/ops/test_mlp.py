@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fasttfm.ops import gelu_product, linear_gelu, mlp
+from fasttfm.ops import gelu_gemm, linear_gelu, mlp
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.pytest_ops import op_tests
 from fasttfm.testing.saved import saved_bytes
@@ -39,8 +39,8 @@ def test_recomputing_changes_no_bit(dtype: torch.dtype) -> None:
 
 def test_a_kept_derivative_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for kept in (gelu_product.PRODUCT, gelu_product.DERIVATIVE):
-        monkeypatch.setattr(gelu_product, "kept_beside", lambda *_, kept=kept: kept)
+    for kept in (gelu_gemm.PRODUCT, gelu_gemm.DERIVATIVE):
+        monkeypatch.setattr(gelu_gemm, "kept_beside", lambda *_, kept=kept: kept)
         given = tensors(torch.float64)
         y = mlp(**given, backend="torch")
         results.append([y, *torch.autograd.grad(y.square().sum(), list(given.values()))])

@@ -5,8 +5,8 @@ from torch import Tensor
 from fasttfm import explain, use_backend
 from fasttfm.kernels.qkv_projection import reference
 from fasttfm.ops import fuse_qkv, layer_norm, qkv_projection, rotary
-from fasttfm.ops.backends import BackendRefused
-from fasttfm.ops.backends import tables as tables_of_backends
+from fasttfm.ops.core.backends import BackendRefused
+from fasttfm.ops.core.backends import tables as tables_of_backends
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.pytest_ops import interpreted, op_tests
 from fasttfm.testing.saved import saved_bytes

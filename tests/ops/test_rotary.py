@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from fasttfm import ops
-from fasttfm.ops.backends import triton_interpreted
+from fasttfm.ops.core.backends import triton_interpreted
 from fasttfm.testing.pytest_ops import op_tests
 from fasttfm.testing.specs.rotary import SPEC
 

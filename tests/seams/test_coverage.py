@@ -26,6 +26,7 @@ EXCEPTIONS = {
     **OP_EXCEPTIONS,
     **MODULE_EXCEPTIONS,
     "inference.Calibration": "scales of a session; nothing is computed",
+    "inference.AnswerSpans": "settings of a session",
     "inference.EmbedSettings": "settings of a session",
     "generate.BeamSearch": "settings: generate.generate's entry point searches with beams",
     "generate.CachedDecoder": "runs the steps of generate.GenerationSession",

@@ -66,10 +66,10 @@ def add_sentence_files(directory: Path) -> None:
 @pytest.fixture(scope="session")
 def folders(wordpiece: Tokenizer, bpe: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("served")
-    found = {name: save_model(kind, changes, wordpiece, root / name) for name, (kind, changes) in KINDS.items()}
-    add_sentence_files(found["embedder"])
-    found["gpt"] = save_gpt(bpe, root / "gpt")
-    return found
+    saved = {name: save_model(kind, changes, wordpiece, root / name) for name, (kind, changes) in KINDS.items()}
+    add_sentence_files(saved["embedder"])
+    saved["gpt"] = save_gpt(bpe, root / "gpt")
+    return saved
 
 
 class Served:
@@ -92,6 +92,7 @@ class Served:
             self.status = run(settings, started=started)
 
         self.status: int | None = None
+        self._clients: list[Any] = []
         self.thread = threading.Thread(target=work, daemon=True)
         self.thread.start()
         assert listening.wait(60)
@@ -99,9 +100,11 @@ class Served:
         self.client = self.new_client()
 
     def new_client(self) -> Any:
+        """A client with connections of its own, which ``stop`` closes."""
         import httpx
 
-        return httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+        self._clients.append(httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=False))
+        return self._clients[-1]
 
     def wait_until_ready(self) -> Served:
         for _ in range(1200):
@@ -122,7 +125,8 @@ class Served:
         return response.json()
 
     def stop(self) -> int | None:
-        self.client.close()
+        for client in self._clients:
+            client.close()
         self.at.stop()
         self.thread.join(60)
         return self.status

@@ -36,17 +36,17 @@ def waited(condition: Any, seconds: float = 60) -> bool:
 @pytest.fixture
 def slow(folders: dict[str, Path], start: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Starts a server whose batches wait for an event."""
-    from fasttfm.inference import Session
+    from fasttfm.inference.scheduling import Scheduler
 
-    launch, gate = Session.run, threading.Event()
+    launch, gate = Scheduler.run, threading.Event()
 
-    def gated(self: Session, *arguments: Any) -> Any:
+    def gated(self: Scheduler, *arguments: Any) -> Any:
         gate.wait(30)
         return launch(self, *arguments)
 
     def run(**limits: Any) -> tuple[Any, threading.Event]:
         server = start([folders["embedder"]], **limits).wait_until_ready()
-        monkeypatch.setattr(Session, "run", gated)
+        monkeypatch.setattr(Scheduler, "run", gated)
         return server, gate
 
     yield run
@@ -161,7 +161,7 @@ def test_keys(folders: dict[str, Path], start: Any, tmp_path: Path) -> None:
 
 
 def test_a_failed_computation_is_424(folders: dict[str, Path], start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fasttfm.inference import Session
+    from fasttfm.inference.scheduling import Scheduler
 
     server = start([folders["embedder"]]).wait_until_ready()
 
@@ -169,7 +169,7 @@ def test_a_failed_computation_is_424(folders: dict[str, Path], start: Any, monke
         raise RuntimeError("the device has failed\nwith details")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Session, "run", fail)
+        patch.setattr(Scheduler, "run", fail)
         error = server.refused("/embed", {"inputs": TEXT}, 424)
     assert error == {"error": "Backend error: RuntimeError: the device has failed", "error_type": "Backend"}
     server.post("/embed", {"inputs": TEXT})
@@ -178,7 +178,7 @@ def test_a_failed_computation_is_424(folders: dict[str, Path], start: Any, monke
 def test_health_is_503_after_a_device_fault(folders: dict[str, Path], start: Any) -> None:
     server = start([folders["embedder"]]).wait_until_ready()
     (model,) = server.at.server.loaded.models.values()
-    model.sessions[0]._ended = "a kernel has failed: an illegal memory access was encountered"
+    model.sessions[0]._scheduler.ended = "a kernel has failed: an illegal memory access was encountered"
     response = server.client.get("/health")
     assert response.status_code == 503
     assert "illegal memory access" in response.json()["error"]

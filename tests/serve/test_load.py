@@ -37,7 +37,7 @@ def test_closed_and_open_loops(served: Any, load: Any) -> None:
 def test_the_summary(load: Any) -> None:
     fast, slow = (load.Measured(1.0, [seconds] * count) for seconds, count in ((0.01, 30), (0.02, 10)))
     rows = [
-        fast.row("closed loop, single texts", "fasttfm serve", "32 clients"),
-        slow.row("closed loop, single texts", "infinity, torch", "32 clients"),
+        load.row_of(fast, "closed loop, single texts", "fasttfm serve", "32 clients"),
+        load.row_of(slow, "closed loop, single texts", "infinity, torch", "32 clients"),
     ]
-    assert load.summary(rows, 32)[1].strip().startswith("3.00 times infinity, torch (10/s, p99 20.0 ms)")
+    assert load.summary(rows)[1].strip().startswith("3.00 times infinity, torch (10/s, p99 20.0 ms)")

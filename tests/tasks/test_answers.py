@@ -11,7 +11,7 @@ import pytest
 from fasttfm.data.question_files import read_questions
 from fasttfm.data.task_files import Answer as RightAnswer
 from fasttfm.data.task_files import QuestionExample
-from fasttfm.tasks.answers import Window, Windows, best_of_windows, best_span, span_of_characters
+from fasttfm.tasks.answers import Window, Windows, best_of_windows, best_span, span_of_characters, window_answer
 from fasttfm.tasks.finetuning import prepare
 from fasttfm.tasks.inputs import Format, Tokens
 from fasttfm.tasks.metrics import ANSWER_RULES, answer_f1, answer_scores, best_threshold, exact_match, normalized
@@ -105,10 +105,10 @@ def test_windows_share_one_answer() -> None:
     windows = [window_of(1, 0, 3), window_of(1, 2, 3)]
     one = (np.array([2.0, 0, 0, 0, 0]), np.array([1.0, 0, 0, 0.5, 0]))
     two = (np.array([-1.0, 0, 4.0, 0, 0]), np.array([0.5, 0, 0, 3.0, 0]))
-    found = best_of_windows(windows, [one, two])
-    assert found.span == (3, 4, 7.0)  # in the second window, by the context's numbers
-    assert found.none == -0.5  # the smaller of 3.0 and -0.5
-    assert found.no_answer == -7.5
+    best = best_of_windows([window_answer(*row, 30) for row in ((windows[0], *one), (windows[1], *two))])
+    assert best.span == (3, 4, 7.0)  # in the second window, by the context's numbers
+    assert best.none == -0.5  # the smaller of 3.0 and -0.5
+    assert best.no_answer == -7.5
 
 
 # ---- KorQuAD's definitions -------------------------------------------------------------------------------------------
@@ -136,10 +136,10 @@ def test_korean_questions_are_scored_as_korquad(bert_directory: Path, tmp_path: 
     }
     (tmp_path / "dev.json").write_text(json.dumps(root, ensure_ascii=False))
     examples = read_questions(tmp_path / "dev.json")
-    found = [Answer("이순신은", -9.0)]
+    answers = [Answer("이순신은", -9.0)]
     for score, f1 in ((None, 6 / 7), ("korquad", 6 / 7), ("squad", 0.0)):
         _, task = prepare("qa", bert_directory, examples, max_length=64, answer_score=score)
-        assert task.scores(examples, found) == pytest.approx({"exact": 0.0, "f1": f1})
+        assert task.scores(examples, answers) == pytest.approx({"exact": 0.0, "f1": f1})
     english = [QuestionExample("2", "Who?", "The king.", [RightAnswer("king", 4)], False)]
     _, task = prepare("qa", bert_directory, examples, max_length=64)
     assert task.scores(english, [Answer("kings", -9.0)])["f1"] == 0.0
@@ -203,7 +203,7 @@ def test_the_threshold_is_optimal() -> None:
         answers = {key: ("yes", "no", "yes and no")[int(generator.integers(3))] for key in keys}
         no_answer = {key: float(generator.integers(-3, 4)) for key in keys}
         threshold = best_threshold(gold, answers, no_answer)
-        best = max(f1_at(each, gold, answers, no_answer) for each in np.arange(-4.5, 5))
+        best = max(f1_at(threshold, gold, answers, no_answer) for threshold in np.arange(-4.5, 5))
         assert f1_at(threshold, gold, answers, no_answer) == pytest.approx(best)
 
 

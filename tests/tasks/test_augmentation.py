@@ -42,14 +42,14 @@ def test_a_word_of_one_token_gets_what_the_model_predicts(augmenter: Augmenter) 
 
 
 def test_a_word_of_several_tokens_gets_its_nearest_words(augmenter: Augmenter) -> None:
-    found = augmenter.proposals(TEXT, words(TEXT))[1]
+    proposals = augmenter.proposals(TEXT, words(TEXT))[1]
     ids = augmenter.tokenizer.encode("zyxomatic")
     assert len(ids) > 1
     table = base_of(augmenter.model).embeddings.word.weight.detach()
     mean = table[ids].mean(0)
     scores = {id: float(torch.cosine_similarity(table[id], mean, dim=0)) for id in augmenter._words}
     best = sorted(scores, key=lambda id: -scores[id])[:4]
-    assert found == [augmenter._words[id] for id in best]
+    assert proposals == [augmenter._words[id] for id in best]
 
 
 def test_copies_keep_everything_but_words(augmenter: Augmenter) -> None:
@@ -64,11 +64,11 @@ def test_copies_keep_everything_but_words(augmenter: Augmenter) -> None:
 
 def test_examples_are_followed_by_their_augmentations(augmenter: Augmenter) -> None:
     examples = [TextExample("peace and war", None, "a"), TextExample("one thing", "other thing", "b")]
-    found = augmenter.augmented(examples)
-    assert [example.label for example in found] == ["a"] * 4 + ["b"] * 4
-    assert found[0] is examples[0]
-    assert all(example.second is None for example in found[:4])
-    assert all(example.second is not None for example in found[4:])
+    augmented = augmenter.augmented(examples)
+    assert [example.label for example in augmented] == ["a"] * 4 + ["b"] * 4
+    assert augmented[0] is examples[0]
+    assert all(example.second is None for example in augmented[:4])
+    assert all(example.second is not None for example in augmented[4:])
     with pytest.raises(DataError, match="augmentation: expected texts or pairs of texts, got TagExample"):
         augmenter.augmented([TagExample(["a"], ["O"])])
 

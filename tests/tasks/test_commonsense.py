@@ -58,7 +58,8 @@ def test_the_graph_is_better_than_the_text(
 def test_predictions_have_explanations(trained: Path, examples: dict[str, list[CommonsenseExample]]) -> None:
     rows = [json.loads(line) for line in (trained / "predictions.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == [example.id for example in examples["dev"]]
-    right = [row["answerKey"] == each.keys[each.label or 0] for row, each in zip(rows, examples["dev"], strict=True)]
+    gold = [example.keys[example.label or 0] for example in examples["dev"]]
+    right = [row["answerKey"] == key for row, key in zip(rows, gold, strict=True)]
     metrics = json.loads((trained / "metrics.json").read_text())
     assert sum(right) / len(right) == pytest.approx(metrics["dev"]["accuracy"])
     for row, example in zip(rows, examples["dev"], strict=True):
@@ -136,8 +137,8 @@ def test_given_vectors_are_kept_and_prune(bert_directory: Path, tmp_path: Path) 
     assert torch.equal(model.graph.relations.weight[len(graph.relations) :], -torch.from_numpy(rows[1]))
     _, unpruned = prepare("commonsense", bert_directory, train)
     counts = [
-        sum(len(pair.paths) for feature in each.features(train) for schema in feature.graphs for pair in schema.pairs)  # type: ignore[attr-defined]
-        for each in (task, unpruned)
+        sum(len(pair.paths) for feature in kind.features(train) for schema in feature.graphs for pair in schema.pairs)  # type: ignore[attr-defined]
+        for kind in (task, unpruned)
     ]
     assert 0 < counts[0] < counts[1]
 
@@ -238,7 +239,9 @@ def test_every_encoder(family: str, wordpiece: Tokenizer, tmp_path: Path) -> Non
     model.save_pretrained(tmp_path / "kagnet")
     wordpiece.save(tmp_path / "kagnet")
     again, _ = prepare("commonsense", tmp_path / "kagnet", some)
-    assert [each.scores for each in predict(again, task, some)] == [each.scores for each in predict(model, task, some)]
+    assert [answer.scores for answer in predict(again, task, some)] == [
+        answer.scores for answer in predict(model, task, some)
+    ]
 
 
 def test_a_gpt_has_no_head_for_it(gpt_directory: Path) -> None:
@@ -250,7 +253,7 @@ def test_a_gpt_has_no_head_for_it(gpt_directory: Path) -> None:
 def test_the_numbers_of_graphs_and_sequences_must_match(bert_directory: Path) -> None:
     some = read_commonsense(shipped_task("commonsense")["dev"])[:4]
     model, task = prepare("commonsense", bert_directory, some)
-    whole, part = (task.batch(task.features(each)) for each in (some, some[:2]))
+    whole, part = (task.batch(task.features(part_examples)) for part_examples in (some, some[:2]))
     with pytest.raises(ValueError, match="BertKagNet: graph: expected 20 graphs, one per choice, got 10"):
         model(**{**whole.inputs(), "graph": part.inputs()["graph"]}, num_choices=5)
 

@@ -71,10 +71,10 @@ def padded(x: Tensor) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(x.split(LENGTHS)), batch_first=True)
 
 
-def whole(model: Any, given: Batch, **options: Any) -> Any:
+def whole(model: Any, inputs: Batch, **options: Any) -> Any:
     """The output of a model for the padded batch."""
-    mask = padded(torch.ones(given.tokens, dtype=torch.long))
-    return model(padded(given.input_ids), mask, **options)
+    mask = padded(torch.ones(inputs.tokens, dtype=torch.long))
+    return model(padded(inputs.input_ids), mask, **options)
 
 
 def real(x: Tensor) -> Tensor:
@@ -82,9 +82,9 @@ def real(x: Tensor) -> Tensor:
     return torch.cat([row[:length] for row, length in zip(x, LENGTHS, strict=True)])
 
 
-def means(recipe: Any, given: Batch) -> list[float]:
+def means(recipe: Any, inputs: Batch) -> list[float]:
     with torch.no_grad():
-        return [float(total / count) for total, count in zip(recipe(given), recipe.counts(given), strict=True)]
+        return [float(total / count) for total, count in zip(recipe(inputs), recipe.counts(inputs), strict=True)]
 
 
 # ---- DistilBERT ------------------------------------------------------------------------------------------------------
@@ -96,30 +96,32 @@ def test_a_student_starts_with_every_second_layer() -> None:
     theirs, ours = teacher.bert.encoder.layers, student.distilbert.encoder.layers
     assert len(ours) == 2
     for mine, index in zip(ours, (0, 2), strict=True):
-        assert all(torch.equal(each, theirs[index].get_parameter(name)) for name, each in mine.named_parameters())
+        assert all(
+            torch.equal(parameter, theirs[index].get_parameter(name)) for name, parameter in mine.named_parameters()
+        )
         assert not torch.equal(mine.qkv.weight, theirs[1].qkv.weight)
 
 
 @pytest.mark.parametrize("all_tokens", [True, False])
 def test_distilberts_terms(all_tokens: bool) -> None:
-    given, teacher, temperature = batch(), bert(0), 2.0
+    inputs, teacher, temperature = batch(), bert(0), 2.0
     student = models.DistilBertForMaskedLM.from_teacher(bert(1)).eval()
     weights = (5.0, 2.0, 1.0)
     recipe = DistilBertRecipe(student, teacher, temperature=temperature, weights=weights, all_tokens=all_tokens).eval()
-    found = means(recipe, given)
+    terms = means(recipe, inputs)
 
-    ours, theirs = (whole(model, given, output_hidden_states=True) for model in (student, teacher))
-    own, other = real(ours.logits), real(theirs.logits)
-    words = functional.cross_entropy(own[given.positions], given.labels)
-    rows = torch.arange(given.tokens) if all_tokens else given.positions
+    ours, theirs = (whole(model, inputs, output_hidden_states=True) for model in (student, teacher))
+    ours_real, other = real(ours.logits), real(theirs.logits)
+    words = functional.cross_entropy(ours_real[inputs.positions], inputs.labels)
+    rows = torch.arange(inputs.tokens) if all_tokens else inputs.positions
     soft = functional.kl_div(
-        (own[rows] / temperature).log_softmax(-1), (other[rows] / temperature).softmax(-1), reduction="batchmean"
+        (ours_real[rows] / temperature).log_softmax(-1), (other[rows] / temperature).softmax(-1), reduction="batchmean"
     )
-    states = [real(each.hidden_states[-1]) for each in (ours, theirs)]
-    cosine = functional.cosine_embedding_loss(*states, torch.ones(given.tokens))
+    states = [real(output.hidden_states[-1]) for output in (ours, theirs)]
+    cosine = functional.cosine_embedding_loss(*states, torch.ones(inputs.tokens))
     expected = [(temperature**2 * soft).item(), words.item(), cosine.item()]
     assert (recipe.terms, recipe.weights) == (("soft_targets", "masked_lm", "cosine"), weights)
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert terms == pytest.approx(expected, rel=1e-4)
     assert min(expected) > 0.01
 
 
@@ -168,15 +170,15 @@ def scores(model: Any, layer: int, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("attention", ["scores", "weights"])
 @pytest.mark.parametrize("width", [24, 48])
 def test_tinyberts_terms(attention: str, width: int) -> None:
-    given = batch()
+    inputs = batch()
     teacher = bert(0, "BertModel")
     student = bert(1, "BertModel", num_hidden_layers=2, hidden_size=width, intermediate_size=2 * width)
     recipe = TinyBertRecipe(student, teacher, attention=attention).eval()
     assert sorted(recipe.projections) == ([] if width == 48 else ["embeddings", "hidden"])
-    found = means(recipe, given)
+    terms = means(recipe, inputs)
 
-    wanted = {"output_hidden_states": True, "output_attentions": True}
-    ours, theirs = (whole(model, given, **wanted) for model in (student, teacher))
+    outputs = {"output_hidden_states": True, "output_attentions": True}
+    ours, theirs = (whole(model, inputs, **outputs) for model in (student, teacher))
 
     def distance(name: str, m: int, g: int) -> Tensor:
         x = real(ours.hidden_states[m])
@@ -194,12 +196,12 @@ def test_tinyberts_terms(attention: str, width: int) -> None:
         mine, target = maps(ours, student, m), maps(theirs, teacher, g)
         distance_of_maps = torch.zeros(())
         for row, length in enumerate(LENGTHS):
-            pair = (each[row, :, :length, :length] for each in (mine, target))
-            distance_of_maps = distance_of_maps + functional.mse_loss(*pair) * length / given.tokens
+            pair = (maps[row, :, :length, :length] for maps in (mine, target))
+            distance_of_maps = distance_of_maps + functional.mse_loss(*pair) * length / inputs.tokens
         attentions.append(distance_of_maps)
     expected = [distance("embeddings", 0, 0), *attentions, distance("hidden", 1, 2), distance("hidden", 2, 4)]
     assert recipe.terms == ("embeddings", "attention_1", "attention_2", "hidden_1", "hidden_2")
-    assert found == pytest.approx([term.item() for term in expected], rel=1e-4)
+    assert terms == pytest.approx([term.item() for term in expected], rel=1e-4)
     assert min(expected) > 1e-5
 
 
@@ -208,8 +210,8 @@ def test_tinyberts_layers_and_predictions_in_one_loss() -> None:
     student = bert(1, num_hidden_layers=2, hidden_size=24, intermediate_size=48)
     recipe = TinyBertRecipe(student, teacher, predictions=True).eval()
     assert recipe.terms[-1] == "soft_targets"
-    own, other = (real(whole(model, given, output_logits=True).logits) for model in (student, teacher))
-    soft = functional.kl_div(own.log_softmax(-1), other.softmax(-1), reduction="batchmean")
+    ours_real, other = (real(whole(model, given, output_logits=True).logits) for model in (student, teacher))
+    soft = functional.kl_div(ours_real.log_softmax(-1), other.softmax(-1), reduction="batchmean")
     layers = TinyBertRecipe(student, teacher, projections=recipe.projections.state_dict()).eval()
     assert means(recipe, given) == pytest.approx([*means(layers, given), soft.item()], rel=1e-4)
     sum(recipe(given)).backward()
@@ -223,8 +225,8 @@ def test_a_tasks_layers_and_predictions_in_one_loss() -> None:
     layers, last = TinyBertRecipe(student, teacher), PredictionRecipe(student, teacher, Packed())  # type: ignore[arg-type]
     joint = JointRecipe(layers, last).eval()
     assert joint.terms == (*layers.terms, "predictions")
-    given = batch()
-    assert means(joint, given) == pytest.approx([*means(layers, given), *means(last, given)])
+    inputs = batch()
+    assert means(joint, inputs) == pytest.approx([*means(layers, inputs), *means(last, inputs)])
     assert [name for name, _ in joint.named_parameters() if "classifier" in name] == [
         "student.classifier.weight",
         "student.classifier.bias",
@@ -234,12 +236,12 @@ def test_a_tasks_layers_and_predictions_in_one_loss() -> None:
 class Packed:
     """A task whose batches are those of a corpus."""
 
-    def rows(self, given: Batch) -> int:
+    def rows(self, inputs: Batch) -> int:
         return len(LENGTHS)
 
-    def logits(self, model: Any, given: Batch) -> Tensor:
-        layout: dict[str, Any] = {"cu_seqlens": given.cu_seqlens, "max_seqlen": given.max_seqlen}
-        logits: Tensor = model(given.input_ids, **layout).logits
+    def logits(self, model: Any, inputs: Batch) -> Tensor:
+        layout: dict[str, Any] = {"cu_seqlens": inputs.cu_seqlens, "max_seqlen": inputs.max_seqlen}
+        logits: Tensor = model(inputs.input_ids, **layout).logits
         return logits
 
 

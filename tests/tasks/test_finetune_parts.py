@@ -17,6 +17,7 @@ from fasttfm.data import DataError, Tokenizer
 from fasttfm.data.task_files import ChoiceExample, TagExample, TextExample
 from fasttfm.inference.opening import open_model
 from fasttfm.models.family import Head
+from fasttfm.models.lora import adapters_in
 from fasttfm.tasks.class_weights import balanced_weights, read_weights
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, predict, prepare, save
 from fasttfm.tasks.lora import Lora
@@ -53,14 +54,14 @@ def test_the_loss_is_torchs_weighted_mean(name: str, examples: list[Any], model_
         batch = task.batch(task.features(examples))
         with torch.no_grad():
             logits = task.logits(model, batch)
-        found: list[float] = []
+        step_losses: list[float] = []
         work = FineTuning(model, task, examples, settings(**changes), class_weights=[3.0, 0.5])
-        work.run(lambda results, found=found: found.extend(each.loss for each in results))
+        work.run(lambda results, step_losses=step_losses: step_losses.extend(result.loss for result in results))
         expected = functional.cross_entropy(logits, batch.targets["labels"], torch.tensor([3.0, 0.5]))
         plain = functional.cross_entropy(logits, batch.targets["labels"])
-        assert found == [pytest.approx(float(expected), rel=1e-5)]
+        assert step_losses == [pytest.approx(float(expected), rel=1e-5)]
         assert abs(float(plain - expected)) > 1e-3
-        losses += found
+        losses += step_losses
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
@@ -113,7 +114,9 @@ def test_layers_above_frozen_ones_have_the_same_gradients(model_directory: Path)
         if layers is not None:
             freeze(model, layers)
         task.loss(model, task.batch(task.features(PEACE))).backward()
-        gradients.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+        gradients.append(
+            {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        )
     assert set(gradients[1]) < set(gradients[0])
     for name, gradient in gradients[1].items():
         assert torch.allclose(gradient, gradients[0][name], rtol=1e-5, atol=1e-7), name
@@ -130,7 +133,7 @@ def test_shared_layers_cannot_be_frozen_one_by_one(wordpiece: Tokenizer, tmp_pat
 
 
 def test_lora_trains_low_rank_updates(model_directory: Path, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="LoRA is PEFT's")
+    peft = pytest.importorskip("peft", reason="it opens the adapter")
     import transformers
 
     torch.manual_seed(0)
@@ -147,15 +150,16 @@ def test_lora_trains_low_rank_updates(model_directory: Path, tmp_path: Path) -> 
         trained = task.logits(model, batch)
     assert not torch.allclose(trained, plain, atol=1e-3)
     expected = predict(model, task, PEACE)
-    updates = {name: each.detach().clone() for name, each in model.named_parameters() if "lora_" in name}
+    updates = {target.name: module.matrices() for target, module in adapters_in(model)}
     lora.save(tmp_path)
     lora.merge()
     with torch.no_grad():
         assert torch.allclose(task.logits(model, batch), trained, atol=1e-5)
     assert predict(model, task, PEACE) == expected
     for name, value in model.state_dict().items():
-        if (prefix := f"{name.removesuffix('.weight')}.lora_") + "A.default.weight" in updates:
-            update = updates[f"{prefix}B.default.weight"] @ updates[f"{prefix}A.default.weight"]
+        if (matrices := updates.get(name.removesuffix(".weight"))) is not None and name.endswith("weight"):
+            assert len(matrices.blocks) == (3 if "qkv" in name else 1)
+            update = torch.cat([b @ a for a, b in zip(matrices.a, matrices.b, strict=True)])
             assert torch.allclose(value, before[name] + 2 * update, atol=1e-6), name
         elif model._head(name) == "":
             assert torch.equal(value, before[name]), name
@@ -173,7 +177,6 @@ def test_lora_trains_low_rank_updates(model_directory: Path, tmp_path: Path) -> 
 
 
 def test_lora_of_a_gpt(gpt_directory: Path) -> None:
-    pytest.importorskip("peft", reason="LoRA is PEFT's")
     model, task = prepare("classify", gpt_directory, PEACE)
     lora = Lora(model, 2)
     FineTuning(model, task, PEACE, settings(epochs=3)).run(lambda results: None)
@@ -232,7 +235,7 @@ def test_steps_are_those_of_transformers_and_torch(model_directory: Path, tmp_pa
         assert result.learning_rate == pytest.approx(rate, rel=1e-6)
         rows = [torch.tensor(feature.sequences[0].ids) for feature in features]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in rows], batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(ids) for ids in rows], batch_first=True)
         loss = theirs(ids, mask, labels=torch.tensor([feature.target for feature in features])).loss
         loss.backward()
         for group in optimizer.param_groups:

@@ -56,7 +56,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finetune(model: Path, data: Path, output: Path, *options: Any) -> int:
     call = ["finetune", "--task", "classify", "--model", model, "--data", data, "--output", output, "--quiet"]
     call += ["--device", "cpu", "--batch-size", 8, "--learning-rate", 3e-3, *options]
-    return main([str(each) for each in call if each is not None])
+    return main([str(argument) for argument in call if argument is not None])
 
 
 def left(output: Path) -> tuple[bytes, list[tuple[str, ...]], dict[str, Any]]:
@@ -94,10 +94,10 @@ def test_a_stopped_run_continues_with_the_same_bits(
     original = Trainer.step
 
     def interrupted(self: Trainer, batches: Any) -> Any:
-        found = original(self, batches)
+        result = original(self, batches)
         if self.completed == step:
             signal.raise_signal(number)
-        return found
+        return result
 
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "step", interrupted)
@@ -127,15 +127,15 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     step, write = Trainer.step, checkpoints.write_state
 
     def dies(self: Trainer, batches: Any) -> Any:
-        found = step(self, batches)
+        result = step(self, batches)
         if self.completed == 5:
             died.set()
             raise MemoryError
-        return found
+        return result
 
-    def late(*given: Any) -> None:
+    def late(*arguments: Any) -> None:
         assert died.wait(60)
-        write(*given)
+        write(*arguments)
 
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "step", dies)
@@ -279,11 +279,11 @@ def test_the_best_of_a_grid_is_kept(
         monkeypatch.setattr(f"fasttfm.cli.finetune.{name}", lambda *_: None)
     call = ["finetune", "--task", "classify", "--model", model_directory, "--data", data, "--output", tmp_path]
     call += ["--quiet", "--device", "cpu", "--epochs", 1, "--search", "1e-6,3e-2", "--restarts", 2, "--seed", 5]
-    assert main([str(each) for each in call]) == 0
+    assert main([str(argument) for argument in call]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     trials = metrics["trials"]
-    assert [(each["learning_rate"], each["seed"]) for each in trials] == [(1e-6, 5), (1e-6, 6), (3e-2, 5), (3e-2, 6)]
-    scores = [each["dev"]["accuracy"] for each in trials]
+    assert [(trial["learning_rate"], trial["seed"]) for trial in trials] == [(1e-6, 5), (1e-6, 6), (3e-2, 5), (3e-2, 6)]
+    scores = [trial["dev"]["accuracy"] for trial in trials]
     assert metrics["dev"]["accuracy"] == max(scores) == metrics["spread"]["max"]
     assert metrics["spread"]["mean"] == pytest.approx(sum(scores) / 4)
     assert set(metrics["spread"]["by_learning_rate"]) == {"1e-06", "0.03"}
@@ -295,7 +295,7 @@ def test_the_best_of_a_grid_is_kept(
     out = capsys.readouterr().out
     assert f"learning rate {chosen['learning_rate']:g}, seed {chosen['seed']} is kept" in out
     (tmp_path / "metrics.json").unlink()  # as if it had been interrupted at the end
-    assert main([*(str(each) for each in call), "--resume"]) == 0
+    assert main([*(str(argument) for argument in call), "--resume"]) == 0
     again = json.loads((tmp_path / "metrics.json").read_text())
     assert again["trials"] == trials
 
@@ -305,8 +305,8 @@ def test_plans_and_spreads() -> None:
     with pytest.raises(ValueError, match=r"expected different learning rates, got 0\.1, 0\.1"):
         plan([0.1, 0.1], 0)
     assert best([0.5, float("nan"), 0.7, 0.7]) == 2
-    found = spread([1.0, 2.0, 3.0])
-    assert found == {"mean": 2.0, "standard_deviation": 1.0, "min": 1.0, "max": 3.0}
+    statistics = spread([1.0, 2.0, 3.0])
+    assert statistics == {"mean": 2.0, "standard_deviation": 1.0, "min": 1.0, "max": 3.0}
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
@@ -323,11 +323,11 @@ def curve(directory: Path, world: World, weights: str | None = None) -> list[flo
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     settings = FinetuneSettings(rates=Rates(1e-3), epochs=2, batch_size=4, step=StepSettings(clip=0.5))
-    found: list[float] = []
+    values: list[float] = []
     FineTuning(model, task, EXAMPLES, settings, class_weights=weights, world=world).run(
-        lambda results: found.extend(value for each in results for value in (each.loss, each.gradient_norm))
+        lambda results: values.extend(value for result in results for value in (result.loss, result.gradient_norm))
     )
-    return found
+    return values
 
 
 def ranked_curve(directory: Path, output: Path) -> None:
@@ -346,10 +346,10 @@ def test_two_processes_match_one(model_directory: Path, tmp_path: Path) -> None:
     for process in processes:
         process.join()
         assert process.exitcode == 0
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    assert found[0] == found[1]
+    runs = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert runs[0] == runs[1]
     assert len(expected[0]) == 2 * 2 * 6
-    for ours, theirs in zip(found[0], expected, strict=True):
+    for ours, theirs in zip(runs[0], expected, strict=True):
         # Sums of the same fp32 numbers in another order, over 12 steps.
         assert ours == pytest.approx(theirs, rel=1e-4)
 
@@ -362,10 +362,10 @@ def ranked_finetune(model: Path, data: Path, output: Path, stop_after: int | Non
     original = Trainer.step
 
     def interrupted(self: Trainer, batches: Any) -> Any:
-        found = original(self, batches)
+        result = original(self, batches)
         if self.completed == stop_after:
             signal.raise_signal(signal.SIGTERM)
-        return found
+        return result
 
     Trainer.step = interrupted  # type: ignore[method-assign]
     with (output.parent / f"said-{os.environ['RANK']}").open("w") as said, contextlib.redirect_stderr(said):
@@ -413,7 +413,7 @@ def test_metrics_are_reported(
     monkeypatch.setitem(
         sys.modules,
         "wandb",
-        SimpleNamespace(init=lambda **given: begun.append(given) or service),  # type: ignore[func-returns-value]
+        SimpleNamespace(init=lambda **options: begun.append(options) or service),  # type: ignore[func-returns-value]
     )
     assert finetune(model_directory, data, tmp_path / "out", "--epochs", 1, "--report", "wandb") == 0
     assert ended == [True]

@@ -16,6 +16,7 @@ from fasttfm.data import DataError, Tokenizer
 from fasttfm.data.task_files import Answer, ChoiceExample, QuestionExample, TagExample, TextExample
 from fasttfm.models import bert
 from fasttfm.models.families import family_of_type
+from fasttfm.tasks.answers import window_answer
 from fasttfm.tasks.finetuning import FinetuneSettings, FineTuning, format_of, predict, prepare
 from fasttfm.tasks.labels import TagTask
 from fasttfm.tasks.questions import QuestionTask
@@ -43,7 +44,7 @@ def trained(directory: Path, changes: dict[str, Any], **options: Any) -> tuple[A
     model, task = prepare("classify", directory, PEACE, **options)
     losses: list[float] = []
     FineTuning(model, task, PEACE, settings(**changes)).run(
-        lambda results: losses.extend(each.loss for each in results)
+        lambda results: losses.extend(result.loss for result in results)
     )
     return model, task, losses
 
@@ -80,13 +81,13 @@ def test_parameters_that_are_not_finite_are_reported(bert_directory: Path) -> No
 
 
 def test_microbatches_are_one_batch(bert_directory: Path) -> None:
-    found = []
+    parameters = []
     for changes in ({"tokens_per_batch": 1000}, {"tokens_per_batch": 14, "accumulation": 100}):
         torch.manual_seed(0)
         _, _, losses = trained(bert_directory, {"epochs": 1, "warmup": 0.0, **changes})
         assert len(losses) == 1
-        found.append(losses[0])
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
+        parameters.append(losses[0])
+    assert parameters[0] == pytest.approx(parameters[1], rel=1e-5)
 
 
 def test_frozen_parameters_do_not_change(bert_directory: Path) -> None:
@@ -265,7 +266,7 @@ def test_endings_are_read_after_the_context(bert_directory: Path) -> None:
     model, task = prepare("choice", bert_directory, [example])
     (feature,) = task.features([example])
     tokenizer = task.language.tokenizer
-    assert [tokenizer.decode(each.ids) for each in feature.sequences] == [
+    assert [tokenizer.decode(sequence.ids) for sequence in feature.sequences] == [
         "the war then came peace",
         "the war then went on",
     ]
@@ -293,9 +294,9 @@ def test_answers_are_found_over_windows(wordpiece: Tokenizer) -> None:
     assert all(len(sequence.ids) <= 40 for feature in features for sequence in feature.sequences)
     starts, ends = batch.targets["start_positions"], batch.targets["end_positions"]
     longest = max(feature.tokens for feature in features)
-    logits = torch.stack([torch.nn.functional.one_hot(each, longest).float() * 9 for each in (starts, ends)]).flatten(
-        0, 1
-    )
+    logits = torch.stack(
+        [torch.nn.functional.one_hot(positions, longest).float() * 9 for positions in (starts, ends)]
+    ).flatten(0, 1)
     predictions = task.predictions(examples, features, task.read(batch, logits))
     assert predictions[0].text == "1787"
     assert predictions[2].text == "1812"
@@ -310,7 +311,8 @@ def test_without_unanswerable_questions_nothing_is_tuned(wordpiece: Tokenizer) -
     features = task.features(examples)
     rows = np.zeros((1, features[0].tokens))
     rows[0, 0] = 99.0  # predicts that there is no answer
-    predictions = task.predictions(examples, features, [(rows[0], rows[0])])
+    read = window_answer(features[0].target.window, rows[0], rows[0], task.max_answer)
+    predictions = task.predictions(examples, features, [read])
     task.tune(examples, predictions)
     assert task.threshold is None
     assert task.answers(examples, predictions)["q0"] != ""
@@ -321,8 +323,8 @@ def test_logits_of_questions_are_the_models(bert_directory: Path) -> None:
     model, task = prepare("qa", bert_directory, examples)
     batch = task.batch(task.features(examples))
     with torch.no_grad():
-        read = task.read(batch, task.logits(model, batch))
-        for feature, (start, end) in zip(batch.features, read, strict=True):
+        starts, ends = task.logits(model, batch).numpy().reshape(2, len(batch.features), -1)
+        for feature, start, end in zip(batch.features, starts, ends, strict=True):
             alone = model(torch.tensor([feature.sequences[0].ids]), None, torch.tensor([feature.sequences[0].segments]))
             assert np.allclose(start[: feature.tokens], alone.start_logits[0].numpy(), atol=1e-4)
             assert np.allclose(end[: feature.tokens], alone.end_logits[0].numpy(), atol=1e-4)
@@ -337,25 +339,25 @@ def test_a_directory_has_parts(tmp_path: Path) -> None:
         read_examples("classify", tmp_path)
     (tmp_path / "train.tsv").write_text("sentence\tlabel\na\t0\nb\t1\n")
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\nc\t1\n")
-    found = read_examples("classify", tmp_path)
-    assert [example.first for example in found.train] == ["a", "b"]
-    assert [example.first for example in found.dev] == ["c"]
+    parts = read_examples("classify", tmp_path)
+    assert [example.first for example in parts.train] == ["a", "b"]
+    assert [example.first for example in parts.dev] == ["c"]
     (tmp_path / "dev_mismatched.tsv").write_text("sentence\tlabel\nd\t1\n")
-    assert read_examples("classify", tmp_path) == found
+    assert read_examples("classify", tmp_path) == parts
     (tmp_path / "dev.tsv").rename(tmp_path / "my_dev.tsv")
     with pytest.raises(DataError, match=r"expected one file for dev, got dev_mismatched.tsv, my_dev.tsv"):
         read_examples("classify", tmp_path)
-    assert read_examples("classify", tmp_path, tmp_path / "my_dev.tsv") == found
+    assert read_examples("classify", tmp_path, tmp_path / "my_dev.tsv") == parts
 
 
 def test_a_tenth_is_the_dev_set_if_there_is_no_other(tmp_path: Path) -> None:
     path = tmp_path / "all.tsv"
     path.write_text("sentence\tlabel\n" + "".join(f"text {number}\t{number % 2}\n" for number in range(40)))
-    found = read_examples("classify", path)
-    assert (len(found.train), len(found.dev)) == (36, 4)
-    assert {example.first for example in [*found.train, *found.dev]} == {f"text {number}" for number in range(40)}
-    assert read_examples("classify", path) == found
-    assert read_examples("classify", path, seed=1) != found
+    parts = read_examples("classify", path)
+    assert (len(parts.train), len(parts.dev)) == (36, 4)
+    assert {example.first for example in [*parts.train, *parts.dev]} == {f"text {number}" for number in range(40)}
+    assert read_examples("classify", path) == parts
+    assert read_examples("classify", path, seed=1) != parts
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

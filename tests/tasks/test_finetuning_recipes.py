@@ -27,9 +27,9 @@ from fasttfm.tasks.registry import TASKS
 )
 def test_the_numbers_of_a_task(family: str, task: str, impossible: bool, expected: tuple[float, ...]) -> None:
     train = [QuestionExample("1", "q", "c", [], False), QuestionExample("2", "q", "c", [], impossible)]
-    found = recipe_of(FAMILIES[family], TASKS[task], train if task == "qa" else [])
-    assert found[1:] == expected
-    assert bool(found.paper) == (task != "image")
+    recipe = recipe_of(FAMILIES[family], TASKS[task], train if task == "qa" else [])
+    assert recipe[1:] == expected
+    assert bool(recipe.paper) == (task != "image")
 
 
 def test_the_numbers_are_printed_and_options_replace_them(
@@ -38,13 +38,13 @@ def test_the_numbers_are_printed_and_options_replace_them(
     path = tmp_path / "train.jsonl"
     rows = [{"ctx": "The sky is", "endings": ["blue.", "a fish."], "label": 0} for _ in range(20)]
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    given = ["finetune", "--task", "choice", "--model", str(bert_directory), "--data", str(path), "--device", "cpu"]
-    assert main([*given, "--epochs", "1", "--max-length", "16", "--output", str(tmp_path / "run")]) == 0
+    call = ["finetune", "--task", "choice", "--model", str(bert_directory), "--data", str(path), "--device", "cpu"]
+    assert main([*call, "--epochs", "1", "--max-length", "16", "--output", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "recipe of BERT (Devlin et al., 2018): 1 epochs (paper: 3), 16 examples per batch, learning rate" in said
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["settings"]["batch_size"] == 16
     assert (
-        main([*given, "--epochs", "1", "--max-length", "16", "--batch-size", "8", "--output", str(tmp_path / "b")]) == 0
+        main([*call, "--epochs", "1", "--max-length", "16", "--batch-size", "8", "--output", str(tmp_path / "b")]) == 0
     )
     assert "8 examples per batch (paper: 16)" in capsys.readouterr().out

@@ -49,7 +49,7 @@ def classifier(directory: Path, *labels: str, task: str = "classify", **options:
 def test_a_head_for_the_same_labels_is_kept(tuned: Path, recwarn: pytest.WarningsRecorder) -> None:
     first = classifier(tuned, "peace", "war")
     assert torch.equal(first, classifier(tuned, "war", "peace"))
-    assert not [each for each in recwarn if "randomly" in str(each.message)]
+    assert not [warning for warning in recwarn if "randomly" in str(warning.message)]
 
 
 @pytest.mark.parametrize(
@@ -148,12 +148,12 @@ def test_batches_are_counted_in_examples(tuned: Path) -> None:
     examples = labelled("peace", "war") * 10
     _, task = prepare("classify", tuned, examples)
     features = task.features(examples)
-    sizes = [[len(each) for each in step] for step in shuffled_steps(features, FinetuneSettings(), 0)]
+    sizes = [[len(batch) for batch in step] for step in shuffled_steps(features, FinetuneSettings(), 0)]
     assert sizes == [[32], [8]]
     changed = FinetuneSettings(batch_size=15, accumulation=2)
-    assert [[len(each) for each in step] for step in shuffled_steps(features, changed, 0)] == [[15, 15], [10]]
+    assert [[len(batch) for batch in step] for step in shuffled_steps(features, changed, 0)] == [[15, 15], [10]]
     tokens = FinetuneSettings(tokens_per_batch=20)
-    assert all(sum(each.tokens for each in group) <= 20 for (group,) in shuffled_steps(features, tokens, 0))
+    assert all(sum(feature.tokens for feature in group) <= 20 for (group,) in shuffled_steps(features, tokens, 0))
 
 
 def test_the_command_stops_before_training(

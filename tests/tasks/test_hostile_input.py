@@ -200,13 +200,13 @@ NUMBERS = {
 
 
 def numbers() -> list[Any]:
-    found = []
+    cases = []
     for command, options in NUMBERS.items():
         for option, values in options.items():
             for value in values.split():
-                given = [option, *[value] * (3 if option == "--weights" else 1)]
-                found.append(pytest.param(command, given, id=f"{command.split()[0]} {option} {value}"))
-    return found
+                call = [option, *[value] * (3 if option == "--weights" else 1)]
+                cases.append(pytest.param(command, call, id=f"{command.split()[0]} {option} {value}"))
+    return cases
 
 
 CASES: list[tuple[str, str, int, str]] = [
@@ -338,7 +338,7 @@ CASES: list[tuple[str, str, int, str]] = [
     (FINETUNE, "--data sheet.xlsx", 1, "sheet.xlsx: expected text, or a name that ends in .csv, .tsv, .jsonl, .json, "),
     (FINETUNE, "--class-weights nothing.json", 1, "expected a weight for each of the labels 0, 1, got none"),
     (SEARCH, "vectors.npy", 1, "vectors.npy: expected a file of vectors, got the magic string is not correct"),
-    (SEARCH, "folder.npy", 1, "folder.npy: expected a file of vectors, got a directory"),
+    (SEARCH, "folder.npy", 1, "folder.npy: expected a folder of part files, with _manifest.json, got none"),
     (GENERATE, "--num-beams 3 --top-k 5", 2, "--num-beams: expected 1 with --temperature, --top-k or --top-p, got 3"),
     (FINETUNE, "--dev empty.txt", 1, "empty.txt: expected a header line and examples, got an empty file"),
     (FINETUNE, "--test column.tsv", 1, "column.tsv"),
@@ -354,38 +354,38 @@ CASES: list[tuple[str, str, int, str]] = [
 ]  # fmt: skip
 
 
-def answer(command: str, given: list[str], capsys: pytest.CaptureFixture[str], output: Path) -> tuple[Any, str]:
+def answer(command: str, arguments: list[str], capsys: pytest.CaptureFixture[str], output: Path) -> tuple[Any, str]:
     words = [word.replace("OUT", str(output)) for word in command.split()]
     try:
-        status: Any = main([*words, *given])
+        status: Any = main([*words, *arguments])
     except SystemExit as stopped:
         status = stopped.code
     return status, capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "given"), numbers())
+@pytest.mark.parametrize(("command", "arguments"), numbers())
 def test_numbers_outside_their_range(
     command: str,
-    given: list[str],
+    arguments: list[str],
     place: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(place)
-    found, said = answer(command, given, capsys, tmp_path / "output")
-    assert found == 2, said
-    assert given[0].strip("-").split("-")[0] in said.splitlines()[-1].lower()
+    code, said = answer(command, arguments, capsys, tmp_path / "output")
+    assert code == 2, said
+    assert arguments[0].strip("-").split("-")[0] in said.splitlines()[-1].lower()
     assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(
-    ("command", "given", "status", "sentence"),
+    ("command", "arguments", "status", "sentence"),
     [pytest.param(*case, id=f"{case[0].split()[0]} {case[1]}".encode(errors="replace").decode()) for case in CASES],
 )
 def test_unusable_input_is_named(
     command: str,
-    given: str,
+    arguments: str,
     status: int,
     sentence: str,
     place: Path,
@@ -394,16 +394,16 @@ def test_unusable_input_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(place)
-    found, said = answer(command, given.split(), capsys, tmp_path / "output")
+    code, said = answer(command, arguments.split(), capsys, tmp_path / "output")
     assert sentence in said.splitlines()[-1]
-    assert found == status, said
+    assert code == status, said
     assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("name", ["marked.csv", "semicolons.csv"])
 def test_what_spreadsheets_write_is_read(name: str, place: Path) -> None:
     first = "the state, then" if name == "semicolons.csv" else 'the "state", then'
-    assert [(each.first, each.label) for each in read_texts(place / name)][:2] == [
+    assert [(example.first, example.label) for example in read_texts(place / name)][:2] == [
         (first, "1"),
         ("the union" if name == "semicolons.csv" else "union", "0"),
     ]

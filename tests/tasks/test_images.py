@@ -55,7 +55,7 @@ def test_transformers_makes_the_same_predictions(run: Path) -> None:
     theirs = transformers.AutoModelForImageClassification.from_pretrained(run).eval()
     predictor = tasks.load(run, device="cpu")
     examples = read_images(shipped_task("image")["dev"])[:8]
-    found = predictor(examples)
+    predictions = predictor(examples)
     # transformers' processor resizes the uint8 image; these have the model's size already.
     grey = np.stack([np.repeat(example.pixels(), 3, axis=-1) for example in examples])
     processor = transformers.AutoImageProcessor.from_pretrained(run, backend="pil")
@@ -63,7 +63,7 @@ def test_transformers_makes_the_same_predictions(run: Path) -> None:
     torch.testing.assert_close(inputs["pixel_values"], predictor.task.language.images.batch(examples))
     with torch.no_grad():
         shares = theirs(**inputs).logits.softmax(-1)
-    for result, expected in zip(found, shares, strict=True):
+    for result, expected in zip(predictions, shares, strict=True):
         assert result.label == theirs.config.id2label[int(expected.argmax())]
         assert list(result.probabilities.values()) == pytest.approx(expected.tolist(), abs=1e-4)
 
@@ -104,10 +104,10 @@ def test_images_are_resized_as_by_pillow() -> None:
     image = pytest.importorskip("PIL.Image", reason="it resizes")
     picture = np.random.default_rng(0).integers(0, 256, (37, 50, 3), dtype=np.uint8)
     for bicubic, resample in ((False, image.BILINEAR), (True, image.BICUBIC)):
-        found = ImageFormat((24, 20), bicubic=bicubic)(picture)
+        resized = ImageFormat((24, 20), bicubic=bicubic)(picture)
         expected = np.asarray(image.fromarray(picture).resize((20, 24), resample)).transpose(2, 0, 1)
-        assert found.shape == (3, 24, 20)
-        assert np.abs((found.numpy() * 0.5 + 0.5) * 255 - expected).max() < 1.01
+        assert resized.shape == (3, 24, 20)
+        assert np.abs((resized.numpy() * 0.5 + 0.5) * 255 - expected).max() < 1.01
     grey = ImageFormat((24, 20), 1, (0.0,), (1.0,))(picture)
     expected = np.asarray(image.fromarray(picture).convert("L").resize((20, 24), image.BILINEAR))
     assert np.abs(grey.numpy()[0] * 255 - expected).max() < 2.01  # two roundings
@@ -151,8 +151,8 @@ class Pairs:
 
 
 def test_data_sets_of_pairs() -> None:
-    found = images_of(Pairs())
-    assert [(each.label, each.pixels().shape, each.pixels().max()) for each in found] == [
+    examples = images_of(Pairs())
+    assert [(example.label, example.pixels().shape, example.pixels().max()) for example in examples] == [
         ("night", (5, 4, 3), 0),
         ("day", (5, 4, 3), 255),
         ("night", (5, 4, 1), 0),
@@ -162,7 +162,7 @@ def test_data_sets_of_pairs() -> None:
 def test_data_sets_of_torchvision() -> None:
     torchvision = pytest.importorskip("torchvision", reason="its data sets are read where it is installed")
     fake = torchvision.datasets.FakeData(2, (3, 8, 8), 2)
-    assert [each.pixels().shape for each in images_of(fake)] == [(8, 8, 3)] * 2
+    assert [example.pixels().shape for example in images_of(fake)] == [(8, 8, 3)] * 2
 
 
 def test_a_single_label_is_reported(vit: Path) -> None:
@@ -217,7 +217,7 @@ def test_labels_of_data_sets_may_be_arrays(kind: Any) -> None:
 
         labels = (0, 1, 1)
 
-    assert [each.label for each in images_of(Labelled())] == ["night", "day", "day"]
+    assert [example.label for example in images_of(Labelled())] == ["night", "day", "day"]
     for wrong in (-1, 2):
         Labelled.labels = (0, 1, wrong)
         with pytest.raises(DataError, match=f"image 2: expected a label from 0 to 1, .*, got {wrong}"):
@@ -227,7 +227,7 @@ def test_labels_of_data_sets_may_be_arrays(kind: Any) -> None:
 def test_labels_of_bytes_and_no_images(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     np.savez(path, images=np.zeros((2, 4, 4), np.uint8), labels=np.array([b"caf\xc3\xa9", b"bar"]))
-    assert [each.label for each in read_images(path)] == ["café", "bar"]
+    assert [example.label for example in read_images(path)] == ["café", "bar"]
     np.savez(path, images=np.zeros((0, 4, 4)))
     assert read_images(path) == []
 
@@ -251,8 +251,8 @@ def test_hidden_files_are_skipped_and_other_files_are_counted(tmp_path: Path) ->
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         image.new("L", (3, 3)).save(tmp_path / f"{name}.png")
     with pytest.warns(UserWarning, match="2 images that are not in a label's own folder are left out"):
-        found = read_images(tmp_path)
-    assert [(Path(each.name).name, each.label) for each in found] == [("a.png", "cat"), ("c.png", "dog")]
+        examples = read_images(tmp_path)
+    assert [(Path(example.name).name, example.label) for example in examples] == [("a.png", "cat"), ("c.png", "dog")]
 
 
 def test_the_command_rejects_wrong_arguments(vit: Path, bert_directory: Path, tmp_path: Path, capsys: Any) -> None:
@@ -281,15 +281,15 @@ def test_folders_of_images_train(vit: Path, tmp_path: Path) -> None:
             folder.mkdir(parents=True)
             for number in range(count):
                 image.new("RGB", (9, 7), (number + 200 * (label == "light"),) * 3).save(folder / f"{number}.jpg")
-    found = tasks.read_examples("image", tmp_path / "set")
-    assert (len(found.train), len(found.dev)) == (12, 4)
-    assert {example.label for example in found.dev} == {"dark", "light"}
+    examples = tasks.read_examples("image", tmp_path / "set")
+    assert (len(examples.train), len(examples.dev)) == (12, 4)
+    assert {example.label for example in examples.dev} == {"dark", "light"}
     alone = tasks.read_examples("image", tmp_path / "set" / "train")
     assert len(alone.train) + len(alone.dev) == 12
-    model, task = prepare("image", vit, found.train)
-    assert model(**task.batch(task.features(found.train[:2])).inputs()).logits.shape == (2, 2)
+    model, task = prepare("image", vit, examples.train)
+    assert model(**task.batch(task.features(examples.train[:2])).inputs()).logits.shape == (2, 2)
     save(model, task, tmp_path / "model")
-    assert tasks.load(tmp_path / "model", device="cpu")(found.dev[0].name).label in ("dark", "light")
+    assert tasks.load(tmp_path / "model", device="cpu")(examples.dev[0].name).label in ("dark", "light")
 
 
 def test_shipped_images_are_those_that_the_tool_makes() -> None:

@@ -31,9 +31,9 @@ TYPES = [TypingExample(TEXT, SPAIN, [CUBA], ("country", "place")), TypingExample
 def ernie(wordpiece: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with random parameters and the vectors of the shipped graph."""
     graph = read_triples(shipped_knowledge("triples"))
-    found = train_transe(graph, TransESettings(width=32, epochs=200, learning_rate=0.02, held_out=0.0))
-    assert found.hits(10) > 0.9
-    return saved(wordpiece, tmp_path_factory.mktemp("ernie"), graph.entities, found.entities)
+    vectors = train_transe(graph, TransESettings(width=32, epochs=200, learning_rate=0.02, held_out=0.0))
+    assert vectors.hits(10) > 0.9
+    return saved(wordpiece, tmp_path_factory.mktemp("ernie"), graph.entities, vectors.entities)
 
 
 def saved(tokenizer: Tokenizer, directory: Path, names: list[str], vectors: torch.Tensor) -> Path:

@@ -45,11 +45,11 @@ def log_likelihoods(language_model: LanguageModel, ids: list[int]) -> torch.Tens
 def pseudo(language_model: LanguageModel, text: str, begin: int = 0) -> list[float]:
     special = language_model.tokenizer.special
     ids = [special.cls, *language_model.tokenizer.encode(text), special.sep]
-    found = []
+    likelihoods = []
     for position in range(1 + begin, len(ids) - 1):
         changed = [*ids[:position], special.mask, *ids[position + 1 :]]
-        found.append(float(log_likelihoods(language_model, changed)[position, ids[position]]))  # type: ignore[arg-type]
-    return found
+        likelihoods.append(float(log_likelihoods(language_model, changed)[position, ids[position]]))  # type: ignore[arg-type]
+    return likelihoods
 
 
 def test_likelihoods_of_a_causal_model(causal: LanguageModel) -> None:
@@ -124,9 +124,9 @@ def test_predictions_for_masks(masked: LanguageModel) -> None:
 def test_electras_generator_fills_masks(wordpiece: Tokenizer, tmp_path: Path) -> None:
     for part, head in (("discriminator", "ForPreTraining"), ("generator", "ForMaskedLM")):
         save_small("electra", wordpiece, tmp_path / "latest" / part, head=head)
-    found = load_language_model(tmp_path, device="cpu")
-    assert type(found.model).__name__ == "ElectraForMaskedLM"
-    assert len(next(found.fill_mask(["the [MASK]"], 2))[0]) == 2
+    model = load_language_model(tmp_path, device="cpu")
+    assert type(model.model).__name__ == "ElectraForMaskedLM"
+    assert len(next(model.fill_mask(["the [MASK]"], 2))[0]) == 2
     with pytest.raises(CheckpointError, match="expected a model with a trained head"):
         load_language_model(tmp_path / "latest" / "discriminator", device="cpu")
 
@@ -167,19 +167,19 @@ def test_score_of_a_file_and_of_stdin(
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n")
     options = ("--data", tmp_path / "texts.txt", "--output", tmp_path / "scores.jsonl")
     assert called("score", gpt_directory, *options) == 0
-    total, tokens = sum(each.log_likelihood for each in expected), sum(each.tokens for each in expected)
+    total, tokens = sum(score.log_likelihood for score in expected), sum(score.tokens for score in expected)
     said = capsys.readouterr().out
     assert f"all texts  perplexity {math.exp(-total / tokens):.3f} over {tokens} tokens" in said
-    found = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
-    assert [each["text"] for each in found] == TEXTS
-    assert [each["log_likelihood"] for each in found] == pytest.approx([each.log_likelihood for each in expected])
-    assert [each["perplexity"] for each in found] == [
-        None if each.perplexity is None else pytest.approx(each.perplexity) for each in expected
+    rows = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == TEXTS
+    assert [each["log_likelihood"] for each in rows] == pytest.approx([each.log_likelihood for each in expected])
+    assert [row["perplexity"] for row in rows] == [
+        None if score.perplexity is None else pytest.approx(score.perplexity) for score in expected
     ]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(TEXTS)))
     assert called("score", gpt_directory, "--data", "-", "--format", "jsonl") == 0
     assert [json.loads(line)["tokens"] for line in capsys.readouterr().out.splitlines()] == [
-        each.tokens for each in expected
+        score.tokens for score in expected
     ]
 
 
@@ -189,12 +189,12 @@ def test_score_of_continuations(
     (expected,) = causal.score([("The state of the", " union")])
     call = ("--text", "The state of the", "--continuation", " union", "--format", "jsonl")
     assert called("score", gpt_directory, *call) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["probability"] == pytest.approx(math.exp(expected.log_likelihood), rel=1e-4)
+    row = json.loads(capsys.readouterr().out)
+    assert row["probability"] == pytest.approx(math.exp(expected.log_likelihood), rel=1e-4)
     line = {"text": "The state of the", "continuation": " union"}
     (tmp_path / "a.jsonl").write_text(json.dumps(line) + "\n")
     assert called("score", gpt_directory, "--data", tmp_path / "a.jsonl", "--format", "jsonl") == 0
-    assert json.loads(capsys.readouterr().out) == found
+    assert json.loads(capsys.readouterr().out) == row
 
 
 # ---- masking rates ---------------------------------------------------------------------------------------------------
@@ -204,11 +204,11 @@ def test_texts_masked_at_several_rates(masked: LanguageModel) -> None:
     text = "The state of the union is strong, and peace is with all of the nations."
     ids, special = masked.tokenizer.encode(text), masked.tokenizer.special
     ((low, middle, high),) = fill_at_rates(masked, [text], [0.15, 0.5, 1.0], seed=3)
-    assert [each.tokens for each in (low, middle, high)] == [round(rate * len(ids)) for rate in (0.15, 0.5, 1.0)]
-    assert [each.masked.count("[MASK]") for each in (low, middle, high)] == [low.tokens, middle.tokens, len(ids)]
+    assert [text.tokens for text in (low, middle, high)] == [round(rate * len(ids)) for rate in (0.15, 0.5, 1.0)]
+    assert [text.masked.count("[MASK]") for text in (low, middle, high)] == [low.tokens, middle.tokens, len(ids)]
     at_low, at_middle = (
-        {place for place, id in enumerate(masked.tokenizer.encode(each.masked)) if id == special.mask}
-        for each in (low, middle)
+        {place for place, id in enumerate(masked.tokenizer.encode(text.masked)) if id == special.mask}
+        for text in (low, middle)
     )
     assert at_low < at_middle  # what is masked at a rate is masked at higher ones
     read = [special.cls, *(special.mask if place in at_middle else id for place, id in enumerate(ids)), special.sep]
@@ -216,7 +216,7 @@ def test_texts_masked_at_several_rates(masked: LanguageModel) -> None:
     assert middle.right == sum(best[place] == ids[place] for place in at_middle)
     shown = re.findall(r"\[([^\]]*)\]", middle.filled)
     decode = masked.tokenizer.decode
-    assert [each.partition(", not ")[0] for each in shown] == [decode([best[place]]) for place in sorted(at_middle)]
+    assert [token.partition(", not ")[0] for token in shown] == [decode([best[place]]) for place in sorted(at_middle)]
     assert list(fill_at_rates(masked, [text], [0.5], seed=3)) == [[middle]]
     assert list(fill_at_rates(masked, [text], [0.5], seed=4)) != [[middle]]
 
@@ -224,12 +224,12 @@ def test_texts_masked_at_several_rates(masked: LanguageModel) -> None:
 def test_right_and_wrong_predictions_are_shown(masked: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     war, peace = masked.tokenizer.encode("war peace")
     monkeypatch.setattr(LanguageModel, "best_at", lambda self, features: [war] * sum(len(at) for _, at in features))
-    found = list(fill_at_rates(masked, ["war, war & peace", "peace"], [1.0]))
-    assert [each.filled for (each,) in found] == [
+    texts = list(fill_at_rates(masked, ["war, war & peace", "peace"], [1.0]))
+    assert [text.filled for (text,) in texts] == [
         "[war][war, not ,] [war] [war, not &] [war, not peace]",
         "[war, not peace]",
     ]
-    assert accuracy_by_rate(found) == [{"rate": 1.0, "tokens": 6, "right": 2, "accuracy": 2 / 6}]
+    assert accuracy_by_rate(texts) == [{"rate": 1.0, "tokens": 6, "right": 2, "accuracy": 2 / 6}]
     assert peace != war
 
 

@@ -52,8 +52,8 @@ def test_entities(tags: str, expected: set[tuple[str, int, int]]) -> None:
 
 def test_entities_are_scored_as_a_whole() -> None:
     gold = [["B-PER", "I-PER", "O", "B-LOC"], ["B-LOC"]]
-    found = [["B-PER", "O", "O", "B-LOC"], ["B-LOC"]]
-    scores = tag_scores(gold, found)
+    predicted = [["B-PER", "O", "O", "B-LOC"], ["B-LOC"]]
+    scores = tag_scores(gold, predicted)
     assert scores == pytest.approx({"accuracy": 4 / 5, "precision": 2 / 3, "recall": 2 / 3, "f1": 2 / 3})
     assert tag_scores(gold, [["O"] * 4, ["O"]])["f1"] == 0.0
 

@@ -58,11 +58,11 @@ def test_scores_of_pairs(family: str, unigram: Tokenizer, tmp_path: Path) -> Non
     for folder in ("model", "cross"):
         with Session(tmp_path / folder, device="cpu") as session:
             assert isinstance(session.network.model, getattr(models, f"{family}ForSequenceClassification"))
-            found = session.encode(PAIRS, output="logits")
-        np.testing.assert_allclose(found[:, 0], expected, **CLOSE)
+            logits = session.encode(PAIRS, output="logits")
+        np.testing.assert_allclose(logits[:, 0], expected, **CLOSE)
     with pytest.warns(UserWarning, match="does not state its task: .* is taken for classify with numbers"):
         predictor = tasks.load(tmp_path / "cross", device="cpu")
-    np.testing.assert_allclose([each.value for each in predictor(PAIRS)], expected, **CLOSE)
+    np.testing.assert_allclose([result.value for result in predictor(PAIRS)], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
@@ -87,5 +87,5 @@ def test_a_bert_with_the_tokenizer_of_xlm_roberta(unigram: Tokenizer, tmp_path: 
     model.save_pretrained(tmp_path)
     encoded = transformers.AutoTokenizer.from_pretrained(tmp_path)(*PAIRS[0], return_tensors="pt")
     with Session(tmp_path, device="cpu") as session:
-        found = session.encode(PAIRS[0], output="states")
-    np.testing.assert_allclose(found, model(**encoded).last_hidden_state[0].detach(), **CLOSE)
+        states = session.encode(PAIRS[0], output="states")
+    np.testing.assert_allclose(states, model(**encoded).last_hidden_state[0].detach(), **CLOSE)

@@ -29,12 +29,12 @@ def test_layers_are_those_of_the_teacher(family: str) -> None:
     student: Any = distilbert_student(teacher)
     assert type(student) is type(teacher)
     assert student.config.num_hidden_layers == 2
-    own, theirs = student.encoder, teacher.encoder
-    for ours, number in zip(own.encoder.layers, (0, 2), strict=True):
+    encoder, theirs = student.encoder, teacher.encoder
+    for ours, number in zip(encoder.encoder.layers, (0, 2), strict=True):
         assert torch.equal(ours.qkv.weight, theirs.encoder.layers[number].qkv.weight)
-    assert torch.equal(own.embeddings.word.weight, theirs.embeddings.word.weight)
+    assert torch.equal(encoder.embeddings.word.weight, theirs.embeddings.word.weight)
     assert torch.equal(student.lm_head.dense.weight, teacher.lm_head.dense.weight)
-    assert student.lm_head.decoder.weight is own.embeddings.word.weight
+    assert student.lm_head.decoder.weight is encoder.embeddings.word.weight
     whole: Any = distilbert_student(teacher, 4).eval()
     ids = torch.randint(5, 60, (2, 7))
     assert torch.equal(whole(ids).logits, teacher(ids).logits)
@@ -111,8 +111,8 @@ def test_terms_of_a_gpt() -> None:
     ]
     cosine = (1 - functional.cosine_similarity(*states, dim=-1)).sum()
     terms = recipe(batch)
-    for found, expected in zip(terms, (soft, words, cosine), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for term, expected in zip(terms, (soft, words, cosine), strict=True):
+        torch.testing.assert_close(term, expected, rtol=1e-4, atol=1e-4)
     sum(terms).backward()
     assert all(parameter.grad is not None for parameter in student.parameters())
     with pytest.raises(ValueError, match="soft targets: expected all tokens for a GPT"):
@@ -137,36 +137,36 @@ def test_tinyberts_terms_of_other_kinds(family: str, attention: str) -> None:
     batch = SimpleNamespace(
         input_ids=ids, token_type_ids=None, cu_seqlens=torch.tensor([0, 5, 12]).int(), max_seqlen=7, tokens=12
     )
-    wanted = {"output_hidden_states": True, "output_attentions": True, "cu_seqlens": batch.cu_seqlens, "max_seqlen": 7}
+    options = {"output_hidden_states": True, "output_attentions": True, "cu_seqlens": batch.cu_seqlens, "max_seqlen": 7}
     with torch.no_grad():
-        ours, theirs = (model(ids, **wanted) for model in (student, teacher))
-        found = [float(term) for term in recipe(batch)]
+        ours, theirs = (model(ids, **options) for model in (student, teacher))
+        terms = [float(term) for term in recipe(batch)]
     project, x, y = recipe.projections, ours.hidden_states, theirs.hidden_states
-    assert found[0] == pytest.approx(distance(project["embeddings"](x[0]), y[0]), rel=1e-5)
+    assert terms[0] == pytest.approx(distance(project["embeddings"](x[0]), y[0]), rel=1e-5)
     for m in (1, 2):
-        assert found[2 + m] == pytest.approx(distance(project["hidden"](x[m]), y[2 * m]), rel=1e-5)
+        assert terms[2 + m] == pytest.approx(distance(project["hidden"](x[m]), y[2 * m]), rel=1e-5)
     for m in (0, 1):
         maps = 0.0
         weights = [output.attentions[layer] for output, layer in ((ours, m), (theirs, 2 * m + 1))]
         for row, length in enumerate(lengths):
             for query in range(length):
-                a, b = (each[row, :, query, :length] for each in weights)
+                a, b = (maps[row, :, query, :length] for maps in weights)
                 keys = (a[0] > 0) & (b[0] > 0)
                 if attention == "scores":
                     a = score_row(student, ours, m, row, query)
                     b = score_row(teacher, theirs, 2 * m + 1, row, query)
                 maps += float((a - b)[:, keys].square().mean().detach())
-        assert found[1 + m] == pytest.approx(maps, rel=1e-5)
-    assert min(found) > 1e-6
+        assert terms[1 + m] == pytest.approx(maps, rel=1e-5)
+    assert min(terms) > 1e-6
 
 
 def score_row(model: Any, output: Any, layer: int, row: int, query: int) -> torch.Tensor:
     """A query's scores [H, keys], from the layer's own parameters."""
     begin, end = ((0, 5), (5, 12))[row]
-    own = model.encoder.in_order()[layer]
+    module = model.encoder.in_order()[layer]
     x = output.hidden_states[layer][begin:end]
-    x = own.norm1(x) if own.norm_first else x
-    q, k, _ = own.qkv(x).unflatten(-1, (3, own.heads, -1)).unbind(-3)
+    x = module.norm1(x) if module.norm_first else x
+    q, k, _ = module.qkv(x).unflatten(-1, (3, module.heads, -1)).unbind(-3)
     return torch.einsum("hd,khd->hk", q[query], k) / q.shape[-1] ** 0.5
 
 

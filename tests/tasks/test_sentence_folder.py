@@ -12,6 +12,7 @@ import torch
 
 from fasttfm.data import Tokenizer, load_tokenizer
 from fasttfm.inference.opening import open_model
+from fasttfm.inference.pooling import pooling_names
 from fasttfm.inference.sentence_folder import Normalize, read_sentence_folder
 from fasttfm.models import CheckpointError
 from fasttfm.models.family import Head
@@ -33,9 +34,9 @@ def bert(wordpiece: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def encoded(folder: Path, **options: Any) -> np.ndarray:
-    found = read_sentence_folder(folder)
-    settings = EmbedSettings.of_folder(found, **options)
-    model, tokenizer = open_model(found.model, Head.NONE), load_tokenizer(found.model)
+    sentence_model = read_sentence_folder(folder)
+    settings = EmbedSettings.of_folder(sentence_model, **options)
+    model, tokenizer = open_model(sentence_model.model, Head.NONE), load_tokenizer(sentence_model.model)
     with pytest.warns(UserWarning, match="1 of 4 texts have more than 24 tokens"):
         return np.stack(list(embed(model, tokenizer, iter(TEXTS), settings)))
 
@@ -65,9 +66,9 @@ def test_vectors_are_those_of_sentence_transformers(
     model.save(str(tmp_path / "model"))
     # fp32 sums of at most 24 terms in another order.
     assert np.allclose(encoded(tmp_path / "model"), model.encode(TEXTS), atol=2e-5)
-    found = encoded(tmp_path / "model", prompt_name="query")
-    assert np.allclose(found, model.encode(TEXTS, prompt_name="query"), atol=2e-5)
-    assert not np.allclose(found, model.encode(TEXTS), atol=1e-3)
+    vectors = encoded(tmp_path / "model", prompt_name="query")
+    assert np.allclose(vectors, model.encode(TEXTS, prompt_name="query"), atol=2e-5)
+    assert not np.allclose(vectors, model.encode(TEXTS), atol=1e-3)
 
 
 def test_folders_of_older_versions(tmp_path: Path) -> None:
@@ -84,10 +85,10 @@ def test_folders_of_older_versions(tmp_path: Path) -> None:
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **flags}))
     lengths = {"max_seq_length": 77, "do_lower_case": True}
     (tmp_path / "0_Transformer" / "sentence_bert_config.json").write_text(json.dumps(lengths))
-    found = read_sentence_folder(tmp_path)
-    assert (found.model, found.pooling) == (tmp_path / "0_Transformer", ("first", "mean"))
-    assert (found.max_length, found.lowercase, found.prompt()) == (77, True, "")
-    assert [type(each) for each in EmbedSettings.of_folder(found).after] == [Normalize]
+    sentence_model = read_sentence_folder(tmp_path)
+    assert (sentence_model.model, sentence_model.pooling) == (tmp_path / "0_Transformer", ("first", "mean"))
+    assert (sentence_model.max_length, sentence_model.lowercase, sentence_model.prompt()) == (77, True, "")
+    assert [type(module) for module in EmbedSettings.of_folder(sentence_model).after] == [Normalize]
 
 
 @pytest.mark.parametrize(("stated", "expected"), [(100, 100), (128, None), (512, None), (10**30, None)])
@@ -127,3 +128,8 @@ def test_a_path_out_of_the_folder_is_refused(path: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=f"path: expected a folder next to this file, got '{path}'"):
         read_sentence_folder(tmp_path)
+
+
+def test_pooling_has_the_names_of_sentence_transformers() -> None:
+    assert pooling_names("cls,mean") == ("first", "mean")
+    assert pooling_names(["lasttoken", "weightedmean"]) == ("last", "weighted")

@@ -72,15 +72,17 @@ def check_predictions(task: str, output: Path, metrics: dict[str, Any]) -> None:
     elif task == "tag":
         rows = [line.split(" ") for line in text.splitlines() if line]
         assert [row[:2] for row in rows] == [
-            [*pair] for each in read_conll(gold) for pair in zip(each.words, each.tags, strict=True)
+            [*pair] for sentence in read_conll(gold) for pair in zip(sentence.words, sentence.tags, strict=True)
         ]
-        assert sum(tag == found for _, tag, found in rows) / len(rows) == pytest.approx(metrics["dev"]["accuracy"])
+        assert sum(tag == predicted for _, tag, predicted in rows) / len(rows) == pytest.approx(
+            metrics["dev"]["accuracy"]
+        )
     else:
         form = {} if task == "choice" else {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-        found = [row[1] for row in csv.reader(text.splitlines()[1:], **form)]
+        predicted_labels = [row[1] for row in csv.reader(text.splitlines()[1:], **form)]
         with gold.open(newline="") as file:
             labels = [row["label"] for row in csv.DictReader(file, **form)]
-        right = [a == b for a, b in zip(found, labels, strict=True)]
+        right = [a == b for a, b in zip(predicted_labels, labels, strict=True)]
         assert sum(right) / len(right) == pytest.approx(metrics["dev"]["accuracy"])
 
 

@@ -87,8 +87,8 @@ def test_retrieval_scores() -> None:
     assert retrieval_scores(keys, keys) == {"accuracy": 1.0, "mrr": 1.0}
     queries = keys.copy()
     queries[3] = [0.5, 0.4, 0.3, 0.2]  # its own key comes last
-    found = retrieval_scores(queries, keys)
-    assert found == {"accuracy": 0.75, "mrr": pytest.approx((3 + 1 / 4) / 4)}
+    scores = retrieval_scores(queries, keys)
+    assert scores == {"accuracy": 0.75, "mrr": pytest.approx((3 + 1 / 4) / 4)}
     same = np.ones((1000, 1), dtype=np.float32)
     assert retrieval_scores(same, same) == {"accuracy": 0.0, "mrr": 0.0}
 
@@ -99,7 +99,7 @@ def test_retrieval_scores() -> None:
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize("scored", [False, True])
@@ -108,7 +108,8 @@ def test_gradient_caching_is_the_whole_batch(scored: bool, bert_directory: Path)
     examples = TRIPLETS
     if scored:
         examples = [
-            SimilarityExample(each.first, each.second, (), float(n)) for n, each in enumerate(TRIPLETS, start=1)
+            SimilarityExample(example.first, example.second, (), float(n))
+            for n, example in enumerate(TRIPLETS, start=1)
         ]
     model, task = prepare("similarity", bert_directory, examples)
     features = task.features(examples)
@@ -139,8 +140,8 @@ def test_losses_are_their_formulas(bert_directory: Path) -> None:
     torch.testing.assert_close(task.loss(model, batch).detach(), sum(parts) / 2)
     owners = [0, 0, 2, 3]
     taught = [
-        SimilarityExample(each.first, each.second, each.negatives, None, (7.0, *range(len(each.negatives))))
-        for each in TRIPLETS
+        SimilarityExample(example.first, example.second, example.negatives, None, (7.0, *range(len(example.negatives))))
+        for example in TRIPLETS
     ]
     model, task = prepare("similarity", bert_directory, taught, temperature=0.1)
     batch = task.batch(task.features(taught))
@@ -162,14 +163,14 @@ def share(rank: int, directory: str, path: str) -> None:
         features = task.features(examples)
         whole = gradients(model, task.loss(model, task.batch(features)) * len(examples))
         task.processes = 2
-        own = features[rank::2]
-        batch = task.batch(own or features[:1])
-        batch.count = float(len(own))
+        rank_features = features[rank::2]
+        batch = task.batch(rank_features or features[:1])
+        batch.count = float(len(rank_features))
         (loss,) = task.losses(model, batch)
-        found = gradients(model, loss * batch.count)
+        gradients_of_rank = gradients(model, loss * batch.count)
         for name in whole:
-            torch.distributed.all_reduce(found[name])
-            torch.testing.assert_close(found[name], whole[name], atol=1e-5, rtol=1e-4)
+            torch.distributed.all_reduce(gradients_of_rank[name])
+            torch.testing.assert_close(gradients_of_rank[name], whole[name], atol=1e-5, rtol=1e-4)
     torch.distributed.destroy_process_group()
 
 
@@ -191,8 +192,8 @@ def train_share(rank: int, directory: str, path: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found = train(directory, World(torch.device("cpu"), rank, 2, "ddp"))
-    torch.save(found, f"{path}.{rank}")
+    trained = train(directory, World(torch.device("cpu"), rank, 2, "ddp"))
+    torch.save(trained, f"{path}.{rank}")
     torch.distributed.destroy_process_group()
 
 
@@ -203,10 +204,10 @@ def test_two_processes_train_as_one(bert_directory: Path, tmp_path: Path) -> Non
     expected = train(str(bert_directory), World(torch.device("cpu")))
     before = prepare("similarity", bert_directory, TRIPLETS)[0].state_dict()
     for rank in range(2):
-        found = torch.load(tmp_path / f"store.{rank}")
+        gradients_of_rank = torch.load(tmp_path / f"store.{rank}")
         for name, weight in expected.items():
             # Adam divides by the gradient's size, so sums in another order count most where it is small.
-            torch.testing.assert_close(found[name], weight, atol=2e-4, rtol=1e-3)
+            torch.testing.assert_close(gradients_of_rank[name], weight, atol=2e-4, rtol=1e-3)
     trained = [name for name in before if not name.startswith("pooler")]
     assert max(float((expected[name] - before[name]).abs().max()) for name in trained) > 2e-3
 
@@ -294,7 +295,7 @@ def test_the_command_saves_a_sentence_model(
     library = pytest.importorskip("sentence_transformers", reason="it opens the folder")
     theirs = library.SentenceTransformer(str(output), device="cpu")
     assert theirs.max_seq_length == 48
-    vectors = theirs.encode([each.first for each in examples[:8]])
+    vectors = theirs.encode([example.first for example in examples[:8]])
     model, task = prepare("similarity", output, examples, max_length=48)
-    found = np.stack([pair.first for pair in predict(model, task, examples[:8])])
-    np.testing.assert_allclose(vectors, found, atol=1e-5)
+    vectors_of_predict = np.stack([pair.first for pair in predict(model, task, examples[:8])])
+    np.testing.assert_allclose(vectors, vectors_of_predict, atol=1e-5)

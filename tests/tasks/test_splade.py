@@ -28,17 +28,17 @@ def test_gradients_are_those_of_the_whole_logits(has_bias: bool, monkeypatch: py
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float32) for n in (12, 150))
     bias = torch.randn(150, generator=generator, dtype=torch.float32) - 3 if has_bias else None
-    inputs = [each.requires_grad_() for each in (rows, weight, bias) if each is not None]
+    inputs = [tensor.requires_grad_() for tensor in (rows, weight, bias) if tensor is not None]
     ends = [0, 5, 5, 11, 12]
     cu_seqlens = torch.tensor(ends, dtype=torch.int32)
-    found = LargestLogits.apply(rows, weight, bias, cu_seqlens, 6)
+    largest = LargestLogits.apply(rows, weight, bias, cu_seqlens, 6)
     logits = torch.nn.functional.linear(rows, weight, bias)
     parts = [logits[first:last] for first, last in itertools.pairwise(ends)]
     expected = torch.stack([part.amax(0).relu() if len(part) else torch.zeros(150) for part in parts])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(largest, expected)
     upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float32)
     for one, other in zip(
-        torch.autograd.grad(found, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
+        torch.autograd.grad(largest, inputs, upstream), torch.autograd.grad(expected, inputs, upstream), strict=True
     ):
         torch.testing.assert_close(one, other)
 
@@ -81,8 +81,8 @@ def test_the_command_saves_a_sparse_model(bert_directory: Path, tmp_path: Path) 
     texts = ["the whale swam", "the debts of the nation"]
     with Session(output, device="cpu") as session:
         assert session.settings.pooling == ("splade",)
-        found = session.encode(texts, output="sparse")
+        sparse = session.encode(texts, output="sparse")
     library = pytest.importorskip("sentence_transformers", reason="it opens the folder")
     theirs = library.SparseEncoder(str(output), device="cpu")
     expected = theirs.encode(texts, convert_to_sparse_tensor=False).numpy()
-    np.testing.assert_allclose(found.dense(), expected, atol=1e-4)
+    np.testing.assert_allclose(sparse.dense(), expected, atol=1e-4)

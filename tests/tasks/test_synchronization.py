@@ -44,23 +44,23 @@ def model_directory(wordpiece: Tokenizer, tmp_path_factory: pytest.TempPathFacto
 @contextmanager
 def reads_counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """The reads of tensors by the watched packages: file and function of each."""
-    found: Counter[str] = Counter()
+    reads: Counter[str] = Counter()
     package = Path(fasttfm.__file__).parent
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def read(self: Tensor, *given: Any, **options: Any) -> Any:
+        def read(self: Tensor, *args: Any, **options: Any) -> Any:
             caller = sys._getframe(1)
             path = Path(caller.f_code.co_filename)
             if path.parent.name in WATCHED and package in path.parents:
-                found[f"{path.parent.name}/{path.name}, {caller.f_code.co_name}"] += 1
-            return original(self, *given, **options)
+                reads[f"{path.parent.name}/{path.name}, {caller.f_code.co_name}"] += 1
+            return original(self, *args, **options)
 
         return read
 
     with monkeypatch.context() as patched:
         for name in READS:
             patched.setattr(Tensor, name, counted(getattr(Tensor, name)))
-        yield found
+        yield reads
 
 
 def training(name: str, directory: Path, device: str, **step: Any) -> FineTuning:
@@ -72,11 +72,11 @@ def training(name: str, directory: Path, device: str, **step: Any) -> FineTuning
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_only_metrics_are_read(name: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = training(name, model_directory, "cpu")
-    with reads_counted(monkeypatch) as found:
+    with reads_counted(monkeypatch) as reads:
         work.run(lambda _: None)
-    assert found.pop("train/loop.py, take") == work.steps == 10  # a row of numbers for each step
+    assert reads.pop("train/loop.py, take") == work.steps == 10  # a row of numbers for each step
     # The targets of tokens and their number, while the batch is made on the host.
-    assert set(found) <= {"tasks/labels.py, targets", "tasks/labels.py, count"}
+    assert set(reads) <= {"tasks/labels.py, targets", "tasks/labels.py, count"}
 
 
 def test_a_read_within_a_step_is_counted(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,15 +84,15 @@ def test_a_read_within_a_step_is_counted(model_directory: Path, monkeypatch: pyt
     losses = type(work.task).losses
 
     def waits(task: Task, model: Any, batch: Any) -> tuple[Tensor, ...]:
-        found = losses(task, model, batch)
-        return found if bool(found[0].isfinite()) else (found[0] * 0,)
+        step_losses = losses(task, model, batch)
+        return step_losses if bool(step_losses[0].isfinite()) else (step_losses[0] * 0,)
 
     # As if it were a part of the package.
     monkeypatch.setattr(type(work.task), "losses", waits)
     monkeypatch.setattr(fasttfm, "__file__", str(Path(__file__).parents[1] / "__init__.py"))
-    with reads_counted(monkeypatch) as found:
+    with reads_counted(monkeypatch) as reads:
         work.run(lambda _: None)
-    assert found["tasks/test_synchronization.py, waits"] == work.steps
+    assert reads["tasks/test_synchronization.py, waits"] == work.steps
 
 
 @pytest.mark.gpu

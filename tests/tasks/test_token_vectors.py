@@ -45,19 +45,21 @@ def test_losses_are_their_formulas(bert_directory: Path) -> None:
     whole = task.loss(model, batch)
     torch.testing.assert_close(whole.detach(), functional.cross_entropy(scores, torch.arange(2)))
     whole.backward()
-    expected = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    expected = {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     model.zero_grad()
     task.mini_batch = 1
     task.loss(model, batch).backward()
     for name, gradient in expected.items():
         torch.testing.assert_close(model.get_parameter(name).grad, gradient, atol=1e-5, rtol=1e-4)
     teachers = ((3.0, 1.0, -2.0), (0.5, 1.5))
-    taught = [replace(each, teacher=teacher) for each, teacher in zip(EXAMPLES, teachers, strict=True)]
+    taught = [replace(example, teacher=teacher) for example, teacher in zip(EXAMPLES, teachers, strict=True)]
     model, task = prepare("similarity", bert_directory, taught, vectors="tokens", temperature=0.5)
     parts = []
     for number, (columns, teacher) in enumerate(zip(((0, 2, 3), (1, 4)), teachers, strict=True)):
-        target, found = torch.tensor(teacher).softmax(0), scores[number, list(columns)].softmax(0)
-        parts.append((target * (target / found).log()).sum())
+        target, predicted = torch.tensor(teacher).softmax(0), scores[number, list(columns)].softmax(0)
+        parts.append((target * (target / predicted).log()).sum())
     loss = task.loss(model, task.batch(task.features(taught))).detach()
     torch.testing.assert_close(loss, torch.stack(parts).mean())
 
@@ -70,11 +72,11 @@ def test_scores_are_ranks_by_maxsim(bert_directory: Path) -> None:
     np.testing.assert_allclose(predictions[1].second, texts[5], atol=1e-5)
     assert predictions[0].cosine == pytest.approx(float(score(texts[0], texts[1])) / len(texts[0]), abs=1e-5)
     ranks = []
-    for query, own in ((texts[0], texts[1]), (texts[4], texts[5])):
-        others = [score(query, each) for each in (texts[1], texts[5])]
-        ranks.append(1 + sum(bool(each > score(query, own) + 1e-6) for each in others))
-    found = task.scores(EXAMPLES, predictions)
-    assert found == {"accuracy": ranks.count(1) / 2, "mrr": pytest.approx(np.mean([1 / rank for rank in ranks]))}
+    for query, positive in ((texts[0], texts[1]), (texts[4], texts[5])):
+        others = [score(query, document) for document in (texts[1], texts[5])]
+        ranks.append(1 + sum(bool(other > score(query, positive) + 1e-6) for other in others))
+    metrics = task.scores(EXAMPLES, predictions)
+    assert metrics == {"accuracy": ranks.count(1) / 2, "mrr": pytest.approx(np.mean([1 / rank for rank in ranks]))}
 
 
 def test_what_is_refused(bert_directory: Path) -> None:
@@ -96,8 +98,8 @@ def test_the_command_saves_a_model_of_late_interaction(bert_directory: Path, tmp
     texts = ["the whale, the sea", "the debts of the nation"]
     with Session(output, device="cpu") as session:
         assert session.max_length == 32
-        found = session.encode(texts, output="multi")
+        vectors = session.encode(texts, output="multi")
     library = pytest.importorskip("sentence_transformers", reason="it opens the folder")
     theirs = library.MultiVectorEncoder(str(output), device="cpu").encode_document(texts)
-    for one, other in zip(found, theirs, strict=True):
+    for one, other in zip(vectors, theirs, strict=True):
         np.testing.assert_allclose(one, np.asarray(other), atol=1e-5)

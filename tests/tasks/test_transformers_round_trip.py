@@ -65,23 +65,25 @@ def directory(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> Pa
 def test_labels_of_pairs(family: str, directory: Path, tmp_path: Path) -> None:
     model, task = saved("pair", directory, PAIRS, tmp_path / "pair")
     pipeline = transformers.pipeline("text-classification", str(tmp_path / "pair"), device="cpu")
-    given = [{"text": each.first, "text_pair": each.second} for each in PAIRS]
+    texts = [{"text": pair.first, "text_pair": pair.second} for pair in PAIRS]
     with torch.no_grad():
         ours = task.logits(model.eval(), task.batch(task.features(PAIRS)))
     assert float(ours.std(0).max()) > 1e-2  # between examples
-    for logits, found in zip(ours, pipeline(given, top_k=None, function_to_apply="none"), strict=True):
+    for logits, labels in zip(ours, pipeline(texts, top_k=None, function_to_apply="none"), strict=True):
         expected = dict(zip(task.labels, logits.tolist(), strict=True))
-        assert {each["label"]: each["score"] for each in found} == pytest.approx(expected, rel=1e-4, abs=1e-4)
-    assert pipeline.tokenizer.model_max_length == 64
-    assert ("token_type_ids" in pipeline.tokenizer("a", "b")) == (family in ("bert", "albert", "electra", "nomic_bert"))
+        assert {label["label"]: label["score"] for label in labels} == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert pipeline.tokenizer.model_max_length == (512 if family == "xlnet" else 64)  # which has no limit itself
+    assert ("token_type_ids" in pipeline.tokenizer("a", "b")) == (
+        family in ("bert", "albert", "electra", "nomic_bert", "xlnet")
+    )
 
 
 def test_values_of_pairs(bert_directory: Path, tmp_path: Path) -> None:
-    examples = [TextExample(each.first, each.second, "0.5") for each in PAIRS]
+    examples = [TextExample(pair.first, pair.second, "0.5") for pair in PAIRS]
     model, task = saved("pair", bert_directory, examples, tmp_path, values=True)
     pipeline = transformers.pipeline("text-classification", str(tmp_path), device="cpu")
-    theirs = pipeline([{"text": each.first, "text_pair": each.second} for each in examples])
-    assert [each["score"] for each in theirs] == pytest.approx(predict(model, task, examples), abs=1e-4)
+    theirs = pipeline([{"text": example.first, "text_pair": example.second} for example in examples])
+    assert [result["score"] for result in theirs] == pytest.approx(predict(model, task, examples), abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ENCODERS, indirect=True)
@@ -96,8 +98,8 @@ def test_answers(directory: Path, tmp_path: Path) -> None:
         batch = task.batch([feature])
         assert encoded["input_ids"][0].tolist() == batch.input_ids.tolist()
         with torch.no_grad():
-            expected, found = theirs(**encoded), task.read(batch, task.logits(model.eval(), batch))[0]
-        for ours, other in zip(found, (expected.start_logits, expected.end_logits), strict=True):
+            expected, logits = theirs(**encoded), task.logits(model.eval(), batch).numpy()
+        for ours, other in zip(logits, (expected.start_logits, expected.end_logits), strict=True):
             assert ours[: feature.tokens] == pytest.approx(other[0].numpy(), abs=1e-4)
 
 
@@ -109,9 +111,11 @@ def test_tags(directory: Path, tmp_path: Path) -> None:
     pipeline = transformers.pipeline("token-classification", str(tmp_path / "tag"), device="cpu", ignore_labels=[])
     for example, ours in zip(examples, predict(model, task, examples), strict=True):
         text = " ".join(example.words)
-        found = {each["start"]: each["entity"] for each in pipeline(text)}
+        entities = {entity["start"]: entity["entity"] for entity in pipeline(text)}
         offsets = [len(" ".join(example.words[:number])) + bool(number) for number in range(len(example.words))]
-        assert [found.get(offset, found.get(offset - 1)) for offset in offsets] == ours  # a token may have the space
+        assert [
+            entities.get(offset, entities.get(offset - 1)) for offset in offsets
+        ] == ours  # a token may have the space
 
 
 @pytest.mark.parametrize("family", ENCODERS, indirect=True)
@@ -142,9 +146,9 @@ def test_masked_tokens_and_states(name: str, request: pytest.FixtureRequest, tmp
         with torch.no_grad():
             probabilities = model(ids).logits[ids == special.mask][0].softmax(-1)
         best = probabilities.topk(5)
-        found = pipeline(" ".join(words))
-        assert [each["token"] for each in found] == best.indices.tolist()
-        assert [each["score"] for each in found] == pytest.approx(best.values.tolist(), abs=1e-5)
+        tokens = pipeline(" ".join(words))
+        assert [token["token"] for token in tokens] == best.indices.tolist()
+        assert [token["score"] for token in tokens] == pytest.approx(best.values.tolist(), abs=1e-5)
     states = transformers.pipeline("feature-extraction", str(directory), device="cpu", return_tensors=True)(TEXTS[2])
     base: Any = open_model(directory, Head.NONE)
     ids = torch.tensor([[special.cls, *tokenizer.encode(TEXTS[2]), special.sep]])
@@ -161,8 +165,8 @@ def test_continuations(name: str, bpe: Tokenizer, tmp_path: Path) -> None:
     for text in TEXTS[:4]:
         ids = torch.tensor([bpe.encode(text)])
         ours = generate(model, ids, max_new_tokens=6, eos_token_id=bpe.special.eos)[0]
-        found = pipeline(text, max_new_tokens=6, do_sample=False, return_tensors=True)[0]["generated_token_ids"]
-        assert found == ours.tolist()
+        token_ids = pipeline(text, max_new_tokens=6, do_sample=False, return_tensors=True)[0]["generated_token_ids"]
+        assert token_ids == ours.tolist()
 
 
 def test_a_checkpoint_has_the_files_of_its_use(bert_directory: Path, tmp_path: Path) -> None:

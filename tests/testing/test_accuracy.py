@@ -27,7 +27,7 @@ def test_a_single_number_is_compared_in_several_draws(name: str, draws: int) -> 
         return SPEC.reference(**arguments) * (1.001 if len(seen) == draws else 1.0)
 
     loss, *gradients = accuracy(SPEC, case, torch.float32, None, function=wrong_in_the_last_draw)
-    assert len(seen) == len({found.sum().item() for found in seen}) == draws
+    assert len(seen) == len({tensor.sum().item() for tensor in seen}) == draws
     assert not loss.ok
     assert len(gradients) == 3
     assert all(gradient.ok for gradient in gradients) == (draws > 1)  # of the first inputs
@@ -49,7 +49,8 @@ def test_elements_that_cancel_are_compared_with_their_terms() -> None:
     naive = exact.float()
 
     def held(*out: float) -> list[bool]:
-        return [found.ok for found in compare_with_terms("dq", torch.tensor(out), naive, exact, GRADIENT_FACTOR, terms)]
+        comparisons = compare_with_terms("dq", torch.tensor(out), naive, exact, GRADIENT_FACTOR, terms)
+        return [comparison.ok for comparison in comparisons]
 
     assert held(0.0, 0.0, 0.0, 2.0) == [True, True]
     assert held(2e-7, 0.0, 0.0, 2.0) == [True, True]  # one rounding step at 3

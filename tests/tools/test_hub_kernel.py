@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fasttfm
 import fasttfm.flash_attn
-from fasttfm.ops.backends import triton_absent
+from fasttfm.ops.core.backends import triton_absent
 
 TOOL = Path(__file__).parents[2] / "tools" / "hub_kernel.py"
 

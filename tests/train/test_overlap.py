@@ -58,7 +58,7 @@ def times(parallel: str, folder: Path) -> None:
         loss.backward()
     events = profiler.events()
     assert events is not None
-    layers = [each.time_range for each in events if each.name == "_TransformerStackBackward"]
+    layers = [each.time_range for each in events if each.name == "_StackBackward"]
     sent = [each.time_range for each in events if "gloo:" in each.name]
     torch.save([[(each.start, each.end) for each in times] for times in (layers, sent)], folder / f"{world.rank}.pt")
     world.leave()
@@ -73,6 +73,35 @@ def test_gradients_are_sent_while_earlier_layers_compute_theirs(parallel: str, t
         begun = min(start for start, _ in sent)
         # The last layer's gradients are on their way before the second layer's exist.
         assert begun < sorted(layers)[-2][1]
+
+
+# ---- gradients in 16 bits --------------------------------------------------------------------------------------------
+
+
+def sent(parallel: str, gradient_dtype: str, folder: Path) -> None:
+    """Saves the gradients of a batch."""
+    world = join("cpu", parallel)
+    encoder = Encoder()
+    module = share_out(encoder, world, gradient_dtype=gradient_dtype)
+    module(batch(world.rank)).backward()
+    found = {name: whole(each.grad) for name, each in encoder.named_parameters() if each.grad is not None}
+    torch.save(found, folder / f"{world.rank}.pt")
+    world.leave()
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_gradients_travel_in_bf16(parallel: str, tmp_path: Path) -> None:
+    """Sums of two numbers that are rounded to bf16, and then rounded: within 1/128 of the sum of magnitudes."""
+    for dtype in ("float32", "bfloat16"):
+        (tmp_path / dtype).mkdir()
+        in_ranks(sent, parallel, dtype, tmp_path / dtype)
+    exact, found, other = (torch.load(tmp_path / name) for name in ("float32/0.pt", "bfloat16/0.pt", "bfloat16/1.pt"))
+    for name, value in exact.items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], other[name])
+        assert torch.equal(found[name], found[name].bfloat16().float())
+        assert (found[name] - value).abs().max() <= value.abs().max() / 64
+    assert any(not torch.equal(found[name], value) for name, value in exact.items())
 
 
 # ---- gradients and copies that an optimizer asks for -----------------------------------------------------------------

@@ -84,6 +84,8 @@ HEADS = {
     "gpt": ("AutoModelForCausalLM", "logits"),
     "gpt2": ("AutoModelForCausalLM", "logits"),
     "distilbert": ("AutoModelForMaskedLM", "logits"),
+    "eurobert": ("AutoModelForMaskedLM", "logits"),
+    "nomic_bert": ("AutoModelForMaskedLM", "logits"),
 }
 
 

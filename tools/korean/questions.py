@@ -41,10 +41,10 @@ def graph_and_questions(subjects: list[Subject], seed: int) -> tuple[list[str], 
         rows = named[subject].lists[name]
         edges |= dict.fromkeys((relation, row["name"], row[part]) for row in rows)
         for number, row in enumerate(rows if question is not None else ()):
-            others = sorted({each[part] for each in rows if each["name"] != row["name"]} - {row[part]})
+            others = sorted({thing[part] for thing in rows if thing["name"] != row["name"]} - {row[part]})
             choices = [row[part], *map(str, random.choice(others, 4, replace=False))]
             order = random.permutation(5).tolist()
-            listed = [{"label": "ABCDE"[at], "text": choices[each]} for at, each in enumerate(order)]
+            listed = [{"label": "ABCDE"[at], "text": choices[choice]} for at, choice in enumerate(order)]
             stem = str(question).format(with_particle(row["name"], "은"))
             asked = {"question_concept": row["name"], "choices": listed, "stem": stem}
             key = "ABCDE"[order.index(0)]
@@ -52,4 +52,4 @@ def graph_and_questions(subjects: list[Subject], seed: int) -> tuple[list[str], 
                 {"answerKey": key, "id": f"{name}-{number}-{part}", "question": asked}, ensure_ascii=False
             )
             sets["dev" if number % 4 == 3 else "train"].append(line)
-    return ["\t".join(each).replace(" ", "_") for each in edges], sets
+    return ["\t".join(edge).replace(" ", "_") for edge in edges], sets

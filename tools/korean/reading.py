@@ -50,10 +50,10 @@ def questions(documents: Sequence[list[str]]) -> dict[str, dict[str, Any]]:
     asked: Counter[str] = Counter()
     for number, lines in enumerate(documents):
         # The pattern with the fewest questions so far, so that all occur.
-        found = min(_found(lines), key=lambda fact: asked[fact[1]], default=None)
-        if found is None or asked[found[1]] == _MOST:
+        fact = min(_facts(lines), key=lambda fact: asked[fact[1]], default=None)
+        if fact is None or asked[fact[1]] == _MOST:
             continue
-        index, pattern, question, answer, place = found
+        index, pattern, question, answer, place = fact
         asked[pattern] += 1
         before = lines[max(0, index - 1) : index]
         start = sum(len(line) + 1 for line in before) + place
@@ -64,7 +64,7 @@ def questions(documents: Sequence[list[str]]) -> dict[str, dict[str, Any]]:
     return {part: {"version": "1.1", "data": rows} for part, rows in sets.items()}
 
 
-def _found(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str, int]]:
+def _facts(lines: Sequence[str]) -> Iterator[tuple[int, str, str, str, int]]:
     """Line, pattern, question, answer and its place in the line."""
     for index, line in enumerate(lines):
         for pattern, question in _FACTS:

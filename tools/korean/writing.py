@@ -43,17 +43,17 @@ def read_subjects(path: Path) -> list[Subject]:
     subjects: list[Subject] = []
     text = re.sub(r",\n\s*", ", ", path.read_text(encoding="utf-8"))
     for line in text.splitlines():
-        found = _LIST.fullmatch(line)
+        match = _LIST.fullmatch(line)
         if line.startswith("[") and line.endswith("]") and line[1:-1].isascii():
             if line != "[words]":
                 subjects.append(Subject(line[1:-1], dict(common)))
-        elif found is not None:
+        elif match is not None:
             lists = subjects[-1].lists if subjects else common
-            fields = [name.strip() for name in (found[2] or "name").split(",")]
-            rows = [entry.split("/") for entry in found[3].split(", ")]
+            fields = [name.strip() for name in (match[2] or "name").split(",")]
+            rows = [entry.split("/") for entry in match[3].split(", ")]
             if wrong := [row for row in rows if len(row) != len(fields)]:
-                raise ValueError(f"{path.name}: {found[1]}: expected entries of {len(fields)} fields, got {wrong[0]}")
-            lists[found[1]] = [dict(zip(fields, row, strict=True)) for row in rows]
+                raise ValueError(f"{path.name}: {match[1]}: expected entries of {len(fields)} fields, got {wrong[0]}")
+            lists[match[1]] = [dict(zip(fields, row, strict=True)) for row in rows]
         elif line.strip() and not line.startswith("#"):
             subjects[-1].sentences.append(line)
     return subjects
@@ -84,11 +84,11 @@ class _Document:
 
     def _sentence(self, line: str) -> str:
         drawn: dict[tuple[str, str], Entry] = {}
-        line = _CHOICE.sub(lambda found: str(self.random.choice(found[1].split("|"))), line)
-        return _SLOT.sub(lambda found: self._filled(found, drawn), line)
+        line = _CHOICE.sub(lambda match: str(self.random.choice(match[1].split("|"))), line)
+        return _SLOT.sub(lambda match: self._filled(match, drawn), line)
 
-    def _filled(self, found: re.Match[str], drawn: dict[tuple[str, str], Entry]) -> str:
-        name, number, fresh, part, kind, form = found.groups()
+    def _filled(self, match: re.Match[str], drawn: dict[tuple[str, str], Entry]) -> str:
+        name, number, fresh, part, kind, form = match.groups()
         entry = self._entry(drawn if fresh else self.words, name, number, drawn)
         word = entry[part or "name"]
         if kind == "/":
@@ -103,7 +103,7 @@ class _Document:
         key = (name, number)
         if key not in words:
             listed = self.subject.lists[name]
-            used = [entry for own in (self.words, drawn) for (other, _), entry in own.items() if other == name]
+            used = [entry for entries in (self.words, drawn) for (other, _), entry in entries.items() if other == name]
             free = [entry for entry in listed if entry not in used] or listed
             words[key] = free[int(self.random.integers(len(free)))]
         return words[key]

@@ -87,5 +87,24 @@ struct ColumnSums {
   }
 };
 
+// Calls body(chunk, begin, end, parts) for every chunk of rows, with chunks in parallel. `parts` are the chunk's
+// partial sums of the `totals` ([C] fp32, or null if not needed), in `memory` ([N, chunks, C] fp32); then adds them up.
+template <size_t N, class Body>
+inline void sum_over_chunks(int64_t rows, int64_t columns, int threads, float* memory, void* const (&totals)[N],
+                            const Body& body) {
+  const RowChunks chunks(rows);
+  ColumnSums sums[N];
+  for (size_t i = 0; i < N; ++i) {
+    const auto offset = static_cast<int64_t>(i) * chunks.count * columns;
+    sums[i] = {static_cast<float*>(totals[i]), memory + offset, columns};
+  }
+  parallel_items(chunks.count, threads, [&](int64_t chunk) {
+    float* parts[N];
+    for (size_t i = 0; i < N; ++i) parts[i] = sums[i].start(chunk);
+    body(chunk, chunks.begin(chunk), chunks.end(chunk), parts);
+  });
+  for (const ColumnSums& sum : sums) sum.finish(chunks.count, threads);
+}
+
 }  // namespace FASTTFM_ISA
 }  // namespace fasttfm

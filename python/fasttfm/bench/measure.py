@@ -22,12 +22,12 @@ from torch import Tensor
 
 from fasttfm._version import __version__
 from fasttfm.bench import timing
-from fasttfm.bench.peers import Build, Inputs, PeerUnavailable, version_of
-from fasttfm.ops.backends import Backend, BackendTable, dtype_name, tables
-from fasttfm.ops.checks import in_one_line
-from fasttfm.ops.declare import KnownCalls
+from fasttfm.bench.peers import Build, Inputs, PeerCall, PeerUnavailable, version_of
+from fasttfm.ops.core.backends import Backend, BackendTable, dtype_name, tables
+from fasttfm.ops.core.checks import in_one_line
+from fasttfm.ops.core.declare import KnownCalls
 from fasttfm.testing.harness import draw_inputs
-from fasttfm.testing.spec import Cost, OpCase, OpSpec, PeerCall, outputs_of
+from fasttfm.testing.spec import Cost, OpCase, OpSpec, outputs_of
 
 OURS = "fasttfm"  # or "fasttfm:<backend>", which names one backend
 DIRECTIONS = ("forward", "backward", "forward+backward")

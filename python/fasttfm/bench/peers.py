@@ -6,9 +6,11 @@ import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Inputs = dict[str, Any]  # tensors by argument name; None for an omitted optional argument
 Build = Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]
@@ -16,6 +18,32 @@ Build = Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]
 
 class PeerUnavailable(Exception):
     """Raised by a peer's ``build`` when it cannot run here; the message is shown in the benchmark's table."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """An implementation that users would otherwise choose.
+
+    ``build(inputs, options)`` returns a function of no arguments that runs the forward and returns its output,
+    differentiable in the same inputs; it raises PeerUnavailable if it cannot run. A peer that differs from another one
+    in the backward only is measured in that direction only.
+    """
+
+    name: str
+    build: Build
+    backward_only: bool = False
+
+
+@dataclass(frozen=True)
+class PeerCall:
+    """The result of a peer's ``build`` if the peer has other inputs, for example the same numbers in another layout.
+    The call is then differentiated in ``leaves``."""
+
+    function: Callable[[], Any]
+    leaves: list[Tensor]
+
+    def __call__(self) -> Any:
+        return self.function()
 
 
 def peer_module(name: str) -> Any:
@@ -69,6 +97,11 @@ def compiled(build: Build) -> Build:
         return torch.compile(function, fullgraph=True, dynamic=False)
 
     return build_compiled
+
+
+def torch_peers(build: Build) -> tuple[Peer, Peer]:
+    """The op in plain torch, and the same under torch.compile."""
+    return Peer("torch", build), Peer("torch.compile", compiled(build))
 
 
 @functools.cache

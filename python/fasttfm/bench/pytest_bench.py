@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from fasttfm.bench import measure, timing
-from fasttfm.ops.backends import dtype_name
+from fasttfm.ops.core.backends import dtype_name
 from fasttfm.testing.spec import OpCase, OpSpec
 from fasttfm.testing.specs import every_spec
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fasttfm.bench.timing import clock_for
-from fasttfm.ops.graph_capture import GraphPool
+from fasttfm.ops.core.graph_capture import GraphPool
 
 Output = TypeVar("Output")
 

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from fasttfm.ops.checks import in_one_line
-from fasttfm.ops.graph_capture import GraphPool
+from fasttfm.ops.core.checks import in_one_line
+from fasttfm.ops.core.graph_capture import GraphPool
 
 # Calls in one round. 256 sets of inputs already exceed twice the cache unless a set is smaller than 0.8% of it.
 MAX_CALLS = 256

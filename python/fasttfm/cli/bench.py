@@ -90,12 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"\nrows:  {csv_path}")
     for name in dict.fromkeys(row.op for row in rows if row.ms_p50 is not None):
         chart_path = output / f"{file_stem(device)}-{name}.png"
-        own = [row for row in rows if row.op == name]
+        of_op = [row for row in rows if row.op == name]
         on_curves = {case for sizes in specs[name].curves.values() for case in sizes.values()}
-        if any(row.case in on_curves and row.ms_p50 is not None for row in own):
-            report.write_curves(chart_path, own, specs[name].curves)
+        if any(row.case in on_curves and row.ms_p50 is not None for row in of_op):
+            report.write_curves(chart_path, of_op, specs[name].curves)
         else:
-            report.write_chart(chart_path, own)
+            report.write_chart(chart_path, of_op)
         print(f"chart: {chart_path}")
     return 1 if any(row.ours and row.ms_p50 is None for row in rows) else 0
 

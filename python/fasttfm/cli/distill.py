@@ -308,12 +308,12 @@ def _on_task(arguments: argparse.Namespace) -> None:
             part.run(log.add, checkpoints)
     scores = {}
     for name, model in (("student", student), ("teacher", teacher)):
-        found = predict(model, task, examples.dev, precision=settings.step.precision)
+        predictions = predict(model, task, examples.dev, precision=settings.step.precision)
         if hasattr(task, "tune"):
-            task.tune(examples.dev, found)
-        scores[name] = task.scores(examples.dev, found)
+            task.tune(examples.dev, predictions)
+        scores[name] = task.scores(examples.dev, predictions)
         if name == "student":
-            files = task.files(examples.dev, found)
+            files = task.files(examples.dev, predictions)
             task.adjust(student)
     scores["majority"] = task.scores(examples.dev, task.majority(examples.train, examples.dev))
     save_student(recipe, tokenizer, output)
@@ -340,9 +340,9 @@ def _augmented(arguments: argparse.Namespace, examples: list[Any], device: Any) 
     model = open_model(arguments.augment, Head.MASKED_LM).to(device)
     augmenter = Augmenter(model, load_tokenizer(arguments.augment), copies=arguments.copies, seed=arguments.seed)
     watch = iter if arguments.quiet else partial(tracked, unit="examples", total=len(examples))
-    found = augmenter.augmented(examples, watch)
-    print(f"{len(examples)} training examples, {len(found)} with their copies")
-    return found
+    augmented = augmenter.augmented(examples, watch)
+    print(f"{len(examples)} training examples, {len(augmented)} with their copies")
+    return augmented
 
 
 def _numbers(text: str) -> list[int]:

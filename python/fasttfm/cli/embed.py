@@ -28,7 +28,7 @@ from fasttfm.cli.options import (
     check_output_file,
     device_of,
     exit_on_user_error,
-    precision_of,
+    note_precision,
 )
 from fasttfm.cli.part_runs import Write, add_part_options, is_in_parts, run_in_parts, settings_of
 
@@ -169,8 +169,9 @@ def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True)
     )
     group.add_argument(
         "--precision",
-        choices=("float32", "bfloat16", "int8"),
-        help="compute precision; int8: 8-bit GEMMs, on a CPU (default: bfloat16 on a GPU, float32 on a CPU)",
+        choices=("float32", "bfloat16", "int8", "auto"),
+        help="compute precision; int8: 8-bit GEMMs, on a CPU; auto: the fastest on this CPU that keeps the vectors of "
+        "sample texts, bfloat16 on a GPU (default: auto; of part files bfloat16 on a GPU, float32 on a CPU)",
     )
     add_device_option(group)
 
@@ -212,14 +213,14 @@ def write_texts(
     size = arguments.late_chunks if arguments.chunks is None else arguments.chunks
     if size is not None:
         late = arguments.late_chunks is not None
-        found = ((vectors, None) for vectors in chunk_vectors(embedder.session, texts, size, late=late))
+        vectors_and_ids = ((vectors, None) for vectors in chunk_vectors(embedder.session, texts, size, late=late))
     elif arguments.multi:
-        found = ((vectors, None) for vectors in embedder.session.stream(texts, output="multi"))
+        vectors_and_ids = ((vectors, None) for vectors in embedder.session.stream(texts, output="multi"))
     elif arguments.tokens:
-        found = ((vectors, ids) for ids, vectors in embedder.token_vectors(texts))
+        vectors_and_ids = ((vectors, ids) for ids, vectors in embedder.token_vectors(texts))
     else:
-        found = ((vector, None) for vector in embedder.vectors(texts))
-    rows: Iterator[Row] = (Row(text, vector, ids) for (vector, ids), text in zip(found, again, strict=True))
+        vectors_and_ids = ((vector, None) for vector in embedder.vectors(texts))
+    rows: Iterator[Row] = (Row(text, vector, ids) for (vector, ids), text in zip(vectors_and_ids, again, strict=True))
     if tracks:
         rows = _tracked(arguments, rows)
     count, width = write_vectors(
@@ -315,13 +316,15 @@ def embedder_of(arguments: argparse.Namespace, prompt_name: str | None = None, *
     device = device_of(arguments)
     has_words = SPLADE in pooling_names(settings.pooling) or (sparse and settings.token_weights is None)
     head = Head.MASKED_LM if has_words else Head.NONE
-    return Embedder(
+    embedder = Embedder(
         open_model(folder.model, head, adapter=arguments.adapter).to(device),
         load_tokenizer(arguments.tokenizer or folder.model),
         settings,
         tokens_per_batch=arguments.tokens_per_batch,
-        precision=precision_of(arguments, device),
+        precision=arguments.precision or "auto",
     )
+    note_precision(arguments, embedder.session)
+    return embedder
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
@@ -369,12 +372,12 @@ def _ranges(arguments: argparse.Namespace) -> Any:
         return None
     if arguments.dtype not in WITH_RANGES:
         raise ValueError(f"--calibration: expected with --dtype {' or '.join(WITH_RANGES)}, got {arguments.dtype}")
-    given = VectorFile(arguments.calibration)
-    if given.ranges is not None:
-        return given.ranges
-    if given.precision != "float32":
-        raise ValueError(f"--calibration: expected vectors that are not signs, got {given.precision}")
-    lows, highs = zip(*((block.min(0), block.max(0)) for block, _ in given.blocks(1 << 14)), strict=True)
+    calibration = VectorFile(arguments.calibration)
+    if calibration.ranges is not None:
+        return calibration.ranges
+    if calibration.precision != "float32":
+        raise ValueError(f"--calibration: expected vectors that are not signs, got {calibration.precision}")
+    lows, highs = zip(*((block.min(0), block.max(0)) for block, _ in calibration.blocks(1 << 14)), strict=True)
     return np.stack([np.min(lows, 0), np.max(highs, 0)])
 
 

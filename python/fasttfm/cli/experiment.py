@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
     """Adds the ``experiment`` command to a command line."""
     from fasttfm.tasks.experiments.registry import EXPERIMENTS
 
-    listed = "\n".join(f"  {name:16} {each.title}" for name, each in EXPERIMENTS.items())
+    listed = "\n".join(f"  {name:16} {experiment.title}" for name, experiment in EXPERIMENTS.items())
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "experiment",
         help="reproduce an ablation of a paper with small models",

@@ -56,12 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
 
         model, task = _opened(arguments, examples)
         model.to(device_of(arguments))
-        for number, (example, found) in enumerate(zip(examples, predict(model, task, examples), strict=True), 1):
-            print(explanation(task, example, found, paths=arguments.paths))
+        for number, (example, prediction) in enumerate(zip(examples, predict(model, task, examples), strict=True), 1):
+            print(explanation(task, example, prediction, paths=arguments.paths))
             if arguments.output is not None:
                 arguments.output.mkdir(parents=True, exist_ok=True)
                 path = arguments.output / f"{number:03d}.png"
-                draw_explanation(task.graph, example, found, path, paths=arguments.paths)
+                draw_explanation(task.graph, example, prediction, path, paths=arguments.paths)
                 print(f"      {path}")
             print()
     return 0

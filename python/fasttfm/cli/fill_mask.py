@@ -64,7 +64,7 @@ def add_language_model_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command."""
     with exit_on_user_error(arguments):
-        texts, again = itertools.tee(each["text"] for each in texts_of(arguments))
+        texts, again = itertools.tee(row["text"] for row in texts_of(arguments))
         rates = None if arguments.rates is None else _rates(arguments.rates)
         model = language_model_of(arguments, masked=True)
         if rates is not None:
@@ -79,13 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rates(given: str) -> list[float]:
+def _rates(value: str) -> list[float]:
     try:
-        rates = [float(part) for part in given.split(",")]
+        rates = [float(part) for part in value.split(",")]
     except ValueError:
         rates = [0.0]
     if not all(0 < rate <= 1 for rate in rates):
-        raise ValueError(f"--rates: expected numbers above 0 and up to 1, such as 0.15,0.3, got {given!r}")
+        raise ValueError(f"--rates: expected numbers above 0 and up to 1, such as 0.15,0.3, got {value!r}")
     return rates
 
 
@@ -99,18 +99,18 @@ def _fill_at_rates(
     kept: list[Any] = []
 
     def records() -> Iterator[dict[str, Any]]:
-        for text, found in zip(again, fill_at_rates(model, texts, rates, seed=arguments.seed), strict=True):
-            kept.append([each._replace(masked="", filled="") for each in found])
-            yield {"text": text, "rates": [each._asdict() for each in found]}
+        for text, results in zip(again, fill_at_rates(model, texts, rates, seed=arguments.seed), strict=True):
+            kept.append([result._replace(masked="", filled="") for result in results])
+            yield {"text": text, "rates": [result._asdict() for result in results]}
 
     def rows(record: dict[str, Any]) -> list[dict[str, Any]]:
-        return [{"text": record["text"], **each} for each in record["rates"]]
+        return [{"text": record["text"], **rate} for rate in record["rates"]]
 
     def lines(record: dict[str, Any]) -> str:
         shown = [record["text"]]
-        for each in record["rates"]:
-            shown += [f"{each['rate']:>5.0%}  {each['masked']}"]
-            shown += [f"{'':5}  {each['filled']}  ({each['right']} of {each['tokens']})"]
+        for rate in record["rates"]:
+            shown += [f"{rate['rate']:>5.0%}  {rate['masked']}"]
+            shown += [f"{'':5}  {rate['filled']}  ({rate['right']} of {rate['tokens']})"]
         return "\n".join(shown)
 
     count = write_records(arguments, model, records(), rows, lines)
@@ -162,12 +162,12 @@ def texts_of(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             raise ValueError("--text: expected UTF-8 text, got other bytes") from None
 
     def read() -> Iterator[dict[str, Any]]:
-        given = [arguments.text] if arguments.data is None else read_texts(arguments.data)
-        for number, each in enumerate(given, 1):
-            found = {"text": each} if isinstance(each, str) else each
-            if not isinstance(found.get("text"), str):
-                raise DataError(f"{arguments.data}: object {number}: expected a string 'text', got {', '.join(found)}")
-            yield found
+        items = [arguments.text] if arguments.data is None else read_texts(arguments.data)
+        for number, item in enumerate(items, 1):
+            row = {"text": item} if isinstance(item, str) else item
+            if not isinstance(row.get("text"), str):
+                raise DataError(f"{arguments.data}: object {number}: expected a string 'text', got {', '.join(row)}")
+            yield row
 
     return read()
 

@@ -147,9 +147,18 @@ def _add_training(group: Any) -> None:
     )
     group.add_argument("--freeze-encoder", action="store_true", help="train the head only")
     group.add_argument("--freeze-layers", type=int, metavar="N", help="freeze the embeddings and the N lowest layers")
+    group.add_argument("--lora", type=int, metavar="RANK", help="train low-rank adapters of this rank and the head")
     group.add_argument(
-        "--lora", type=int, metavar="RANK", help="train low-rank adapters of this rank and the head (needs PEFT)"
+        "--lora-alpha", type=float, metavar="X", help="updates of --lora are multiplied by X / RANK (default: 2 RANK)"
     )
+    group.add_argument(
+        "--lora-targets",
+        nargs="+",
+        metavar="NAME",
+        help="linear layers of --lora: qkv, out, up, down, or modules of the checkpoint such as query and value "
+        "(default: all)",
+    )
+    group.add_argument("--lora-dropout", type=float, default=0.0, metavar="P", help="dropout of --lora's inputs")
     group.add_argument(
         "--class-weights",
         metavar="WEIGHTS",
@@ -213,7 +222,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_reports(arguments.report)
         random_seed(arguments.seed)
         world = join(arguments.device)
-        Session(arguments, world).run()
+        Finetuning(arguments, world).run()
         world.leave()
     return 0
 
@@ -236,14 +245,17 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.path_score is not None and arguments.graph_vectors is None:
         raise ValueError("--path-score: expected with --graph-vectors, by which paths are scored")
     ways = {"--freeze-encoder": arguments.freeze_encoder, "--freeze-layers": arguments.freeze_layers is not None}
-    given = [name for name, used in {**ways, "--lora": arguments.lora is not None}.items() if used]
-    if len(given) > 1:
-        raise ValueError(f"{given[1]}: expected without {given[0]}")
+    used_ways = [name for name, used in {**ways, "--lora": arguments.lora is not None}.items() if used]
+    if len(used_ways) > 1:
+        raise ValueError(f"{used_ways[1]}: expected without {used_ways[0]}")
+    for name in ("lora_alpha", "lora_targets", "lora_dropout"):
+        if arguments.lora is None and getattr(arguments, name):
+            raise ValueError(f"--{name.replace('_', '-')}: expected with --lora")
     if not arguments.resume and int(os.environ.get("RANK", 0)) == 0:
         check_output(arguments, model=arguments.model, tokenizer=arguments.tokenizer, data=arguments.data)
 
 
-class Session:
+class Finetuning:
     """Everything that the trainings of one command share: the data, the plan, and what is written and printed."""
 
     def __init__(self, arguments: argparse.Namespace, world: Any) -> None:
@@ -303,7 +315,7 @@ class Session:
         )
         if not recipe.paper:
             return ", ".join(text for text, *_ in rows)
-        parts = [text if own == paper else f"{text} (paper: {paper})" for text, own, paper in rows]
+        parts = [text if here == paper else f"{text} (paper: {paper})" for text, here, paper in rows]
         return f"recipe of {recipe.paper}: {', '.join(parts)}"
 
     def _train_all(self, output: Path) -> None:
@@ -381,7 +393,8 @@ class Session:
             (directory / METRICS).unlink(missing_ok=True)
         if arguments.freeze_encoder or arguments.freeze_layers is not None:
             freeze(model, arguments.freeze_layers)
-        lora = None if arguments.lora is None else Lora(model, arguments.lora)
+        adapted = {"targets": arguments.lora_targets, "dropout": arguments.lora_dropout}
+        lora = None if arguments.lora is None else Lora(model, arguments.lora, arguments.lora_alpha, **adapted)
         settings = self._settings(trial)
         weights = self._class_weights(task)
         work = FineTuning(model.to(world.device), task, examples.train, settings, class_weights=weights, world=world)
@@ -420,22 +433,22 @@ class Session:
     def _class_weights(self, task: Any) -> Any:
         from fasttfm.tasks.class_weights import read_weights
 
-        given = self.arguments.class_weights
-        return given if given in (None, "balanced") else read_weights(task, Path(given))
+        weights = self.arguments.class_weights
+        return weights if weights in (None, "balanced") else read_weights(task, Path(weights))
 
     def _options(self, work: Any) -> dict[str, Any]:
         """Every setting of a training, with the values that were chosen by default."""
         left_out = {"command", "refuse", "default_of", "resume", "overwrite", "quiet", "search", "restarts"}
-        found = {name: value for name, value in vars(self.arguments).items() if name not in left_out}
+        options = {name: value for name, value in vars(self.arguments).items() if name not in left_out}
         settings = work.settings
-        found |= {"learning_rate": settings.rates.rate, "seed": settings.seed, "epochs": settings.epochs}
-        found |= {"batch_size": settings.batch_size, "recipe": self.recipe.paper}
-        found |= {"max_length": work.task.language.format.max_length, "precision": settings.step.precision}
-        found |= {"device": str(self.world.device), "processes": self.world.size, "class_weights": work.class_weights}
-        found |= {"optimizer": settings.optimizer.name, "betas": list(settings.optimizer.betas)}
-        found |= {"epsilon": settings.optimizer.epsilon}
-        found |= {"auxiliary": work.task.auxiliary if work.task.has_auxiliary else None}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in found.items()}
+        options |= {"learning_rate": settings.rates.rate, "seed": settings.seed, "epochs": settings.epochs}
+        options |= {"batch_size": settings.batch_size, "recipe": self.recipe.paper}
+        options |= {"max_length": work.task.language.format.max_length, "precision": settings.step.precision}
+        options |= {"device": str(self.world.device), "processes": self.world.size, "class_weights": work.class_weights}
+        options |= {"optimizer": settings.optimizer.name, "betas": list(settings.optimizer.betas)}
+        options |= {"epsilon": settings.optimizer.epsilon}
+        options |= {"auxiliary": work.task.auxiliary if work.task.has_auxiliary else None}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
     def _write(
         self, run: Any, directory: Path, options: dict[str, Any], lora: Any, more: dict[str, Any]
@@ -470,11 +483,11 @@ class Session:
         save(run.model, task, directory)
         files = task.files(dev, predictions)
         if self.test is not None:
-            found = run.predict(self.test)
-            files |= {f"test_{name}": text for name, text in task.files(self.test, found).items()}
+            test_predictions = run.predict(self.test)
+            files |= {f"test_{name}": text for name, text in task.files(self.test, test_predictions).items()}
             if task.labelled(self.test):
-                metrics["test"] = task.scores(self.test, found)
-                metrics |= _domains("test", task, self.test, found)
+                metrics["test"] = task.scores(self.test, test_predictions)
+                metrics |= _domains("test", task, self.test, test_predictions)
         for name, text in files.items():
             write_text(directory / name, text)
         if (directory / CSV).is_file():
@@ -491,7 +504,7 @@ class Session:
         from fasttfm.tasks.trials import best, spread
         from fasttfm.train.checkpoints import Checkpoints
 
-        found = []
+        results = []
         for trial in self.trials:
             directory = output / "trials" / trial.name
             if self.arguments.resume and self._finished(directory):
@@ -500,18 +513,18 @@ class Session:
                 directory.mkdir(parents=True, exist_ok=True)
                 begun = self.arguments.resume and bool(Checkpoints(directory).steps())
                 metrics = self._train(trial, directory, resume=begun)
-            found.append(metrics)
+            results.append(metrics)
             if self.world.main:
                 self._say(f"{trial.name:24} {sentence(metrics['dev'])}")
         if not self.world.main:
             return {}
         score = self.main_score
-        scores = [metrics["dev"].get(score, next(iter(metrics["dev"].values()))) for metrics in found]
+        scores = [metrics["dev"].get(score, next(iter(metrics["dev"].values()))) for metrics in results]
         chosen = best(scores)
-        metrics = found[chosen]
+        metrics = results[chosen]
         metrics["trials"] = [
-            {"learning_rate": trial.rate, "seed": trial.seed, "best_epoch": each["best_epoch"], "dev": each["dev"]}
-            for trial, each in zip(self.trials, found, strict=True)
+            {"learning_rate": trial.rate, "seed": trial.seed, "best_epoch": result["best_epoch"], "dev": result["dev"]}
+            for trial, result in zip(self.trials, results, strict=True)
         ]
         by_rate = {
             f"{rate:g}": spread([value for trial, value in zip(self.trials, scores, strict=True) if trial.rate == rate])
@@ -547,10 +560,11 @@ class Session:
         if "spread" in metrics:
             spread, settings = metrics["spread"], metrics["settings"]
             print(f"trial      learning rate {settings['learning_rate']:g}, seed {settings['seed']} is kept")
-            for rate, each in spread["by_learning_rate"].items():
-                middle = f"{each['mean']:.3f} +- {each['standard_deviation']:.3f}"
+            for rate, statistics in spread["by_learning_rate"].items():
+                middle = f"{statistics['mean']:.3f} +- {statistics['standard_deviation']:.3f}"
                 print(
-                    f"spread     learning rate {rate}: {spread['score']} {middle} ({each['min']:.3f}-{each['max']:.3f})"
+                    f"spread     learning rate {rate}: {spread['score']} {middle}"
+                    f" ({statistics['min']:.3f}-{statistics['max']:.3f})"
                 )
         kinds = (".tsv", ".csv", ".conll", ".png")
         files = sorted(
@@ -563,8 +577,8 @@ class Session:
 
 def _domains(part: str, task: Any, examples: list[Any], predictions: list[Any]) -> dict[str, Any]:
     """The metrics of a set of examples by domain, where its file tells several."""
-    found = task.domain_scores(examples, predictions)
-    return {f"{part}_domains": found} if found else {}
+    scores = task.domain_scores(examples, predictions)
+    return {f"{part}_domains": scores} if scores else {}
 
 
 def draw_confusions(directory: Path, task: Any, examples: list[Any], predictions: list[Any]) -> None:
@@ -574,8 +588,10 @@ def draw_confusions(directory: Path, task: Any, examples: list[Any], predictions
     if not task.labels or "multi_label" in str(task.configuration().get("problem_type")):
         return
     gold = [tag for example in examples for tag in getattr(example, "tags", None) or [getattr(example, "label", None)]]
-    found = [tag for each in predictions for tag in (each if isinstance(each, list) else [each])]
-    counts = confusion_counts(gold, found, task.labels)
+    predicted = [
+        tag for prediction in predictions for tag in (prediction if isinstance(prediction, list) else [prediction])
+    ]
+    counts = confusion_counts(gold, predicted, task.labels)
     try:
         write_confusion(directory / CONFUSION, counts, task.labels, f"{task.name}: {len(gold):,} labels of the dev set")
     except ImportError as error:

@@ -98,8 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
         options |= {"max_new_tokens": arguments.max_new_tokens, "eos_token_id": end}
         prompt = torch.tensor([ids], device=device, dtype=torch.int64)
         if arguments.num_beams != 1:
-            found = generate(model, prompt, num_beams=arguments.num_beams, **options)
-            tokens = iter(found[0, len(ids) :].tolist())
+            continued = generate(model, prompt, num_beams=arguments.num_beams, **options)
+            tokens = iter(continued[0, len(ids) :].tolist())
         else:
             tokens = stream(model, prompt, **options)
         if arguments.show_prompt:

@@ -82,14 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
         if not results:
             check_output(arguments, model=arguments.model, data=arguments.data)
         output = output_of(arguments, "glue")
-        left = [each for each in GLUE if each.name in folders and each.name not in results]
+        left = [task for task in GLUE if task.name in folders and task.name not in results]
         print(f"{len(folders)} of GLUE's {len(GLUE)} tasks in {arguments.data}: {', '.join(folders)}")
-        for each in left:
-            results[each.name] = _train(arguments, each, folders[each.name], output)
+        for task in left:
+            results[task.name] = _train(arguments, task, folders[task.name], output)
             write_json(output / _RESULTS, {"model": str(arguments.model), "tasks": results})
-            print(f"{each.name}: {sentence(_flat(results[each.name]))}, {results[each.name]['seconds']:.0f} s")
-            _print_trials(results[each.name].get("trials", []))
-        ordered = {each.name: results[each.name] for each in GLUE if each.name in results}
+            print(f"{task.name}: {sentence(_flat(results[task.name]))}, {results[task.name]['seconds']:.0f} s")
+            _print_trials(results[task.name].get("trials", []))
+        ordered = {task.name: results[task.name] for task in GLUE if task.name in results}
         _write(output, arguments, ordered)
     return 0
 
@@ -104,16 +104,16 @@ def _earlier(arguments: argparse.Namespace) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"--resume: expected a run in {arguments.output}, got no {_RESULTS} there")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        tasks = dict(found["tasks"])
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        tasks = dict(earlier["tasks"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected what fasttfm glue wrote, got {error}") from None
-    if found["model"] != str(arguments.model):
-        raise ValueError(f"--model: expected that of the run, {found['model']}, got {arguments.model}")
+    if earlier["model"] != str(arguments.model):
+        raise ValueError(f"--model: expected that of the run, {earlier['model']}, got {arguments.model}")
     return tasks
 
 
-def _train(arguments: argparse.Namespace, each: Any, folder: Path, output: Path) -> dict[str, Any]:
+def _train(arguments: argparse.Namespace, glue_task: Any, folder: Path, output: Path) -> dict[str, Any]:
     from fasttfm.tasks.glue import train_task
     from fasttfm.tasks.rates import default_rate
     from fasttfm.tasks.trials import Trial, plan
@@ -133,28 +133,28 @@ def _train(arguments: argparse.Namespace, each: Any, folder: Path, output: Path)
 
     def watch(work: Any) -> Any:
         trial = Trial(work.settings.rates.rate, work.settings.seed)
-        directory = output / each.name / trial.name if several else output / each.name
+        directory = output / glue_task.name / trial.name if several else output / glue_task.name
         directory.mkdir(parents=True, exist_ok=True)
-        name = f"{each.name} {trial.name}" if several else each.name
+        name = f"{glue_task.name} {trial.name}" if several else glue_task.name
         progress = None if arguments.quiet else Progress(work.steps)
         if progress is not None:
             progress.note(f"{name}: {work.steps} steps" + (f"; {work.truncation}" if work.truncation else ""))
         for log in logs:
             log.close()
-        logs[:] = [RunLog(directory, (each.task,), steps=work.steps, progress=progress)]
+        logs[:] = [RunLog(directory, (glue_task.task,), steps=work.steps, progress=progress)]
         return logs[0].add
 
     begun = time.perf_counter()
     try:
         result = train_task(
-            each,
+            glue_task,
             folder,
             arguments.model,
             settings,
             seed=arguments.seed,
             device=device,
             max_length=arguments.max_length,
-            output=output / each.name if arguments.save_models else None,
+            output=output / glue_task.name if arguments.save_models else None,
             watch=watch,
         )
     finally:
@@ -172,10 +172,10 @@ def _print_trials(trials: list[dict[str, float]]) -> None:
     """The score of each training of a task; * marks the one that is kept."""
     from fasttfm.tasks.trials import best
 
-    kept = best([each["score"] for each in trials]) if trials else None
-    for number, each in enumerate(trials):
+    kept = best([trial["score"] for trial in trials]) if trials else None
+    for number, trial in enumerate(trials):
         mark = "*" if number == kept else " "
-        print(f"  {mark} learning rate {each['learning_rate']:g}, seed {each['seed']}: score {each['score']:.3f}")
+        print(f"  {mark} learning rate {trial['learning_rate']:g}, seed {trial['seed']}: score {trial['score']:.3f}")
 
 
 def _flat(result: dict[str, Any]) -> dict[str, float]:
@@ -209,10 +209,10 @@ def _write(output: Path, arguments: argparse.Namespace, results: dict[str, Any])
     for name, result in results.items():
         measures = ", ".join(f"{measure} {100 * value:.1f}" for measure, value in _flat(result).items())
         print(f"{name.ljust(width)}  {100 * result['score']:5.1f}  {measures}")
-    missing = [each.name for each in GLUE if each.name not in results]
+    missing = [task.name for task in GLUE if task.name not in results]
     note = f", without {', '.join(missing)}" if missing else ""
     print(f"{'average'.ljust(width)}  {100 * average:5.1f}  of {len(results)} tasks{note}")
-    _draw(output / "glue.png", {**{name: each["score"] for name, each in results.items()}, "average": average})
+    _draw(output / "glue.png", {**{name: result["score"] for name, result in results.items()}, "average": average})
     print(f"output     {output}")
 
 

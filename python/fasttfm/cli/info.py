@@ -16,8 +16,8 @@ from fasttfm._version import __version__
 from fasttfm.bench.timing import device_name
 from fasttfm.cli.options import Formatter
 from fasttfm.cli.readiness import readiness, this_machine
-from fasttfm.ops import transformer_native
-from fasttfm.ops.backends import BackendTable, tables
+from fasttfm.ops.core.backends import BackendTable, tables
+from fasttfm.ops.layers import support
 
 Rows = list[tuple[str, str]]
 
@@ -88,7 +88,7 @@ def _devices() -> Rows:
         ("cpu", f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores"),
         ("instructions", _instruction_sets()),
         ("threads", _threads()),
-        ("layers", _layers("CPU", transformer_native.missing_cpu(), _blas)),
+        ("layers", _layers("CPU", support.missing_cpu(), _blas)),
     ]
     if not torch.cuda.is_available():
         return [*rows, ("cuda", "torch sees no CUDA device")]
@@ -98,7 +98,7 @@ def _devices() -> Rows:
         text = f"{gpu.name}, {memory:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
         reason = None if _native.missing_cuda() else _native.missing_on(index)  # what holds for all is said below
         rows.append((f"cuda:{index}", f"{text}; no CUDA kernels: {reason}" if reason else text))
-        missing = transformer_native.missing_cuda(torch.device("cuda", index))
+        missing = support.missing_cuda(torch.device("cuda", index))
         rows.append(("layers", _layers(f"cuda:{index}", missing, _cublaslt)))
     return rows
 

@@ -159,9 +159,9 @@ def check_output(arguments: argparse.Namespace, **sources: Any) -> None:
     for name, source in sources.items():
         if source is not None and Path(source).exists() and output.samefile(source):
             raise ValueError(f"--output: expected another directory than --{name}, got {output}")
-    found = sorted(path.name for path in output.iterdir() if path.name != ".lock")  # of a run that has ended
-    if found and not arguments.overwrite:
-        got = f"{output} with {found[0]}{f' and {len(found) - 1} more' if len(found) > 1 else ''}"
+    names = sorted(path.name for path in output.iterdir() if path.name != ".lock")  # of a run that has ended
+    if names and not arguments.overwrite:
+        got = f"{output} with {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
         raise ValueError(f"--output: expected a new or empty directory, got {got}; --overwrite writes to it")
 
 
@@ -244,6 +244,13 @@ def precision_of(arguments: argparse.Namespace, device: Any) -> str:
     return arguments.precision or ("bfloat16" if device.type == "cuda" else "float32")
 
 
+def note_precision(arguments: argparse.Namespace, session: Any) -> None:
+    """Prints which precision a session has chosen, and why."""
+    if session.reason is not None and not arguments.quiet:
+        name = session.precision or str(session.dtype).removeprefix("torch.")
+        print(f"note: precision {name}: {session.reason}", file=sys.stderr)
+
+
 @contextlib.contextmanager
 def exit_on_user_error(arguments: argparse.Namespace) -> Iterator[None]:
     """Wraps a command's work: a wrong argument exits with a message and status 2; data, a checkpoint, a directory or a
@@ -310,6 +317,6 @@ def domain_table(name: str, domains: Mapping[str, Mapping[str, float]]) -> str:
 def whole_numbers(value: str) -> tuple[int, ...]:
     """The type of options with numbers such as 256,128,64."""
     try:
-        return tuple(int(each) for each in value.split(","))
+        return tuple(int(part) for part in value.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected numbers such as 256,128,64, got {value!r}") from None

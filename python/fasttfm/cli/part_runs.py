@@ -99,6 +99,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
         raise ValueError("--overwrite: expected without part files, of which only missing ones are written")
     if arguments.output is None:
         raise ValueError("--output: expected a folder for part files, got none")
+    if arguments.precision == "auto":
+        raise ValueError("--precision: auto: expected one that all processes have, with part files")
     sources = _sources(arguments)
     if not sources or "-" in sources:
         raise ValueError(f"--data: expected files, which every process can read, got {'stdin' if sources else 'none'}")
@@ -254,6 +256,6 @@ def _files_below(paths: Iterable[Path], suffixes: tuple[str, ...] = ("",)) -> It
     """The files themselves, and those in and below folders whose names end in one of ``suffixes``."""
     for path in paths:
         if path.is_dir():
-            yield from sorted(each for each in path.rglob("*") if each.is_file() and each.name.endswith(suffixes))
+            yield from sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(suffixes))
         else:
             yield path

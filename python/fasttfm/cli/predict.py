@@ -67,6 +67,11 @@ def add_parser(subparsers: Any) -> None:
         metavar="MODEL",
         help=f"fine-tuned or pre-trained model: {MODEL_HELP}",
     )
+    parser.add_argument(
+        "--adapter",
+        metavar="NAME",
+        help="a LoRA adapter that is added to the model's weights: a folder of its directory, or another directory",
+    )
     parser.add_argument("--data", metavar="FILE", help="file of examples; - reads lines from stdin")
     parser.add_argument("--text", nargs="+", metavar="TEXT", help="the texts of a single example, instead of --data")
     parser.add_argument(
@@ -139,13 +144,13 @@ def run(arguments: argparse.Namespace) -> int:
             examples, total = Inputs(iter([task.example_of_line("\t".join(arguments.text))]), 1)
         if arguments.replace is not None:
             examples = _replaced(arguments, task, examples)
-        found: Any = predictor.stream(examples)
+        predictions: Any = predictor.stream(examples)
         if not arguments.quiet and arguments.text is None:
-            found = tracked(found, "examples", total=total)
+            predictions = tracked(predictions, "examples", total=total)
         known: list[tuple[Any, Any]] = []  # what scores need of examples with labels
         with opened(arguments.output) as file:
             writer = _writer(arguments, form, file, task)
-            for example, result in found:
+            for example, result in predictions:
                 writer.write(task.record(example, result))
                 if task.gold(example) is not None:
                     known.append((task.without_text(example), task.prediction(result)))
@@ -165,6 +170,7 @@ def _predictor(arguments: argparse.Namespace) -> Any:
     return load(
         arguments.model,
         task=arguments.task,
+        adapter=arguments.adapter,
         tokenizer=arguments.tokenizer,
         max_length=arguments.max_length,
         device=arguments.device,
@@ -194,7 +200,16 @@ class PredictJob:
             raise ValueError("--format: expected csv, jsonl or parquet with part files, got html")
 
     def settings(self) -> dict[str, Any]:
-        names = ("task", "precision", "max_length", "threshold", "text_column", "pair_column", "label_column")
+        names = (
+            "task",
+            "adapter",
+            "precision",
+            "max_length",
+            "threshold",
+            "text_column",
+            "pair_column",
+            "label_column",
+        )
         return settings_of(self._arguments, (*names, "no_header"))
 
     def rows(self) -> Iterator[Any]:
@@ -208,8 +223,8 @@ class PredictJob:
         predictor, source = _predictor(self._arguments), self._arguments.data
 
         def write(path: Path, rows: Iterable[Any], first_row: int) -> int:
-            found = predictor.stream(examples_of_rows(predictor.task, source, rows))
-            return write_predictions(path, predictor.task, found, first_row)
+            predictions = predictor.stream(examples_of_rows(predictor.task, source, rows))
+            return write_predictions(path, predictor.task, predictions, first_row)
 
         return write
 
@@ -258,7 +273,7 @@ def _summary(arguments: argparse.Namespace, predictor: Any, known: list[tuple[An
     if known and len(known) < count:
         warnings.warn(f"{len(known):,} of {count:,} examples have labels; they are scored", stacklevel=2)
     if known:
-        examples, predictions = (list(each) for each in zip(*known, strict=True))
+        examples, predictions = (list(column) for column in zip(*known, strict=True))
         try:
             task.check_labels(examples, arguments.data or "--text")
         except ValueError as error:

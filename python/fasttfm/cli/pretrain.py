@@ -40,7 +40,7 @@ _FIELDS = (
 )
 _OPTIMIZER = {"optimizer": "name", "learning_rate": "learning_rate", "weight_decay": "weight_decay", "betas": "betas"}
 _SCHEDULE = {"steps": "steps", "warmup": "warmup", "schedule": "kind", "decay": "decay"}
-_STEP = {"precision": "precision", "compile": "compile", "cuda_graph": "cuda_graph", "bad_steps": "bad_steps"}
+_STEP = {name: name for name in ("precision", "compile", "cuda_graph", "gradient_dtype", "bad_steps")}
 _RUN = (
     *(
         "prepared",
@@ -140,10 +140,10 @@ def _recipe(arguments: argparse.Namespace, settings: Any) -> str | None:
 def _compares(arguments: argparse.Namespace, settings: Any) -> bool:
     """Whether a step is timed against plain torch: by default where the package's own model and text are tried."""
     asked: bool | None = arguments.compare
-    own = settings.family in _COMPARED and settings.objective is None and settings.init is None
+    is_compared = settings.family in _COMPARED and settings.objective is None and settings.init is None
     if asked is None:
-        return own and not settings.data and not arguments.quiet
-    if asked and not own:
+        return is_compared and not settings.data and not arguments.quiet
+    if asked and not is_compared:
         got = settings.family if settings.family not in _COMPARED else "--objective or --init"
         raise ValueError(f"--compare: expected with {' or '.join(_COMPARED)}, got {got}")
     return asked
@@ -180,9 +180,9 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
         raise ValueError("--resume: expected --output, the folder of the run to resume")
     if arguments.more_steps is not None and not (arguments.resume and arguments.more_steps > 0):
         raise ValueError(f"--more-steps: expected a number above 0, with --resume, got {arguments.more_steps}")
-    own: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
     if arguments.resume:
-        base, own = read_settings(arguments.output)
+        base, saved = read_settings(arguments.output)
         if arguments.steps not in (None, base.schedule.steps):
             expected = f"the {base.schedule.steps} steps of the run, which --more-steps extends"
             raise ValueError(f"--steps: expected with --resume {expected}, got {arguments.steps}")
@@ -195,7 +195,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[Any, Any]:
     name = f"{settings.family}-{settings.size or 'adapted'}{'-changed' if settings.changes else ''}"
     where = RunSettings(
         arguments.output or _new_directory(name),
-        **{**own, **_given(arguments, {option: option for option in _RUN})},
+        **{**saved, **_specified(arguments, {option: option for option in _RUN})},
         progress=not arguments.quiet,
         resume=arguments.resume,
         overwrite=arguments.overwrite,
@@ -211,14 +211,14 @@ def _restarted(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from fasttfm.train.run_directory import read_settings
     from fasttfm.train.settings import RunSettings
 
-    settings, own = read_settings(arguments.output)
+    settings, saved = read_settings(arguments.output)
     if not arguments.resume and not Checkpoints(arguments.output).steps():
         settings = _changed(_new_settings(arguments), arguments)
-    options = {**own, **_given(arguments, {option: option for option in _RUN})}
+    options = {**saved, **_specified(arguments, {option: option for option in _RUN})}
     return settings, RunSettings(arguments.output, **options, progress=not arguments.quiet, resume=True)
 
 
-def _given(arguments: argparse.Namespace, fields: Mapping[str, str]) -> dict[str, Any]:
+def _specified(arguments: argparse.Namespace, fields: Mapping[str, str]) -> dict[str, Any]:
     """The options that are on the command line, by the names of their fields."""
     named = {field: getattr(arguments, option) for option, field in fields.items()}
     return {field: value for field, value in named.items() if value is not None}
@@ -261,14 +261,14 @@ def _of_recipe(arguments: argparse.Namespace, family: str, size: str, recipe: An
 
     tokens, pinned = _corpus_tokens(arguments), arguments.recipe == "paper"
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    given = _given(arguments, {name: name for name in ("vocabulary", "max_length", "tokens_per_step")})
-    given = {name: value for name, value in given.items() if value > 0}  # the settings refuse the others
+    sizes = _specified(arguments, {name: name for name in ("vocabulary", "max_length", "tokens_per_step")})
+    sizes = {name: value for name, value in sizes.items() if value > 0}  # the settings refuse the others
     parts = max(1, arguments.batches_per_step or processes * (arguments.accumulation or 1))
-    chosen = recipe if pinned else fitted(recipe, tokens, given, parts)
+    chosen = recipe if pinned else fitted(recipe, tokens, sizes, parts)
     steps = arguments.steps
     if steps is None:
         steps = steps_of(recipe, tokens) if pinned else STEPS
-    if arguments.cuda_graph or "max_length" in given:
+    if arguments.cuda_graph or "max_length" in sizes:
         chosen = dataclasses.replace(chosen, first_length=None)
     if arguments.spans:
         chosen = dataclasses.replace(chosen, ngram=1)
@@ -279,7 +279,7 @@ def _of_recipe(arguments: argparse.Namespace, family: str, size: str, recipe: An
         chosen,
         steps=steps,
         processes=processes,
-        largest=recipe.tokens_per_step if "tokens_per_step" in given else _BATCHES["cuda" if on_gpu else "cpu"],
+        largest=recipe.tokens_per_step if "tokens_per_step" in sizes else _BATCHES["cuda" if on_gpu else "cpu"],
         precision="bfloat16" if on_gpu else "float32",
     )
 
@@ -314,29 +314,31 @@ def _checkpoint(name: str, family: str | None, asked: str | None) -> tuple[str, 
     folder = checkpoint_directory(name)
     both = (folder / "discriminator").is_dir() and not (folder / CONFIG).is_file()
     config = folder / "discriminator" if both else folder
-    found = family_of(config)
-    if family is not None and found.name != family:
-        raise ValueError(f"--init: expected a checkpoint of {family}, got one of {found.name} in {folder}")
-    known = objectives_of(found)
-    made = {found.models[each.head].__name__: name for name, each in reversed(known.items())}  # the family's own first
+    found_family = family_of(config)
+    if family is not None and found_family.name != family:
+        raise ValueError(f"--init: expected a checkpoint of {family}, got one of {found_family.name} in {folder}")
+    known = objectives_of(found_family)
+    made = {
+        found_family.models[objective_class.head].__name__: name for name, objective_class in reversed(known.items())
+    }  # the family's own first
     stated = read_json(config / CONFIG).get("architectures") or []
     objective = next((made[name] for name in stated if name in made), None)
     if both:
         objective = "rtd"
-    elif objective is None and found.name == "electra":
+    elif objective is None and found_family.name == "electra":
         if asked != "mlm":
             got = f"{folder} with one model; --objective mlm trains one as a generator"
             raise ValueError(f"--init: expected a folder with ELECTRA's 'generator' and 'discriminator', got {got}")
     elif objective is None:  # a model without a head for its family's own objective
-        objective = "clm" if found.causal else "mlm"
-    return found.name, None if objective == next(iter(known), None) else objective, os.path.abspath(folder)
+        objective = "clm" if found_family.causal else "mlm"
+    return found_family.name, None if objective == next(iter(known), None) else objective, os.path.abspath(folder)
 
 
 def _changed(base: Any, arguments: argparse.Namespace) -> Any:
     """The settings with what the command line states."""
     from fasttfm.train.settings import at_least
 
-    changes = _given(arguments, {name: name for name in _FIELDS})
+    changes = _specified(arguments, {name: name for name in _FIELDS})
     if arguments.accumulation is not None:
         if arguments.batches_per_step is not None:
             raise ValueError("--accumulation: expected without --batches-per-step, which says it for all processes")
@@ -346,10 +348,10 @@ def _changed(base: Any, arguments: argparse.Namespace) -> Any:
         changes["first_steps"] = round(_FIRST_SHARE * (arguments.steps or base.schedule.steps))
     parts = {"optimizer": _OPTIMIZER, "schedule": _SCHEDULE, "step": _STEP}
     for part, fields in parts.items():
-        given = _given(arguments, fields)
-        given |= {"betas": tuple(given["betas"])} if "betas" in given else {}
-        given |= {"clip": arguments.clip or None} if part == "step" and arguments.clip is not None else {}
-        changes[part] = dataclasses.replace(getattr(base, part), **given)
+        changed = _specified(arguments, fields)
+        changed |= {"betas": tuple(changed["betas"])} if "betas" in changed else {}
+        changed |= {"clip": arguments.clip or None} if part == "step" and arguments.clip is not None else {}
+        changes[part] = dataclasses.replace(getattr(base, part), **changed)
     if arguments.model is not None:
         changes["family"] = arguments.model
     if arguments.size is not None:
@@ -359,7 +361,7 @@ def _changed(base: Any, arguments: argparse.Namespace) -> Any:
     if arguments.set is not None:
         changes["changes"] = dict(arguments.set)
     if arguments.data is not None:
-        changes["data"] = tuple(each if "://" in each else os.path.abspath(each) for each in arguments.data)
+        changes["data"] = tuple(source if "://" in source else os.path.abspath(source) for source in arguments.data)
     if arguments.tokenizer is not None:
         is_path = os.path.exists(arguments.tokenizer)  # or else a model of the hub
         changes["tokenizer"] = os.path.abspath(arguments.tokenizer) if is_path else arguments.tokenizer

@@ -109,10 +109,11 @@ def run(arguments: argparse.Namespace) -> int:
         examples = read_mentions(source, _linker(arguments.names, names).link)
         check_known(examples, names, str(source))
         known = set(names)
-        found = [sum(span.entity in known for span in example.entities) for example in examples]
+        mentions = [sum(span.entity in known for span in example.entities) for example in examples]
         if not arguments.quiet:
             print(
-                f"{len(examples):,} texts, {sum(map(bool, found)):,} with mentions of entities, {sum(found):,} mentions"
+                f"{len(examples):,} texts, {sum(map(bool, mentions)):,} with mentions of entities,"
+                f" {sum(mentions):,} mentions"
             )
         tokenizer = _tokenizer(arguments, examples)
         model = _model(arguments, tokenizer, vectors.shape[1])
@@ -152,10 +153,10 @@ def _linker(table: Path | None, entities: Sequence[str]) -> Any:
     from fasttfm.data.entity_linking import EntityLinker, read_entity_names
     from fasttfm.data.lines import data_error
 
-    given = {} if table is None else read_entity_names(table)
-    if table is not None and set(given.values()).isdisjoint(entities):
-        raise data_error(table, f"names of the {len(entities)} entities of the graph", repr(next(iter(given.values()))))
-    return EntityLinker({**{name: name for name in entities}, **given})
+    names = {} if table is None else read_entity_names(table)
+    if table is not None and set(names.values()).isdisjoint(entities):
+        raise data_error(table, f"names of the {len(entities)} entities of the graph", repr(next(iter(names.values()))))
+    return EntityLinker({**{name: name for name in entities}, **names})
 
 
 def _tokenizer(arguments: argparse.Namespace, examples: Any) -> Any:
@@ -163,7 +164,7 @@ def _tokenizer(arguments: argparse.Namespace, examples: Any) -> Any:
 
     if arguments.tokenizer or arguments.init:
         return data.load_tokenizer(arguments.tokenizer or arguments.init)
-    return data.train_tokenizer("wordpiece", (each.text for each in examples), arguments.vocabulary)
+    return data.train_tokenizer("wordpiece", (example.text for example in examples), arguments.vocabulary)
 
 
 def _model(arguments: argparse.Namespace, tokenizer: Any, width: int) -> Any:

@@ -207,6 +207,11 @@ def add_run(group: Any) -> None:
     group.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     group.add_argument("--parallel", metavar="NAME", help="under torchrun: ddp or fsdp (default: ddp)")
     group.add_argument(
+        "--gradient-dtype",
+        metavar="DTYPE",
+        help="torchrun: in which ranks send gradients, float32 or bfloat16: half of the bytes (default: float32)",
+    )
+    group.add_argument(
         "--shard-optimizer",
         action="store_true",
         default=None,

@@ -228,8 +228,8 @@ def _evaluate(
     from fasttfm.train.progress import tracked
 
     k, seed = drawn["k"], drawn["seed"]
-    found = evaluation.answers(questions, shots, k, seed)
-    answers = list(found if arguments.quiet else tracked(found, f"answers (k={k})", total=len(questions)))
+    stream = evaluation.answers(questions, shots, k, seed)
+    answers = list(stream if arguments.quiet else tracked(stream, f"answers (k={k})", total=len(questions)))
     file.writelines(lines_of(questions, answers, **drawn))
     scores = prompt_scores(metrics, questions, answers, evaluation.likelihoods)
     prefix = f"{drawn['model']}, " if len(arguments.model) > 1 else ""
@@ -290,7 +290,7 @@ def _mean(rows: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """A value of an option as JSON has it."""
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -321,10 +321,15 @@ def _draw_shots(path: Path, curve: list[dict[str, Any]], names: list[str], title
     models = list(dict.fromkeys(row["model"] for row in curve))
     for panel, name in zip(grid.flat, names, strict=False):
         for model in models:
-            own = [row for row in curve if row["model"] == model]
-            deviations = [row[f"{name}_deviation"] for row in own]
+            of_model = [row for row in curve if row["model"] == model]
+            deviations = [row[f"{name}_deviation"] for row in of_model]
             panel.errorbar(
-                [row["k"] for row in own], [row[name] for row in own], deviations, marker="o", capsize=3, label=model
+                [row["k"] for row in of_model],
+                [row[name] for row in of_model],
+                deviations,
+                marker="o",
+                capsize=3,
+                label=model,
             )
         panel.set_title(name.replace("_", " "))
         panel.set_xlabel("examples in the prompt (k)")

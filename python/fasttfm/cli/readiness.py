@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fasttfm import _native
-from fasttfm.ops.backends import triton_absent
+from fasttfm.ops.core.backends import triton_absent
 
 TO_DO = "to do"  # the name of a line of ``readiness`` that says what to do
 INSTALL = "pip install --force-reinstall --no-deps fasttfm, or pip install . in a clone, brings the native core"

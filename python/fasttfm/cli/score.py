@@ -50,14 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
 
         read = texts_of(arguments)
 
-        def given() -> Iterator[tuple[str, str | None]]:
-            for each in read:
-                continuation = each.get("continuation", arguments.continuation)
+        def texts_and_continuations() -> Iterator[tuple[str, str | None]]:
+            for row in read:
+                continuation = row.get("continuation", arguments.continuation)
                 if not isinstance(continuation, str | None):
                     raise DataError(f"{arguments.data}: continuation: expected a text, got {continuation!r:.60}")
-                yield each["text"], continuation
+                yield row["text"], continuation
 
-        texts, again = itertools.tee(given())
+        texts, again = itertools.tee(texts_and_continuations())
         model = language_model_of(arguments, masked=False)
         scores = model.score(
             (text if continuation is None else (text, continuation) for text, continuation in texts),

@@ -50,8 +50,10 @@ def add_parser(subparsers: Any) -> None:
     )
     group.add_argument(
         "--precision",
-        choices=("float32", "bfloat16", "int8", "fp8"),
-        help="int8 on a CPU, fp8 on a GPU with a calibrated model (default: bfloat16 on a GPU, float32 on a CPU)",
+        choices=("float32", "bfloat16", "int8", "fp8", "auto"),
+        help="int8 on a CPU, fp8 on a GPU with a calibrated model; auto: the fastest on this CPU that keeps the "
+        "vectors of sample texts, bfloat16 on a GPU (default: auto; for causal models bfloat16 on a GPU, float32 on a "
+        "CPU)",
     )
     group.add_argument("--pooling", choices=("cls", "mean", "last-token"), help="instead of the folder's")
     group.add_argument("--max-batch-tokens", type=int, metavar="N", help="tokens of a batch (default: the session's)")

@@ -101,8 +101,8 @@ def _step(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) ->
 
     def step() -> None:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-            found = loss()
-        found.backward()
+            value = loss()
+        value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

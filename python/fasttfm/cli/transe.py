@@ -92,11 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
             print("note       more names of relations than of heads: lines of relation, head, tail are read by --graph")
         output = output_of(arguments, "transe")
         watch: Any = iter if arguments.quiet else partial(tracked, unit="epochs", total=settings.epochs)
-        found = train_transe(graph, settings, test=test, watch=watch)
-        write_embeddings(output, graph.entities, graph.relations, found.entities, found.relations)
-        scores = {"hits_at_10": found.hits(10), "mean_rank": found.mean_rank}
-        counts = {"triples": len(graph.triples), "entities": len(graph.entities), "ranks": len(found.ranks)}
-        write_json(output / "metrics.json", {"data": str(source), **counts, "loss": found.loss, **scores})
-        print(f"{len(found.ranks) // 2:,} triples ranked: {sentence(scores)} of {len(graph.entities):,}")
+        trained = train_transe(graph, settings, test=test, watch=watch)
+        write_embeddings(output, graph.entities, graph.relations, trained.entities, trained.relations)
+        scores = {"hits_at_10": trained.hits(10), "mean_rank": trained.mean_rank}
+        counts = {"triples": len(graph.triples), "entities": len(graph.entities), "ranks": len(trained.ranks)}
+        write_json(output / "metrics.json", {"data": str(source), **counts, "loss": trained.loss, **scores})
+        print(f"{len(trained.ranks) // 2:,} triples ranked: {sentence(scores)} of {len(graph.entities):,}")
         print(f"output     {output}")
     return 0

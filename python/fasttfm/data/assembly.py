@@ -36,12 +36,12 @@ class Batch:
         return len(self.cu_seqlens) - 1
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._apply(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        return self._each(lambda tensor: tensor.pin_memory())
+        return self._apply(lambda tensor: tensor.pin_memory())
 
-    def _each(self, change: Any) -> Batch:
+    def _apply(self, change: Any) -> Batch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
 

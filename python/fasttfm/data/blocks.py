@@ -131,12 +131,12 @@ def _parts(shards: TokenSource, most: int, *, at_sentences: bool) -> np.ndarray:
     first, last = np.empty_like(starts), np.empty_like(starts)
     bounds = np.searchsorted(index[owners, 0], np.arange(len(shards.files) + 1))  # of the shards among the parts
     for shard, files in enumerate(shards.files):
-        sentences, own = files["sentences"], slice(bounds[shard], bounds[shard + 1])
+        sentences, rows = files["sentences"], slice(bounds[shard], bounds[shard + 1])
         if at_sentences:
-            near = sentences[np.searchsorted(sentences, starts[own], side="right") - 1]
-            starts[own] = np.where(starts[own] - near < most // 2, near, starts[own])
-        stops[own] = np.where(ends_here[own], stops[own], np.append(starts[own][1:], 0)[: len(stops[own])])
-        first[own] = np.searchsorted(sentences, starts[own], side="right") - 1
-        last[own] = np.searchsorted(sentences, stops[own], side="left")
+            near = sentences[np.searchsorted(sentences, starts[rows], side="right") - 1]
+            starts[rows] = np.where(starts[rows] - near < most // 2, near, starts[rows])
+        stops[rows] = np.where(ends_here[rows], stops[rows], np.append(starts[rows][1:], 0)[: len(stops[rows])])
+        first[rows] = np.searchsorted(sentences, starts[rows], side="right") - 1
+        last[rows] = np.searchsorted(sentences, stops[rows], side="left")
     columns = (owners, index[owners, 0], first, last - first, starts, stops - starts, ends_here)
     return np.stack(columns, axis=1).astype(np.int64)

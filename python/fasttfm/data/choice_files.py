@@ -27,7 +27,7 @@ def read_choices(path: str | Path) -> list[ChoiceExample]:
     """The examples of a file, or of RACE's folders, in one of the formats above."""
     path = Path(path)
     if path.is_dir() and not is_dataset(path):
-        files = sorted(each for each in path.rglob("*.txt") if each.is_file())
+        files = sorted(file for file in path.rglob("*.txt") if file.is_file())
         if not files:
             raise data_error(path, "RACE's files, which end in .txt", "none")
         return [example for file in files for example in _race(file, read_json(file), None)]
@@ -50,14 +50,16 @@ def _rows(table: Table) -> Iterator[ChoiceExample]:
         yield from _story_cloze(table, "input_sentence_", "sentence_quiz", "answer_right_ending")
     elif {"ctx", "endings"} <= names:
         for number, row in table.rows():
-            found = _texts(table, number, row, "endings")
-            yield ChoiceExample(table.text(number, row, "ctx"), "", found, _number(table, number, row, "label", found))
+            ending_texts = _texts(table, number, row, "endings")
+            yield ChoiceExample(
+                table.text(number, row, "ctx"), "", ending_texts, _number(table, number, row, "label", ending_texts)
+            )
     elif {"article", "options"} <= names:
         for number, row in table.rows():
             yield from _race(table.path, dict(row), (table, number))
     elif "question" in names:
-        for each in commonsense_rows(table):
-            yield ChoiceExample(each.context, each.start, each.endings, each.label)
+        for question in commonsense_rows(table):
+            yield ChoiceExample(question.context, question.start, question.endings, question.label)
     else:
         expected = "a header with 'sent1', 'sent2', 'ending0', 'ending1', ... or another form of choices"
         raise data_error(table.path, expected, ", ".join(map(repr, table.columns)), line=table.header_line)
@@ -65,33 +67,33 @@ def _rows(table: Table) -> Iterator[ChoiceExample]:
 
 def _swag(table: Table, endings: list[str]) -> Iterator[ChoiceExample]:
     for number, row in table.rows():
-        found = [table.text(number, row, name) for name in endings]
+        texts = [table.text(number, row, name) for name in endings]
         first, second = (table.text(number, row, name) for name in ("sent1", "sent2"))
-        yield ChoiceExample(first, second, found, _number(table, number, row, "label", found))
+        yield ChoiceExample(first, second, texts, _number(table, number, row, "label", texts))
 
 
 def _number(table: Table, number: int, row: Mapping[str, Any], column: str, endings: list[str]) -> int | None:
     label = row.get(column)
     if label is None or label in ("", -1):
         return None
-    known = [str(each) for each in range(len(endings))]
+    known = [str(index) for index in range(len(endings))]
     if str(label) not in known:
         raise table.error(number, f"a label of {', '.join(known)}", repr(label))
     return int(label)
 
 
 def _texts(table: Table, number: int, row: Mapping[str, Any], column: str) -> list[str]:
-    found = row.get(column)
-    if not isinstance(found, list) or len(found) < 2 or not all(isinstance(each, str) for each in found):
-        raise table.error(number, f"a list of two texts or more {column!r}", f"{found!r:.60}")
-    return found
+    texts = row.get(column)
+    if not isinstance(texts, list) or len(texts) < 2 or not all(isinstance(text, str) for text in texts):
+        raise table.error(number, f"a list of two texts or more {column!r}", f"{texts!r:.60}")
+    return texts
 
 
 def _story_cloze(table: Table, sentence: str, quiz: str, answer: str) -> Iterator[ChoiceExample]:
     """Labels are 1 and 2."""
     for number, row in table.rows():
-        story = " ".join(table.text(number, row, f"{sentence}{each}") for each in range(1, 5))
-        endings = [table.text(number, row, f"{quiz}{each}") for each in (1, 2)]
+        story = " ".join(table.text(number, row, f"{sentence}{index}") for index in range(1, 5))
+        endings = [table.text(number, row, f"{quiz}{index}") for index in (1, 2)]
         label = row.get(answer)
         if label not in (None, "", "1", "2", 1, 2):
             raise table.error(number, f"an {answer} of 1, 2", repr(label))
@@ -111,7 +113,7 @@ def _race(path: Path, passage: Any, place: tuple[Table, int] | None) -> Iterator
     options = [passage.get("options")] if single else passage.get("options")
     answers = [passage.get("answer")] if single else passage.get("answers", [None] * len(questions or []))
     lists = (questions, options, answers)
-    if not all(isinstance(each, list) for each in lists) or len({len(each) for each in lists}) > 1:  # type: ignore[arg-type]
+    if not all(isinstance(values, list) for values in lists) or len({len(values) for values in lists}) > 1:  # type: ignore[arg-type]
         raise error("as many 'options' and 'answers' as 'questions'", str(list(passage)))
     for question, choices, answer in zip(*lists, strict=True):  # type: ignore[arg-type]
         if not isinstance(choices, list) or len(choices) < 2:

@@ -40,11 +40,11 @@ def read_commonsense(path: str | Path) -> list[CommonsenseExample]:
 
 def commonsense_rows(table: Table) -> Iterator[CommonsenseExample]:
     for number, row in table.rows():
-        found = _parts(row)
-        if found is None:
+        parts = _parts(row)
+        if parts is None:
             expected = "an object with 'question' and 'choices' in CommonsenseQA's format"
             raise table.error(number, expected, f"{json.dumps(row, default=str):.60}")
-        question, choices = found
+        question, choices = parts
         if len(choices) < 2:
             raise table.error(number, "two choices or more", str(len(choices)))
         keys = tuple(choices)
@@ -61,7 +61,7 @@ def _parts(row: Row) -> tuple[str, dict[str, str]] | None:
     if isinstance(question, dict):
         stem, listed = question.get("stem"), question.get("choices")
         rows = listed if isinstance(listed, list) else []
-        pairs: list[Any] = [(each.get("label"), each.get("text")) for each in rows if isinstance(each, dict)]
+        pairs: list[Any] = [(choice.get("label"), choice.get("text")) for choice in rows if isinstance(choice, dict)]
         whole = len(pairs) == len(rows)
     else:
         stem, listed = question, row.get("choices")

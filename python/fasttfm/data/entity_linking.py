@@ -20,7 +20,7 @@ from fasttfm.data.lines import data_error, read_lines
 def read_entity_names(path: str | Path) -> dict[str, str]:
     """The entity of each name in a table."""
     path = Path(path)
-    found: dict[str, str] = {}
+    entities: dict[str, str] = {}
     for line, text in read_lines(path):
         if not text.strip():
             continue
@@ -28,11 +28,11 @@ def read_entity_names(path: str | Path) -> dict[str, str]:
         if len(parts) != 2 or not all(parts):
             raise data_error(path, "a name and its entity, separated by a tab", f"{text!r:.80}", line=line)
         name, entity = parts
-        if found.setdefault(name, entity) != entity:
-            raise data_error(path, f"one entity for the name {name!r}", f"{found[name]!r} and {entity!r}", line=line)
-    if not found:
+        if entities.setdefault(name, entity) != entity:
+            raise data_error(path, f"one entity for the name {name!r}", f"{entities[name]!r} and {entity!r}", line=line)
+    if not entities:
         raise data_error(path, "names and their entities, one per line", "none")
-    return found
+    return entities
 
 
 class EntityLinker:
@@ -47,7 +47,7 @@ class EntityLinker:
         sizes: dict[str, set[int]] = {}  # of the names that start with these two characters or this one
         for name in self.names:
             sizes.setdefault(name[:2], set()).add(len(name))
-        self._sizes = {start: sorted(found, reverse=True) for start, found in sizes.items()}
+        self._sizes = {start: sorted(lengths, reverse=True) for start, lengths in sizes.items()}
 
     def link(self, text: str) -> list[Span]:
         """The spans of the names in a text, which is in Unicode's composed form (NFC)."""
@@ -63,8 +63,8 @@ class EntityLinker:
     def _size(self, text: str, start: int) -> int:
         """The length of the longest name that starts here; 0 if there is none."""
         sizes = (*self._sizes.get(text[start : start + 2], ()), *self._sizes.get(text[start], ()))
-        found = (size for size in sizes if text[start : start + size] in self.names)
-        return next((size for size in found if _may_end(text, start + size)), 0)
+        matching = (size for size in sizes if text[start : start + size] in self.names)
+        return next((size for size in matching if _may_end(text, start + size)), 0)
 
 
 def _may_start(text: str, start: int) -> bool:

@@ -80,8 +80,8 @@ class ConceptGraph:
 
     def neighbours(self, concept: int) -> Ids:
         """The concepts with an edge to this one, each once, in ascending order."""
-        found = self.tails[self.starts[concept] : self.starts[concept + 1]]
-        return found[np.concatenate([[True], found[1:] != found[:-1]])] if len(found) else found
+        tails = self.tails[self.starts[concept] : self.starts[concept + 1]]
+        return tails[np.concatenate([[True], tails[1:] != tails[:-1]])] if len(tails) else tails
 
     def between(self, head: int, tail: int) -> list[tuple[int, float]]:
         """The relations from one concept to another with their weights, the largest first."""
@@ -185,14 +185,14 @@ class PathFinder:
 
     def find(self, source: int, target: int) -> list[ConceptPath]:
         """The paths from one concept to another; empty if they are too far apart."""
-        found: list[ConceptPath] = []
+        best_paths: list[ConceptPath] = []
         for length in range(1, self.hops + 1):
-            if len(found) >= self.most_paths:
+            if len(best_paths) >= self.most_paths:
                 break
             paths = [path for concepts in self._concepts(source, target, length) for path in self._labelled(concepts)]
             kept = [path for path in paths if path.score >= self.least_score]
-            found += sorted(kept, key=lambda path: -path.score)
-        return found[: self.most_paths]
+            best_paths += sorted(kept, key=lambda path: -path.score)
+        return best_paths[: self.most_paths]
 
     def _concepts(self, source: int, target: int, length: int) -> Iterator[tuple[int, ...]]:
         """The concepts of every simple path with ``length`` edges."""
@@ -307,18 +307,18 @@ def read_graph_vectors(directory: str | Path, graph: ConceptGraph) -> GraphVecto
     entity2id.txt, entity2vec.vec, relation2id.txt and relation2vec.vec. Names that the graph does not have are ignored;
     a name of the graph without a vector raises DataError."""
     folder = Path(directory)
-    found = []
+    tables = []
     files = ((ENTITY_IDS, ENTITY_VECTORS, graph.concepts), (RELATION_IDS, RELATION_VECTORS, graph.relations))
-    for ids, vectors, wanted in files:
+    for ids, vectors, expected_rows in files:
         names, rows = read_names(folder / ids), read_vectors(folder / vectors).numpy()
         if len(names) != len(rows):
             raise data_error(folder / vectors, f"a vector for each of the {len(names)} names of {ids}", str(len(rows)))
         numbers = {name if ids == RELATION_IDS else concept_name(name): number for number, name in enumerate(names)}
-        missing = [name for name in wanted if name not in numbers]
+        missing = [name for name in expected_rows if name not in numbers]
         if missing:
             raise data_error(folder / ids, "every name of the graph", f"none for {missing[0]!r}")
-        found.append(rows[[numbers[name] for name in wanted]])
-    concepts, relations = found
+        tables.append(rows[[numbers[name] for name in expected_rows]])
+    concepts, relations = tables
     if concepts.shape[1] != relations.shape[1]:
         expected = f"vectors of the entities' width {concepts.shape[1]}"
         raise data_error(folder / RELATION_VECTORS, expected, str(relations.shape[1]))

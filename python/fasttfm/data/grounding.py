@@ -211,14 +211,14 @@ class Grounder:
     def ground(self, text: str) -> list[int]:
         """The numbers of the text's concepts, each once, in their order."""
         words = words_of(text)
-        found: dict[int, None] = {}
+        concepts: dict[int, None] = {}
         index = 0
         while index < len(words):
             number, size = self._at(words, index)
             if number is not None:
-                found[number] = None
+                concepts[number] = None
             index += size
-        return list(found)
+        return list(concepts)
 
     def _at(self, words: Sequence[str], index: int) -> tuple[int | None, int]:
         """The longest concept that starts at a word, and the number of its words; None and 1 if there is none."""
@@ -239,4 +239,4 @@ class Grounder:
 
     def _named(self, forms: Iterable[Sequence[str]]) -> int | None:
         """The first concept that a combination of forms names; the written forms come first."""
-        return next((self._numbers[each] for each in itertools.product(*forms) if each in self._numbers), None)
+        return next((self._numbers[words] for words in itertools.product(*forms) if words in self._numbers), None)

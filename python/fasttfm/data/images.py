@@ -36,8 +36,8 @@ class ImageExample:
 
     def pixels(self) -> np.ndarray:
         """uint8 [height, width, channels]; grey images have one channel, others three."""
-        found = decoded(self.image) if isinstance(self.image, Path) else self.image
-        return found[..., None] if found.ndim == 2 else found
+        pixels = decoded(self.image) if isinstance(self.image, Path) else self.image
+        return pixels[..., None] if pixels.ndim == 2 else pixels
 
 
 def read_images(path: str | Path) -> list[ImageExample]:
@@ -63,12 +63,12 @@ def images_of(dataset: Any) -> list[ImageExample]:
     """The examples of a data set of (image, label) pairs, such as torchvision's. Images are arrays, tensors [channels,
     height, width] or Pillow's; labels that are numbers get their names from ``classes``, if the data set has it."""
     classes = getattr(dataset, "classes", None)
-    found = []
+    examples = []
     for number in range(len(dataset)):
         image, label = dataset[number]
         where = f"image {number}"
-        found.append(ImageExample(where, as_pixels(image, where), _label_name(label, classes, where)))
-    return found
+        examples.append(ImageExample(where, as_pixels(image, where), _label_name(label, classes, where)))
+    return examples
 
 
 def _label_name(label: Any, classes: Any, where: str) -> str | None:
@@ -145,10 +145,10 @@ def _of_folder(folder: Path) -> list[ImageExample]:
         if left := sum(1 for directory in (folder, *deeper) for _ in _files(directory)):
             warnings.warn(f"{folder}: {left} images that are not in a label's own folder are left out", stacklevel=3)
         return [ImageExample(str(file), file, label.name) for label, file in labelled]
-    found = [ImageExample(str(file), file) for file in _files(folder)]
-    if not found:
+    examples = [ImageExample(str(file), file) for file in _files(folder)]
+    if not examples:
         raise data_error(folder, f"images ({', '.join(SUFFIXES)}), or a folder of them for each label", "none")
-    return found
+    return examples
 
 
 def _of_arrays(path: Path) -> list[ImageExample]:
@@ -237,7 +237,7 @@ class ImageFormat:
             mode = "bicubic" if self.bicubic else "bilinear"
             x = functional.interpolate(x[None], self.size, mode=mode, antialias=True)[0].round_().clamp_(0, 255)
         mean, std = (
-            torch.tensor(each, dtype=torch.float32, device="cpu").view(-1, 1, 1) for each in (self.mean, self.std)
+            torch.tensor(values, dtype=torch.float32, device="cpu").view(-1, 1, 1) for values in (self.mean, self.std)
         )
         return ((x / 255 - mean) / std).expand(self.channels, -1, -1)
 

@@ -47,7 +47,7 @@ class Graph:
         order = torch.randperm(
             len(self.triples), generator=torch.Generator("cpu").manual_seed(seed), device="cpu"
         ).tolist()
-        wanted = max(1, round(fraction * len(self.triples))) if fraction else 0
+        test_size = max(1, round(fraction * len(self.triples))) if fraction else 0
         rows: list[list[int]] = self.triples.tolist()
         uses = np.bincount(self.triples[:, [0, 2]].flatten().numpy(), minlength=len(self.entities))
         kinds = np.bincount(self.triples[:, 1].numpy(), minlength=len(self.relations))
@@ -55,7 +55,7 @@ class Graph:
         for number in order:
             head, relation, tail = rows[number]
             needed = {head: 1, tail: 1} if head != tail else {head: 2}
-            if len(test) < wanted and kinds[relation] > 1 and all(uses[each] > n for each, n in needed.items()):
+            if len(test) < test_size and kinds[relation] > 1 and all(uses[entity] > n for entity, n in needed.items()):
                 test.append(number)
                 kinds[relation] -= 1
                 uses[head] -= 1
@@ -103,8 +103,8 @@ def read_triples(
 
 def facts_of(graph: ConceptGraph) -> Graph:
     """The edges of a graph of concepts as facts, without inverse relations."""
-    own = graph.relation_ids < len(graph.relations)
-    rows = np.stack([graph.heads[own], graph.relation_ids[own], graph.tails[own]], axis=1)
+    forward = graph.relation_ids < len(graph.relations)
+    rows = np.stack([graph.heads[forward], graph.relation_ids[forward], graph.tails[forward]], axis=1)
     return Graph(graph.concepts, graph.relations, torch.from_numpy(rows))
 
 
@@ -132,18 +132,18 @@ def read_mentions(path: str | Path, link: Callable[[str], list[Span]] | None = N
     if path.name.endswith((".txt", ".txt.gz")):
         if link is None:
             raise data_error(path, "JSON lines with the entities of each text", "plain text, and no names to link")
-        found = [linked(text, link) for text in read_documents(path)]
+        examples = [linked(text, link) for text in read_documents(path)]
     else:
-        found = []
+        examples = []
         for line, row in json_rows(path):
             text = text_of(path, line, row)
             if link is None or "entities" in row:
-                found.append(MentionExample(text, spans_of(path, line, row, text)))
+                examples.append(MentionExample(text, spans_of(path, line, row, text)))
             else:
-                found.append(linked(text, link))
-    if not found:
+                examples.append(linked(text, link))
+    if not examples:
         raise data_error(path, "texts with entities, one per line", "none")
-    return found
+    return examples
 
 
 def linked(text: str, link: Callable[[str], list[Span]]) -> MentionExample:
@@ -172,7 +172,7 @@ def spans_of(path: Path, line: int | None, row: Mapping[str, Any], text: str) ->
     rows = row.get("entities", [])
     if not isinstance(rows, list):
         raise data_error(path, "a list 'entities'", f"{rows!r:.60}", line=line)
-    spans = sorted(span_of(path, line, each, text, f"entities[{number}]") for number, each in enumerate(rows))
+    spans = sorted(span_of(path, line, entity, text, f"entities[{number}]") for number, entity in enumerate(rows))
     check_disjoint(path, line, spans, text)
     return spans
 
@@ -277,14 +277,14 @@ def typing_of(path: Path, line: int | None, row: Any) -> TypingExample:
     """The example of such a line."""
     text = text_of(path, line, row)
     mention, labels = span_of(path, line, row.get("mention"), text, "'mention'"), row.get("labels")
-    if labels is not None and not (isinstance(labels, list) and all(isinstance(each, str) for each in labels)):
+    if labels is not None and not (isinstance(labels, list) and all(isinstance(label, str) for label in labels)):
         raise data_error(path, "a list of strings 'labels', or none", f"{labels!r:.60}", line=line)
     types = None if labels is None else tuple(sorted(set(labels)))
     return TypingExample(text, mention, spans_of(path, line, row, text), types)
 
 
 def _examples(path: Path, example_of: Callable[[Path, int, Any], Example]) -> list[Example]:
-    found = [example_of(path, line, row) for line, row in json_rows(path)]
-    if not found:
+    examples = [example_of(path, line, row) for line, row in json_rows(path)]
+    if not examples:
         raise data_error(path, "examples, one per line", "none")
-    return found
+    return examples

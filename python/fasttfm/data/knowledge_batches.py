@@ -52,8 +52,8 @@ class EntityNoise:
         if len(known) > 1:
             # A uniform draw from all entities but the alignment's own.
             number = generator.integers(0, len(known) - 1, len(other))
-            own = np.searchsorted(known, entities[other])
-            noisy[other] = known[number + (number >= own)]
+            true_index = np.searchsorted(known, entities[other])
+            noisy[other] = known[number + (number >= true_index)]
         noisy[linked[(draw >= self.replaced) & (draw < self.replaced + self.masked)]] = -1
         return noisy
 
@@ -65,7 +65,7 @@ class KnowledgeBatch(Batch):
     entities: AlignedEntities
     entity_targets: EntityTargets
 
-    def _each(self, change: Any) -> KnowledgeBatch:
+    def _apply(self, change: Any) -> KnowledgeBatch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved = (Tensor, AlignedEntities, EntityTargets)
         return replace(self, **{name: change(value) for name, value in values.items() if isinstance(value, moved)})
@@ -113,7 +113,7 @@ class KnowledgeStream:
         self.masking, self.noise = masking or Masking(), noise or EntityNoise()
         ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), special.all())
         self.vocabulary = Vocabulary(special.mask, ordinary, tokenizer.starts_word)
-        self.texts = [text for each in examples if (text := _sentences(each, tokenizer, known))]
+        self.texts = [text for example in examples if (text := _sentences(example, tokenizer, known))]
         if len(self.texts) < 2 or all(len(text) < 2 for text in self.texts):
             raise DataError("KnowledgeStream: examples: expected two texts or more, with two sentences, got fewer")
 
@@ -184,19 +184,22 @@ class KnowledgeStream:
 
 def _sentences(example: MentionExample, tokenizer: Tokenizer, known: Mapping[str, int]) -> list[_Sentence]:
     """The sentences of a text as tokens."""
-    found = align(tokenizer, example.text, example.entities, known)
+    aligned = align(tokenizer, example.text, example.entities, known)
     bounds = [0, *sentence_starts(example.text), len(example.text)]
     sentences = []
     for low, high in itertools.pairwise(bounds):
-        covered = [index for index, (start, _) in enumerate(found.offsets) if low <= start < high]
+        covered = [index for index, (start, _) in enumerate(aligned.offsets) if low <= start < high]
         if covered:
             inside = slice(covered[0], covered[-1] + 1)
-            sentences.append(_Sentence(found.ids[inside], found.entities[inside]))
+            sentences.append(_Sentence(aligned.ids[inside], aligned.entities[inside]))
     return sentences
 
 
 def _joined(sentences: Sequence[_Sentence]) -> _Sentence:
-    return _Sentence([id for each in sentences for id in each.ids], [id for each in sentences for id in each.entities])
+    return _Sentence(
+        [id for sentence in sentences for id in sentence.ids],
+        [id for sentence in sentences for id in sentence.entities],
+    )
 
 
 def _cut(sentence: _Sentence, length: int) -> _Sentence:

@@ -69,11 +69,11 @@ def read_similarity(path: str | Path) -> list[SimilarityExample]:
     return examples
 
 
-def _score(table: Table, number: int, given: Any) -> float:
+def _score(table: Table, number: int, cell: Any) -> float:
     try:
-        value = float(given)
+        value = float(cell)
     except (TypeError, ValueError):
         value = math.nan
     if not math.isfinite(value):
-        raise table.error(number, "a number as the score of a pair", repr(given))
+        raise table.error(number, "a number as the score of a pair", repr(cell))
     return value

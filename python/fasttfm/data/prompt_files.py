@@ -64,14 +64,14 @@ def read_prompts(
     if len(files) > 1 and (kind != "translate" or len(files) > 2):
         raise ValueError(f"files: expected one, or two to translate, got {len(files)}")
     if len(files) == 1 and _is_plain(files[0]):
-        found = list(_plain(files[0]))
+        questions = list(_plain(files[0]))
         if labels:
-            found = [_with_labels(each, labels, str(files[0])) for each in found]
+            questions = [_with_labels(question, labels, str(files[0])) for question in questions]
     else:
-        found = list(KINDS[kind](files, {"classify": labels, "translate": direction}.get(kind)))
-    if not found:
+        questions = list(KINDS[kind](files, {"classify": labels, "translate": direction}.get(kind)))
+    if not questions:
         raise data_error(files[0], "examples", "none")
-    return found
+    return questions
 
 
 # ---- objects with input and output -----------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def _plain(path: Path) -> Iterator[Question]:
         outputs: Any = [stated] if isinstance(stated, str) else stated
         choices: Any = row.get("choices", [])
         lists = isinstance(outputs, list) and outputs and isinstance(choices, list)
-        if not lists or not all(isinstance(each, str) for each in [row.get("input"), *outputs, *choices]):
+        if not lists or not all(isinstance(text, str) for text in [row.get("input"), *outputs, *choices]):
             expected = 'an object with the texts "input" and "output", and perhaps a list "choices"'
             raise data_error(path, expected, f"{line:.60}", line=number)
         if choices and outputs[0] not in choices:
@@ -179,7 +179,7 @@ def _story(path: Path) -> Question:
     text, *highlights = "\n".join(line for _, line in read_lines(path)).split("@highlight")
     if not highlights:
         raise data_error(path, "an article with lines @highlight", "none of them")
-    return Question(text.strip(), ["\n".join(each.strip() for each in highlights)])
+    return Question(text.strip(), ["\n".join(line.strip() for line in highlights)])
 
 
 # ---- translations ----------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def _parallel(first: Path, second: Path) -> Iterator[Question]:
 def _sentences(path: Path) -> list[str]:
     lines = [line for _, line in read_lines(path)]
     if path.name.removesuffix(".gz").endswith((".sgm", ".sgml")):
-        return [html.unescape(each).strip() for each in _SEGMENT.findall("\n".join(lines))]
+        return [html.unescape(segment).strip() for segment in _SEGMENT.findall("\n".join(lines))]
     return [line.strip() for line in lines]
 
 

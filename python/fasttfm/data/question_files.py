@@ -67,7 +67,7 @@ def read_questions(path: str | Path, turns: Turns = latest_first) -> list[Questi
         if isinstance(root, dict) and "Data" in root:
             examples = _triviaqa(path, root)
         elif isinstance(root, dict) and any(
-            "story" in each for each in root.get("data") or () if isinstance(each, dict)
+            "story" in entry for entry in root.get("data") or () if isinstance(entry, dict)
         ):
             examples = list(_coqa(path, root, turns))
         else:
@@ -129,12 +129,12 @@ def _questions_of_rows(path: Path, turns: Turns) -> Iterator[QuestionExample]:
             yield from _coqa_turns(path, f"{table.unit} {number}", _coqa_row(table, number, row), turns)
             continue
         context, question = table.text(number, row, "context"), table.text(number, row, "question")
-        found = row.get("answers")
-        if found is not None and not (isinstance(found, dict) and {"text", "answer_start"} <= set(found)):
-            raise table.error(number, "answers with lists 'text' and 'answer_start'", f"{found!r:.60}")
-        pairs = [] if found is None else list(zip(found["text"], found["answer_start"], strict=False))
+        lists = row.get("answers")
+        if lists is not None and not (isinstance(lists, dict) and {"text", "answer_start"} <= set(lists)):
+            raise table.error(number, "answers with lists 'text' and 'answer_start'", f"{lists!r:.60}")
+        pairs = [] if lists is None else list(zip(lists["text"], lists["answer_start"], strict=False))
         where = f"{path}, {table.unit} {number}"
-        impossible = bool(row.get("is_impossible", found is not None and not pairs))  # KLUE's have plausible answers
+        impossible = bool(row.get("is_impossible", lists is not None and not pairs))  # KLUE's have plausible answers
         answers = [] if impossible else [_answer(where, context, text, start) for text, start in pairs]
         yield QuestionExample(str(row.get("id", row.get("guid", number))), question, context, answers, impossible)
 
@@ -144,7 +144,7 @@ def _coqa_row(table: Table, number: int, row: Row) -> dict[str, Any]:
     questions, answers = row.get("questions"), row.get("answers")
     names = ("input_text", "answer_start", "answer_end")
     lists = [answers.get(name) for name in names] if isinstance(answers, dict) else [None]
-    if not all(isinstance(each, list) for each in (questions, *lists)):
+    if not all(isinstance(column, list) for column in (questions, *lists)):
         raise table.error(number, f"lists of 'questions' and of their answers' {', '.join(names)}", f"{answers!r:.60}")
     keys = ("input_text", "span_start", "span_end")
     return {
@@ -152,7 +152,7 @@ def _coqa_row(table: Table, number: int, row: Row) -> dict[str, Any]:
         "source": row.get("source"),
         "story": row["story"],
         "questions": [{"input_text": question} for question in questions or ()],
-        "answers": [dict(zip(keys, each, strict=True)) for each in zip(*lists, strict=False)],
+        "answers": [dict(zip(keys, values, strict=True)) for values in zip(*lists, strict=False)],
     }
 
 
@@ -160,32 +160,32 @@ def _coqa_row(table: Table, number: int, row: Row) -> dict[str, Any]:
 
 
 def _coqa(path: Path, root: Any, turns: Turns) -> Iterator[QuestionExample]:
-    for i, each in enumerate(_field(path, "the file", root, "data", list)):
-        yield from _coqa_turns(path, f"data[{i}]", each, turns)
+    for i, data in enumerate(_field(path, "the file", root, "data", list)):
+        yield from _coqa_turns(path, f"data[{i}]", data, turns)
 
 
-def _coqa_turns(path: Path, where: str, each: Any, turns: Turns) -> Iterator[QuestionExample]:
-    story = _field(path, where, each, "story", str)
-    questions, answers = (_field(path, where, each, name, list) for name in ("questions", "answers"))
+def _coqa_turns(path: Path, where: str, data: Any, turns: Turns) -> Iterator[QuestionExample]:
+    story = _field(path, where, data, "story", str)
+    questions, answers = (_field(path, where, data, name, list) for name in ("questions", "answers"))
     if len(questions) != len(answers):
         raise data_error(f"{path}, {where}", f"{len(questions)} answers, as there are questions", f"{len(answers)}")
-    others: Any = each.get("additional_answers") or {}
-    source = str(each.get("source") or "")
+    others: Any = data.get("additional_answers") or {}
+    source = str(data.get("source") or "")
     domain = _DOMAINS.get(source, source)
     asked_texts, answer_texts = (
         [_field(path, f"{where}.{name}[{turn}]", one, "input_text", str) for turn, one in enumerate(several)]
         for name, several in (("questions", questions), ("answers", answers))
     )
     for turn, asked in enumerate(questions):
-        given = [answers[turn], *(other[turn] for other in others.values() if turn < len(other))]
-        spans = [_coqa_span(path, f"{where}.answers[{turn}]", story, answer) for answer in given]
-        found = [span for span in spans if span is not None]
-        texts = [answer["input_text"].strip() for answer in given]
+        turn_answers = [answers[turn], *(other[turn] for other in others.values() if turn < len(other))]
+        spans = [_coqa_span(path, f"{where}.answers[{turn}]", story, answer) for answer in turn_answers]
+        known = [span for span in spans if span is not None]
+        texts = [answer["input_text"].strip() for answer in turn_answers]
         texts = ["" if text.lower() == "unknown" else text for text in texts]
         several = [[*texts[:one], *texts[one + 1 :]] for one in range(len(texts))]
-        id = f"{each.get('id', where)}-{asked.get('turn_id', turn + 1)}"
+        id = f"{data.get('id', where)}-{asked.get('turn_id', turn + 1)}"
         references = several if len(texts) > 1 else [texts]
-        yield QuestionExample(id, turns(asked_texts, answer_texts, turn), story, found, not found, references, domain)
+        yield QuestionExample(id, turns(asked_texts, answer_texts, turn), story, known, not known, references, domain)
 
 
 def _coqa_span(path: Path, where: str, story: str, answer: Any) -> Answer | None:
@@ -206,20 +206,20 @@ def _coqa_span(path: Path, where: str, story: str, answer: Any) -> Answer | None
 def _triviaqa(path: Path, root: Any) -> list[QuestionExample]:
     examples, without = [], 0
     verified = bool(root.get("VerifiedEval"))
-    for i, each in enumerate(_field(path, "the file", root, "Data", list)):
+    for i, entry in enumerate(_field(path, "the file", root, "Data", list)):
         where = f"Data[{i}]"
-        if verified and isinstance(each, dict) and not each.get("QuestionPartOfVerifiedEval"):
+        if verified and isinstance(entry, dict) and not entry.get("QuestionPartOfVerifiedEval"):
             continue
-        question = _field(path, where, each, "Question", str)
-        answer = each.get("Answer")
+        question = _field(path, where, entry, "Question", str)
+        answer = entry.get("Answer")
         aliases = [] if answer is None else _aliases(path, where, answer)
-        for name, document in _evidence(path, each, verified and root.get("Domain") == "Web"):
+        for name, document in _evidence(path, entry, verified and root.get("Domain") == "Web"):
             context = _beginning(document)
             matches = {at: alias for alias in aliases for at in [context.lower().find(alias.lower())] if at >= 0}
-            found = [Answer(context[at : at + len(alias)], at) for at, alias in sorted(matches.items())]
-            if found or answer is None:
-                id = f"{each.get('QuestionId', i)}--{name}"
-                examples.append(QuestionExample(id, question, context, found, False, [aliases] if aliases else []))
+            answers = [Answer(context[at : at + len(alias)], at) for at, alias in sorted(matches.items())]
+            if answers or answer is None:
+                id = f"{entry.get('QuestionId', i)}--{name}"
+                examples.append(QuestionExample(id, question, context, answers, False, [aliases] if aliases else []))
                 break
         else:
             without += 1
@@ -233,13 +233,13 @@ def _triviaqa(path: Path, root: Any) -> list[QuestionExample]:
 def _aliases(path: Path, where: str, answer: Any) -> list[str]:
     value = _field(path, f"{where}.Answer", answer, "Value", str)
     lists = (answer.get(name) or [] for name in ("Aliases", "HumanAnswers", "NormalizedAliases"))
-    return list(dict.fromkeys(filter(None, [value, *(alias for each in lists for alias in each)])))
+    return list(dict.fromkeys(filter(None, [value, *(alias for names in lists for alias in names)])))
 
 
-def _evidence(path: Path, each: Any, verified: bool) -> Iterator[tuple[str, Path]]:
+def _evidence(path: Path, entry: Any, verified: bool) -> Iterator[tuple[str, Path]]:
     """The existing documents of a question; with ``verified`` only those that were checked."""
     folder = path.parent.parent / "evidence"
-    for kind, pages in (("wikipedia", each.get("EntityPages")), ("web", each.get("SearchResults"))):
+    for kind, pages in (("wikipedia", entry.get("EntityPages")), ("web", entry.get("SearchResults"))):
         for page in pages or []:
             document = folder / kind / str(page.get("Filename"))
             if document.is_file() and (not verified or page.get("DocPartOfVerifiedEval")):

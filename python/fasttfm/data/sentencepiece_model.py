@@ -39,12 +39,12 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
         pieces = [dict(_fields(value)) for number, value in fields if number == 1]
         trainer = dict(_fields(next((value for number, value in fields if number == 2), b"")))
         rules = dict(_fields(next((value for number, value in fields if number == 3), b"")))
-        named = [(each[1].decode(), struct.unpack("<f", each.get(2, bytes(4)))[0]) for each in pieces]
+        named = [(piece[1].decode(), struct.unpack("<f", piece.get(2, bytes(4)))[0]) for piece in pieces]
     except OSError as error:
         raise data_error(path, "a readable file", error.strerror or str(error)) from None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, struct.error):
         raise data_error(path, "a SentencePiece model", "another file") from None
-    unknown = [id for id, each in enumerate(pieces) if each.get(3, 1) == _UNKNOWN]
+    unknown = [id for id, piece in enumerate(pieces) if piece.get(3, 1) == _UNKNOWN]
     kind = trainer.get(3, 1)
     if kind not in _KINDS:
         raise data_error(

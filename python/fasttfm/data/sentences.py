@@ -66,10 +66,10 @@ def _is_start(text: str, match: re.Match[str]) -> bool:
 
 def _abbreviates(text: str, match: re.Match[str]) -> bool:
     """Whether the full stop before the match belongs to an abbreviation or an ordinal number."""
-    found = _WORD_BEFORE.search(text, max(0, match.start() - 12), match.start())
-    if found is None or match["closing"]:
+    match_before = _WORD_BEFORE.search(text, max(0, match.start() - 12), match.start())
+    if match_before is None or match["closing"]:
         return False
-    word = found[1]
+    word = match_before[1]
     if word.isdigit():
         return len(word) <= 2 and _GERMAN_NOUN.match(text, match.end()) is not None
     return (len(word) == 1 and word.isascii()) or word.lower() in _ABBREVIATIONS

@@ -217,10 +217,10 @@ class _Writer:
         record_path = self.folder / f"{number:05d}.json"
         digest = self._digest(documents)
         try:
-            found = _read_json(record_path)
-            if found["digest"] == digest:
-                _check_files(self.folder, found, checksums=True)
-                return found
+            stored = _read_json(record_path)
+            if stored["digest"] == digest:
+                _check_files(self.folder, stored, checksums=True)
+                return stored
         except (DataError, LookupError, TypeError, AttributeError):
             pass  # missing, half-written or damaged: written again
         record_path.unlink(missing_ok=True)
@@ -307,14 +307,14 @@ def _counted(documents: Iterator[str], bar: Any) -> Iterator[str]:
 
 def _files(source: Any) -> list[list[Any]]:
     """Name, size and modification time of the files of ``source``; empty if it is not a path."""
-    files = [each for path in files_of(source) or [] for each in (sorted(path.glob("*")) if path.is_dir() else [path])]
+    files = [file for path in files_of(source) or [] for file in (sorted(path.glob("*")) if path.is_dir() else [path])]
     return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
 def _remove_stale(folder: Path, shards: int) -> None:
     for path in folder.iterdir():
-        found = _SHARD_FILE.fullmatch(path.name)
-        if found is not None and int(found[1]) >= shards:
+        match = _SHARD_FILE.fullmatch(path.name)
+        if match is not None and int(match[1]) >= shards:
             path.unlink()
 
 
@@ -350,8 +350,8 @@ def _check_file(path: Path, facts: dict[str, Any], *, checksum: bool) -> None:
     size = path.stat().st_size if path.is_file() else None
     if size != facts["bytes"]:
         raise data_error(path, f"{facts['bytes']} bytes", "no file" if size is None else f"{size} bytes")
-    if checksum and (found := _checksum(path)) != facts["crc32"]:
-        raise data_error(path, f"checksum {facts['crc32']}", f"{found}: the file is damaged; remove it, prepare again")
+    if checksum and (actual := _checksum(path)) != facts["crc32"]:
+        raise data_error(path, f"checksum {facts['crc32']}", f"{actual}: the file is damaged; remove it, prepare again")
 
 
 def _checksum(path: Path) -> str:

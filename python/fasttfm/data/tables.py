@@ -76,25 +76,25 @@ class Table(ABC):
 
     def value(self, row: Row, column: str) -> Any:
         """A value of a row; ``a.b`` is field b of object a. Class labels are returned by name, -1 as None."""
-        found: Any = row.get(column)
+        value: Any = row.get(column)
         if column not in row and "." in column:
-            found = row
+            value = row
             for name in column.split("."):
-                found = found.get(name) if isinstance(found, Mapping) else None
-        if column in self.class_names and isinstance(found, int):
+                value = value.get(name) if isinstance(value, Mapping) else None
+        if column in self.class_names and isinstance(value, int):
             names = self.class_names[column]
-            return names[found] if 0 <= found < len(names) else None
-        return found
+            return names[value] if 0 <= value < len(names) else None
+        return value
 
     def text(self, number: int, row: Row, column: str) -> str:
         """A value of a row. Raises DataError if it is not a text."""
-        found = self.value(row, column)
-        if not isinstance(found, str):
-            got = ", ".join(map(repr, row)) if found is None and column not in row else f"{found!r:.60}"
+        value = self.value(row, column)
+        if not isinstance(value, str):
+            got = ", ".join(map(repr, row)) if value is None and column not in row else f"{value!r:.60}"
             raise self.error(number, f"a text in {column!r}", got)
-        if SURROGATE.search(found):  # "\\ud800" is valid JSON, but not a character
+        if SURROGATE.search(value):  # "\\ud800" is valid JSON, but not a character
             raise self.error(number, "UTF-8 text", "half of a surrogate pair")
-        return found
+        return value
 
 
 class Delimited(Table):
@@ -251,7 +251,7 @@ class ArrowFolder(Table):
         state = read_json(path / "state.json")
         if state.get("_indices_files"):
             raise data_error(path, "a data set without an index file (flatten_indices())", "one with")
-        self._files = [path / each["filename"] for each in state.get("_data_files", [])]
+        self._files = [path / file["filename"] for file in state.get("_data_files", [])]
         info = path / "dataset_info.json"
         self.class_names = _class_names(read_json(info).get("features", {})) if info.is_file() else {}
         try:
@@ -279,9 +279,9 @@ def is_dataset(path: Path) -> bool:
 
 
 def _class_names(features: Any) -> dict[str, Sequence[str]]:
-    found = features if isinstance(features, dict) else {}
+    columns = features if isinstance(features, dict) else {}
     return {
-        name: each["names"]
-        for name, each in found.items()
-        if isinstance(each, dict) and each.get("_type") == "ClassLabel" and "names" in each
+        name: feature["names"]
+        for name, feature in columns.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and "names" in feature
     }

@@ -119,12 +119,12 @@ def read_texts(
         table.skip_broken = skip_broken or is_qqp
     examples, undecided = [], 0
     for number, row in table.rows():
-        found = None if label is None else _label(table, number, table.value(row, label))
-        if found == "-" and label == "gold_label":
+        value = None if label is None else _label(table, number, table.value(row, label))
+        if value == "-" and label == "gold_label":
             undecided += 1
             continue
         pair = None if second is None else table.text(number, row, second)
-        examples.append(TextExample(table.text(number, row, first), pair, found))
+        examples.append(TextExample(table.text(number, row, first), pair, value))
     if not examples:
         raise data_error(table.path, "examples after the header line", "none")
     if isinstance(table, Delimited) and table.broken and not skip_broken:
@@ -165,7 +165,7 @@ def text_columns(table: Table, columns: Columns) -> TextColumns:
     if isinstance(table, Delimited) and not columns.header and not any(columns[:3]):
         return _columns_by_number(table)
     names = {name.lower(): name for name in reversed(table.columns)}
-    text, pair, label = (None if given is None else _column(table, given) for given in columns[:3])
+    text, pair, label = (None if column is None else _column(table, column) for column in columns[:3])
     if text is None:
         pairs = [(names[a], names[b]) for a, b in _PAIRS if a in names and b in names]
         single = [names[name] for name in _TEXTS if name in names and names[name] != pair]
@@ -180,7 +180,7 @@ def text_columns(table: Table, columns: Columns) -> TextColumns:
             got = ", ".join(map(repr, table.columns))
             raise data_error(table.path, expected, f"{got:.200}", line=table.header_line)
     if label is None:
-        label = next((names[each] for each in _LABELS if each in names and names[each] not in (text, pair)), None)
+        label = next((names[known] for known in _LABELS if known in names and names[known] not in (text, pair)), None)
     return TextColumns(text, pair, label)
 
 
@@ -193,14 +193,14 @@ def _columns_by_number(table: Table) -> TextColumns:
     return TextColumns(first, others[0] if len(others) == 2 else None, others[-1] if others else None)
 
 
-def _column(table: Table, given: str) -> str:
+def _column(table: Table, column: str) -> str:
     names = table.columns
-    if given in names or ("." in given and given.partition(".")[0] in names):
-        return given
-    if given.isdecimal() and 1 <= int(given) <= len(names):
-        return names[int(given) - 1]
+    if column in names or ("." in column and column.partition(".")[0] in names):
+        return column
+    if column.isdecimal() and 1 <= int(column) <= len(names):
+        return names[int(column) - 1]
     got = ", ".join(map(repr, names))
-    raise data_error(table.path, f"a column {given!r}", f"{got:.200}", line=table.header_line)
+    raise data_error(table.path, f"a column {column!r}", f"{got:.200}", line=table.header_line)
 
 
 def _label(table: Table, number: int, value: Any) -> str | None:
@@ -267,10 +267,10 @@ def _word_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
             yield number, line.split("\t") if "\t" in line else line.split()
 
 
-def _word_column(path: Path, given: str, names: Sequence[str], width: int) -> int:
-    if given in names:
-        return names.index(given)
-    if given.isdecimal() and 1 <= int(given) <= width:
-        return int(given) - 1
+def _word_column(path: Path, column: str, names: Sequence[str], width: int) -> int:
+    if column in names:
+        return names.index(column)
+    if column.isdecimal() and 1 <= int(column) <= width:
+        return int(column) - 1
     got = ", ".join(names) if names else f"{width} columns"
-    raise data_error(path, f"a column {given!r}", got)
+    raise data_error(path, f"a column {column!r}", got)

@@ -114,8 +114,8 @@ def _files_of_path(source: str | Path) -> list[Path]:
             return [path]
     except OSError as error:  # for example a long text, which is not a valid path
         raise data_error(f"{source!s:.60}", "a path", error.strerror or str(error)) from None
-    found = sorted(Path(name) for name in glob.glob(str(source), recursive=True))
-    files = [path for path in found if path.is_file()]
+    paths = sorted(Path(name) for name in glob.glob(str(source), recursive=True))
+    files = [path for path in paths if path.is_file()]
     if not files:
         hint = "; to pass texts, use an iterator, for example iter(texts)" if len(str(source)) > 60 else ""
         hint = "; fasttfm pretrain --stream reads addresses" if "://" in str(source) else hint
@@ -124,12 +124,12 @@ def _files_of_path(source: str | Path) -> list[Path]:
 
 
 def _files_of_folder(folder: Path) -> list[Path]:
-    found = sorted(folder.rglob("*"))
-    saved = [path.parent for path in found if path.name == "state.json"]  # splits that ``datasets`` has saved
+    paths = sorted(folder.rglob("*"))
+    saved = [path.parent for path in paths if path.name == "state.json"]  # splits that ``datasets`` has saved
     if saved:
         return saved
     for suffixes in (SUFFIXES, OTHER_SUFFIXES):
-        files = [path for path in found if path.name.endswith(suffixes) and path.is_file()]
+        files = [path for path in paths if path.name.endswith(suffixes) and path.is_file()]
         if files:
             return files
     raise data_error(folder, f"files that end in {', '.join((*SUFFIXES, *OTHER_SUFFIXES))}", "none")
@@ -165,8 +165,8 @@ def _read_markup(path: Path) -> Iterator[str]:
     lines: list[str] = []
     joins = False
     for _, line in read_lines(path):
-        own = bool(_OWN_LINE.match(line))
-        if line.strip() and joins and not own:
+        starts_line = bool(_OWN_LINE.match(line))
+        if line.strip() and joins and not starts_line:
             lines[-1] += f" {line.strip()}"
         elif line.strip():
             lines.append(line.rstrip())

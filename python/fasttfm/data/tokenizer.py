@@ -40,8 +40,8 @@ class SpecialIds:
 _NAMES = {
     "pad": ("[PAD]", "<pad>"),
     "unk": ("[UNK]", "<unk>", "<|endoftext|>"),
-    "cls": ("[CLS]", "<s>"),
-    "sep": ("[SEP]", "</s>"),
+    "cls": ("[CLS]", "<cls>", "<s>"),
+    "sep": ("[SEP]", "<sep>", "</s>"),
     "mask": ("[MASK]", "<mask>"),
     "bos": ("<s>", "<|endoftext|>"),
     "eos": ("</s>", "<|endoftext|>"),
@@ -61,15 +61,14 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The ids, and for each the range of its characters in ``text``."""
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)  # releases the GIL; encode does not
         return encoding.ids, encoding.offsets
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -149,6 +148,8 @@ class Tokenizer:
             family = family_of_type(config.model_type)
             if family is not None and family.task_tokens and self._adds_special_tokens():
                 rules["post_processor"] = None
+            if family is not None and family.last_token:
+                rules["post_processor"], settings["padding_side"] = self._ending_template(), "left"
         contents = {
             "tokenizer.json": json.dumps(rules, indent=2, ensure_ascii=False),
             "tokenizer_config.json": json_text(settings),
@@ -157,6 +158,17 @@ class Tokenizer:
         with atomic_writes([folder / name for name in contents]) as partials:
             for name, text in contents.items():
                 partials[folder / name].write_text(text, encoding="utf-8")
+
+    def _ending_template(self) -> Any:
+        """XLNet's rule: [SEP] after each text and [CLS] at the end, with a segment of its own."""
+        first, last = self.token(self.special.cls or 0), self.token(self.special.sep or 0)
+        backend = library().Tokenizer.from_str(self.backend.to_str())
+        backend.post_processor = library().processors.TemplateProcessing(
+            single=f"$A {last} {first}:2",
+            pair=f"$A {last} $B:1 {last}:1 {first}:2",
+            special_tokens=[(first, self.special.cls), (last, self.special.sep)],
+        )
+        return json.loads(backend.to_str())["post_processor"]
 
     def _adds_special_tokens(self) -> bool:
         """Whether transformers puts [CLS] or [SEP] around a text."""
@@ -199,13 +211,13 @@ def finished(backend: Any, special: SpecialIds, lowercase: bool) -> Tokenizer:
 def special_by_name(backend: Any, settings: dict[str, Any]) -> SpecialIds:
     """The special tokens that a folder's settings name, or else those with a known name. [CLS] and [SEP] may also be
     the tokens that the backend puts around a text."""
-    found: dict[str, int | None] = {}
+    special: dict[str, int | None] = {}
     for role, known in _NAMES.items():
         named = settings.get(f"{role}_token")
         named = named.get("content") if isinstance(named, dict) else named
         candidates = [named] if isinstance(named, str) else known
         ids = (backend.token_to_id(name) for name in candidates)
-        found[role] = next((id for id in ids if id is not None), None)
-    if found["cls"] is None and found["sep"] is None and backend.num_special_tokens_to_add(False) == 2:
-        found["cls"], *_, found["sep"] = backend.encode("a").ids
-    return SpecialIds(**found)
+        special[role] = next((id for id in ids if id is not None), None)
+    if special["cls"] is None and special["sep"] is None and backend.num_special_tokens_to_add(False) == 2:
+        special["cls"], *_, special["sep"] = backend.encode("a").ids
+    return SpecialIds(**special)

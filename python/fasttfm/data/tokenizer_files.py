@@ -36,7 +36,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     folder = checkpoint_directory(path, Part.TOKENIZER)
     # ELECTRA's two models have one tokenizer, in a folder of theirs or in the one above.
     others = [folder.parent] if folder.name in PARTS else [folder / part for part in PARTS]
-    return _read_tokenizer(next((each for each in (folder, *others) if _has_tokenizer(each)), folder))
+    return _read_tokenizer(next((directory for directory in (folder, *others) if _has_tokenizer(directory)), folder))
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -48,10 +48,10 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     tokenizers = library()
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
-        found = [path / name for name in TOKENIZER_FILES if (path / name).is_file()] or sorted(path.glob("*.model"))
-        if not found:
+        files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()] or sorted(path.glob("*.model"))
+        if not files:
             raise data_error(path, _EXPECTED, "none of them")
-        path = found[0]
+        path = files[0]
     if not path.is_file():
         raise data_error(path, f"a folder, {_EXPECTED}", "nothing there")
     settings = {**_settings(folder / "special_tokens_map.json"), **_settings(folder / "tokenizer_config.json")}

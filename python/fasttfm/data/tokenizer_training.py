@@ -121,8 +121,8 @@ def _wordpiece_vocabulary(
     with _repeated(_pieces(documents)) as pieces:
         letters = trained(pieces(), 0, special)[len(special) :]
         inside = sorted(name for name in letters if len(name) > 1)
-        found = trained(pieces(), options["vocab_size"], [*special, *inside])
-    rest = found[len(special) + len(inside) :]
+        vocabulary = trained(pieces(), options["vocab_size"], [*special, *inside])
+    rest = vocabulary[len(special) + len(inside) :]
     alphabet, merges = rest[: len(letters) - len(inside)], rest[len(letters) - len(inside) :]
     return {name: id for id, name in enumerate([*special, *alphabet, *inside, *merges])}
 

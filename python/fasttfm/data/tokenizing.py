@@ -67,7 +67,7 @@ def tokenizers(tokenizer: Tokenizer, workers: int) -> Iterator[_Tokenizing]:
     pool = ProcessPoolExecutor(workers, initializer=_start, initargs=(tokenizer, os.getpid()))
     reader = ThreadPoolExecutor(1, thread_name_prefix="fasttfm-reader")
     try:
-        with _one_thread_each():
+        with _single_threaded():
             pool.submit(os.getpid).result()  # processes start now, before the reader's thread
         tokenizing.reader, tokenizing.pool = reader, pool
         yield tokenizing
@@ -77,7 +77,7 @@ def tokenizers(tokenizer: Tokenizer, workers: int) -> Iterator[_Tokenizing]:
 
 
 @contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
+def _single_threaded() -> Iterator[None]:
     """Processes that start in this context tokenize in one thread. Those that are forked after this process has
     tokenized in several threads must do so, and this setting avoids the library's warning."""
     before = os.environ.get(_PARALLELISM)

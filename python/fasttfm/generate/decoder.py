@@ -13,8 +13,12 @@ from fasttfm.models.text_model import TextModel
 from fasttfm.nn import PackedBatch, PackedLayer, RotaryLayer, RotaryTransformer
 from fasttfm.nn.parts import layer_norm, packed_residual_norm
 from fasttfm.nn.plain import is_plain, is_watched
-from fasttfm.ops import few_rows
-from fasttfm.ops.backends import triton_absent
+from fasttfm.ops import linear
+from fasttfm.ops.core.backends import triton_absent
+from fasttfm.ops.layers import decode_layers, few_rows, stack
+from fasttfm.ops.layers.decode_layers import DecodeLayers, DecoderLayers
+from fasttfm.ops.layers.spec import Specs
+from fasttfm.ops.layers.torch_executor import Cache, Inputs
 
 # q, k and v as ``ops.attention`` takes them: one tensor [n, 3, H, D], or three tensors [n, heads, D].
 Parts = tuple[Tensor, ...]
@@ -22,8 +26,8 @@ Attend = Callable[[int, PackedLayer, Parts], Tensor]  # takes a layer's index, t
 # The maximum number of rows for the fused kernels (ops.decode_linear). Few rows are bound by the bytes of the weights,
 # and one kernel for a GEMM with its prologue and epilogue is faster; for more rows torch's GEMMs are.
 FUSED_ROWS = 16
-# The minimum number of rows for the GEMMs of ops/few_rows.py, where the GPU has them; None turns them off. One row is
-# faster with the fused kernels.
+# The minimum number of rows for the GEMMs of ops/layers/few_rows.py, where the GPU has them; None turns them off. One
+# row is faster with the fused kernels.
 FEW_ROWS_FROM: int | None = 2
 
 
@@ -55,6 +59,8 @@ class CachedDecoder:
         self.lengths = torch.empty(0, dtype=torch.int32, device="cpu")  # [sequences]: tokens in the cache
         self._arrivals = torch.empty(0, dtype=torch.int32, device="cpu")  # counters of ops.decode_attention
         self._few_rows: tuple[Any, str | None] = None, None  # a step's state, and what few_rows.refuse returned for it
+        self._one_kernel = DecodeLayers()
+        self._decoder_layers: tuple[Any, DecoderLayers | str] = None, ""  # a step's state, and what the kernel reads
 
     # ---- prompts ----
 
@@ -69,36 +75,70 @@ class CachedDecoder:
         numbers = ops.position_ids_from_cu_seqlens(cu_seqlens, total=batch.tokens)
         owners = torch.searchsorted(cu_seqlens[1:], torch.arange(batch.tokens, device=ids.device), right=True)
         rows = slots[owners]
+        if self.sequences is None:
+            self.sequences = sequences
+        embedded: Tensor = self.model.embeddings(ids, cu_seqlens)
+        x = self._read_whole(embedded, batch, numbers, rows)
+        if x is None:
+            x = self._read_by_ops(embedded, batch, numbers, rows)
+        self.lengths[slots] = cu_seqlens.diff()
+        return x.index_select(0, cu_seqlens[1:] - 1)
+
+    def _read_whole(self, x: Tensor, batch: PackedBatch, numbers: Tensor, rows: Tensor) -> Tensor | None:
+        """The states of all tokens, by one call of the core, which writes the cache; None if the core does not run the
+        layers."""
+        call = self._described(x, batch.cu_seqlens, batch.max_seqlen, numbers)
+        if call is None:
+            return None
+        specs, inputs, parameters = call
+        attention = specs[0].attention
+        self._allocate(inputs.x, attention.kv_heads, attention.head_dim)
+        cache = Cache(self.keys, self.values, rows * (attention.kv_heads * self.capacity) + numbers)
+        return stack.run_cached(specs, inputs._replace(cache=cache), parameters)
+
+    def _described(
+        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, positions: Tensor
+    ) -> tuple[Specs, Inputs, list[Tensor | None]] | None:
+        """The layers as data, the inputs of their plan, and their parameters; None if the layers have to run one by
+        one."""
+        encoder = self.model.encoder
+        tables = {} if self._rotary is None else self._rotary.tables(x, self.capacity)
+        described = encoder.described([*tables])
+        if described is None or torch.compiler.is_compiling():
+            return None
+        specs, parameters = described
+        inputs = encoder.inputs_of(x, cu_seqlens, max_seqlen, tables, positions)
+        (x,) = linear.autocast(inputs.x)
+        return specs, inputs._replace(x=x), parameters
+
+    def _read_by_ops(self, x: Tensor, batch: PackedBatch, numbers: Tensor, rows: Tensor) -> Tensor:
+        """The same layer by layer."""
 
         def attend(index: int, layer: PackedLayer, parts: Parts) -> Tensor:
             _, k, v = _separate(parts)
-            self._allocate(k, sequences)
+            self._allocate(k, *k.shape[1:])
             self.keys[index][rows, :, numbers] = k
             self.values[index][rows, :, numbers] = v
-            sizes: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": batch.max_seqlen}
+            sizes: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
             out = ops.attention(*parts, window=layer.window, scale=_scale(layer), **sizes)
             assert isinstance(out, Tensor)
             return out
 
-        x = self._run(self.model.embeddings(ids, cu_seqlens), attend, numbers)
-        self.lengths[slots] = cu_seqlens.diff()
-        return x.index_select(0, cu_seqlens[1:] - 1)
+        return self._run(x, attend, numbers)
 
-    def _allocate(self, k: Tensor, sequences: int) -> None:
-        """Allocates the cache for keys as ``k`` [n, heads, D], in its dtype, on the first call; outside of inference
-        mode, because later calls may be outside of it."""
+    def _allocate(self, like: Tensor, heads: int, width: int) -> None:
+        """Allocates the cache for keys of ``heads`` times ``width`` columns on the first call, with ``like``'s dtype
+        and device; outside of inference mode, because later calls may be outside of it."""
         if self.keys.numel():
-            if k.dtype != self.keys.dtype:
+            if like.dtype != self.keys.dtype:
                 expected = f"{self.keys.dtype}, in which the cache was made, with or without autocast as then"
-                raise ValueError(f"generate: autocast: expected {expected}, got {k.dtype}")
+                raise ValueError(f"generate: autocast: expected {expected}, got {like.dtype}")
             return
-        if self.sequences is None:
-            self.sequences = sequences
-        _, heads, width = k.shape
+        assert self.sequences is not None
         shape = (len(self.layers), self.sequences, heads, self.capacity, width)
-        device = k.device
+        device = like.device
         with torch.inference_mode(False):
-            self.values, keys = (torch.zeros(shape, dtype=k.dtype, device=device) for _ in range(2))
+            self.values, keys = (torch.zeros(shape, dtype=like.dtype, device=device) for _ in range(2))
             self.lengths = torch.zeros(self.sequences, dtype=torch.int32, device=device)
             self._arrivals = torch.zeros(self.sequences, heads, dtype=torch.int32, device=device)
             self.keys = keys  # last: it says that all are made
@@ -125,16 +165,22 @@ class CachedDecoder:
     def next_logits(self, head: Any, ids: Tensor, active: Tensor | None = None) -> Tensor:
         """As ``step``, but returns the logits [n, V] of ``head``."""
         if not self._is_fusable(ids) or not is_plain(head):
-            return _logits(head, self.step(ids, active))
-        if FEW_ROWS_FROM is not None and len(ids) >= FEW_ROWS_FROM and self._refuse_few_rows(ids) is None:
+            return logits_of(head, self.step(ids, active))
+        if (normalized := self._step_in_one_kernel(ids)) is not None:
+            logits = _fused(normalized, head.decoder, torch.float32)
+        elif FEW_ROWS_FROM is not None and len(ids) >= FEW_ROWS_FROM and self._refuse_few_rows(ids) is None:
             x = self._step_few_rows(ids)
-            logits = _fused(x, head.decoder, torch.float32) if len(ids) <= FUSED_ROWS else _logits(head, x)
+            logits = _fused(x, head.decoder, torch.float32) if len(ids) <= FUSED_ROWS else logits_of(head, x)
         elif len(ids) <= FUSED_ROWS:
             logits = self._step_fused(ids, head.decoder)
         else:
-            return _logits(head, self.step(ids, active))
+            return logits_of(head, self.step(ids, active))
         self._count(len(ids), active)
         return logits
+
+    def reset_workspace(self) -> None:
+        """Starts again with the first tag of the kernel for all layers, on the stream that orders the cache."""
+        self._one_kernel.reset()
 
     def _count(self, rows: int, active: Tensor | None) -> None:
         self.lengths[:rows].add_(1 if active is None else active)
@@ -166,9 +212,22 @@ class CachedDecoder:
         )
 
     def _step(self, ids: Tensor) -> Tensor:
-        positions = self.lengths[: len(ids)].long()
+        lengths = self.lengths[: len(ids)]
+        positions = lengths.long()
         placed = {} if self._rotary is not None else {"position_ids": positions}
-        return self._run(self.model.embeddings(ids, **placed), self._attend, positions)
+        x: Tensor = self.model.embeddings(ids, **placed)
+        whole = self._step_whole(x, positions, lengths) if x.is_cpu else None
+        return self._run(x, self._attend, positions) if whole is None else whole
+
+    def _step_whole(self, x: Tensor, positions: Tensor, lengths: Tensor) -> Tensor | None:
+        """The states of new tokens by one call of the core on a CPU; None if it does not run the layers."""
+        boundaries = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device)
+        call = self._described(x, boundaries, 1, positions)
+        if call is None or call[1].x.dtype != self.keys.dtype:
+            return None
+        specs, inputs, parameters = call
+        cache = Cache(self.keys, self.values, lengths=lengths)
+        return stack.run_cached(specs, inputs._replace(cache=cache), parameters)
 
     def _is_fusable(self, ids: Tensor) -> bool:
         """Whether the kernels of a step may read the parameters of a pre-LN model instead of calling its modules."""
@@ -182,21 +241,38 @@ class CachedDecoder:
     def _modules(self) -> list[Any]:
         return [module for layer in self.layers for module in (layer.norm1, *layer.block_modules(None)[:5])]
 
+    def _parameters(self) -> list[Tensor]:
+        modules = [*self._modules(), self.model.encoder.final_norm]
+        return [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
+
     def _refuse_few_rows(self, ids: Tensor) -> str | None:
         """Why a step does not run on the kernels for few rows; None if it does. The parameters are validated again only
         if one of their properties that the reason depends on has changed."""
-        modules = [*self._modules(), self.model.encoder.final_norm]
-        parameters = [
-            parameter for module in modules for parameter in module._parameters.values() if parameter is not None
-        ]
-        properties = [
-            (parameter.data_ptr(), parameter.dtype, parameter.device, parameter.shape, parameter.stride())
-            for parameter in parameters
-        ]
-        state = len(ids), ids.device, properties
+        parameters = self._parameters()
+        state = len(ids), ids.device, _properties(parameters)
         if state != self._few_rows[0]:
             self._few_rows = state, few_rows.refuse(len(ids), ids.device, parameters)
         return self._few_rows[1]
+
+    def _step_in_one_kernel(self, ids: Tensor) -> Tensor | None:
+        """Returns the hidden states after the final LayerNorm; None if the kernel for all layers does not support the
+        step."""
+        if len(ids) > decode_layers.MOST_ROWS:
+            return None
+        state = len(ids), self.keys.data_ptr(), _properties(self._parameters())
+        if state != self._decoder_layers[0]:
+            layers = DecoderLayers.of(self.layers, self.model.encoder.final_norm)
+            if isinstance(layers, DecoderLayers):
+                layers = decode_layers.refuse(layers, len(ids), self.keys) or layers
+            self._decoder_layers = state, layers
+        layers = self._decoder_layers[1]
+        if isinstance(layers, str):
+            return None
+        lengths = self.lengths[: len(ids)]
+        x: Tensor = self.model.embeddings(ids, position_ids=lengths.long())
+        if x.dtype != self.keys.dtype:
+            return None
+        return self._one_kernel.run(x, layers, self.keys, self.values, lengths)
 
     def _step_few_rows(self, ids: Tensor) -> Tensor:
         """Returns the hidden states after the final LayerNorm. The residual stream is fp32. Kernels overlap as in
@@ -208,10 +284,10 @@ class CachedDecoder:
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             qkv = few_rows.product(x, layer.qkv.weight, layer.qkv.bias).unflatten(1, (3, layer.heads, -1))
             context = self._attend(index, layer, (qkv,), overlap=True).flatten(1)
-            parts = few_rows.product_parts(context, layer.out.weight)
+            parts = few_rows.gemm_parts(context, layer.out.weight)
             x, stream = few_rows.add_norm(parts, stream, layer.out.bias, layer.norm2, dtype)
             hidden = few_rows.product(x, layer.up.weight, layer.up.bias, activation=layer.activation)
-            parts = few_rows.product_parts(hidden, layer.down.weight)
+            parts = few_rows.gemm_parts(hidden, layer.down.weight)
             x, stream = few_rows.add_norm(parts, stream, layer.down.bias, next_norm, dtype)
         return x
 
@@ -264,6 +340,13 @@ class CachedDecoder:
         return branch
 
 
+def _properties(parameters: list[Tensor]) -> list[Any]:
+    return [
+        (parameter.data_ptr(), parameter.dtype, parameter.device, parameter.shape, parameter.stride())
+        for parameter in parameters
+    ]
+
+
 def _scale(layer: Any) -> float | None:
     """The factor of the attention scores; None for the usual one."""
     return layer.scale if isinstance(layer, RotaryLayer) else None
@@ -297,10 +380,14 @@ def _fused(
     )
 
 
-def _logits(head: Any, x: Tensor) -> Tensor:
-    """``head(x)``. On a GPU, if V is not a multiple of 16, two GEMMs: cuBLAS has faster kernels for the first
-    V // 16 * 16 columns."""
+def logits_of(head: Any, x: Tensor) -> Tensor:
+    """``head(x)``. Of few rows on a CPU by the core, which reads the weight once. On a GPU, if V is not a multiple of
+    16, two GEMMs: cuBLAS has faster kernels for the first V // 16 * 16 columns."""
     vocab = head.decoder.out_features if is_plain(head) else 0
+    if vocab and x.is_cpu:
+        logits = linear.few_rows_linear(head.transform(x), head.decoder.weight, head.decoder.bias)
+        if logits is not None:
+            return logits
     if not x.is_cuda or vocab % 16 == 0 or head.decoder.bias is not None or torch.is_autocast_enabled("cuda"):
         result: Tensor = head(x)
         return result

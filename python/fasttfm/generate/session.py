@@ -13,12 +13,11 @@ caller has launched before, such as changes of parameters, and what the caller l
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,35 +26,46 @@ import torch
 from torch import Tensor
 
 from fasttfm import ops
-from fasttfm.generate.decoder import CachedDecoder, body_of
-from fasttfm.generate.sampling import Sampling, check_logits, check_new_tokens, end_tokens, is_count
+from fasttfm.generate.decoder import CachedDecoder, body_of, logits_of
+from fasttfm.generate.sampling import Sampling, check_logits, check_new_tokens, end_tokens
 from fasttfm.models.families import longest_input
 from fasttfm.models.text_model import TextModel
 from fasttfm.nn import CausalLMHead, PackedBatch
 from fasttfm.nn.plain import Tree, is_plain
-from fasttfm.ops.checks import in_one_line
-from fasttfm.ops.graph_cache import GraphCache
-from fasttfm.ops.graph_capture import CaptureError, GraphPool
+from fasttfm.ops.core.checks import in_one_line
+from fasttfm.ops.core.graph_cache import GraphCache
+from fasttfm.ops.core.graph_capture import CaptureError, GraphPool
+from fasttfm.ops.core.streams import OrderedStream, to_host
 from fasttfm.ops.sample_tokens import Sequences
-from fasttfm.ops.streams import OrderedStream, to_host
+
+Array = np.ndarray[Any, Any]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 _NAME = "GenerationSession"
+_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32}
 _MAX_STOP_TOKENS = 8  # of one sequence
+_MOST_LIKELY = Sampling()
 _MAX_PROMPT_TOKENS = 16384  # of prompts that are read together; a longer prompt is read by itself
 _STEPS_PER_ROUND = 8  # steps between two copies of the state to the host
+_RESET_INTERVAL = 1 << 26  # steps before the tags of ops/layers/decode_layers.py are used up
 
 
 class Generation:
     """A sequence that a session continues. ``result()`` waits for all its tokens; iteration yields each one as soon as
     it is computed. The thread that waits runs the session's steps."""
 
-    def __init__(self, session: GenerationSession, prompt: list[int], row: _Row) -> None:
-        self.prompt = prompt
+    def __init__(self, session: GenerationSession, prompt: Ids, row: _Row) -> None:
         self.tokens: list[int] = []  # the new tokens that have reached the host
         self.done = False
         self._session, self._row = session, row
+        self._ids: Array = prompt
         self._steps = 0  # the number of new tokens that are launched
         self._error: BaseException | None = None  # what ended the sequence before its end
+
+    @property
+    def prompt(self) -> list[int]:
+        ids: list[int] = self._ids.tolist()
+        return ids
 
     def result(self) -> list[int]:
         """The new tokens, including the one that ends the sequence. Raises RuntimeError where a step that the sequence
@@ -131,25 +141,28 @@ class _State:
         )
 
     @staticmethod
-    def of(generations: Sequence[Generation], capacity: int, device: torch.device) -> _State:
-        """The state of new sequences."""
+    def of(generations: Sequence[Generation], capacity: int, device: torch.device, *others: Array) -> tuple[Any, ...]:
+        """The state of new sequences, and the ``others`` on their device: by one copy to it."""
         rows = [generation._row for generation in generations]
-
-        def tensor(values: list[Any], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
-
-        limits = [len(generation.prompt) + generation._row.new for generation in generations]
-        return _State(
+        ends = np.full((len(rows), _MAX_STOP_TOKENS), -1, np.int64)
+        for own, row in zip(ends, rows, strict=True):
+            own[: len(row.ends)] = row.ends
+        arrays: dict[str, Array] = {
+            "limits": np.array([len(each._ids) + each._row.new for each in generations], np.int32),
+            "ends": ends,
+            "seeds": np.array([row.seed for row in rows], np.int64),
+            "temperature": np.array([row.temperature for row in rows], np.float32),
+            "top_k": np.array([row.top_k for row in rows], np.int32),
+            "top_p": np.array([row.top_p for row in rows], np.float32),
+        }
+        tensors = _on_device([*arrays.values(), *others], device)
+        state = _State(
             ids=torch.zeros(len(rows), dtype=torch.int64, device=device),
             active=torch.ones(len(rows), dtype=torch.bool, device=device),
-            limits=tensor(limits, torch.int32),
-            ends=tensor([[*row.ends, *[-1] * (_MAX_STOP_TOKENS - len(row.ends))] for row in rows], torch.int64),
-            seeds=tensor([row.seed for row in rows], torch.int64),
-            temperature=tensor([row.temperature for row in rows], torch.float32),
-            top_k=tensor([row.top_k for row in rows], torch.int32),
-            top_p=tensor([row.top_p for row in rows], torch.float32),
             history=torch.zeros(len(rows), capacity, dtype=torch.int64, device=device),
+            **dict(zip(arrays, tensors, strict=False)),
         )
+        return state, *tensors[len(arrays) :]
 
     def first(self, rows: int) -> _State:
         return _State(*(getattr(self, field.name)[:rows] for field in fields(self)))
@@ -186,12 +199,12 @@ class _Snapshot:
 
     def apply(self) -> None:
         """Appends the new tokens to their sequences, and marks finished sequences."""
-        active, lengths, history = self._on_host()
-        continues, ends = active.tolist(), lengths.tolist()
+        active, lengths, rows = self._on_host()
+        continues, ends, history = active.tolist(), lengths.tolist(), rows.numpy()
         for slot, generation in self.generations.items():
             if generation.done:
                 continue
-            known = len(generation.prompt) + len(generation.tokens)
+            known = len(generation._ids) + len(generation.tokens)
             generation.tokens += history[slot, known : ends[slot] + 1].tolist()
             generation.done = not continues[slot]
 
@@ -250,6 +263,7 @@ class GenerationSession:
         self._running: dict[int, Generation] = {}
         self._snapshots: deque[_Snapshot] = deque()
         self._lock = threading.RLock()
+        self._steps = 0
         self._graphs = _Graphs(model, self._stream) if _uses_graphs(model, self.device, graphs) else None
 
     def __repr__(self) -> str:
@@ -286,7 +300,9 @@ class GenerationSession:
         ends = end_tokens(self.model.config, eos_token_id)
         if len(ends) > _MAX_STOP_TOKENS:
             raise ValueError(f"generate: eos_token_id: expected at most {_MAX_STOP_TOKENS} tokens, got {len(ends)}")
-        row = (Sampling(**options) if sampling is None else sampling).row(seed)
+        if sampling is None:
+            sampling = Sampling(**options) if options else _MOST_LIKELY
+        row = sampling.row(seed)
         generation = Generation(self, ids, _Row(max_new_tokens, tuple(ends), *row))
         if max_new_tokens == 0:
             generation.done = True
@@ -295,19 +311,21 @@ class GenerationSession:
             self._waiting.append(generation)
         return generation
 
-    def _checked(self, prompt: Sequence[int] | Tensor) -> list[int]:
+    def _checked(self, prompt: Sequence[int] | Tensor) -> Ids:
         """The ids of a prompt. A wrong one would end the sequences that are read with it, too."""
-        tokens = prompt.tolist() if isinstance(prompt, (Tensor, np.ndarray)) else prompt
-        ids = list(tokens) if isinstance(tokens, Iterable) else [tokens, None]
-        if not all(is_count(token, -math.inf) for token in ids):
-            raise ValueError(f"generate: input_ids: expected a list of ids, got {prompt!r:.80}")
-        if not ids:
+        try:
+            ids = np.asarray(prompt.cpu() if isinstance(prompt, Tensor) else prompt)
+        except (TypeError, ValueError, OverflowError):  # lists of different lengths
+            ids = np.empty((0, 0))
+        if ids.shape == (0,):
             raise ValueError("generate: input_ids: expected prompts of at least one token, got an empty one")
-        words = self.model.config.vocab_size
-        if not 0 <= min(ids) <= max(ids) < words:
-            got = f"{min(ids)} to {max(ids)}"
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"generate: input_ids: expected a list of ids, got {prompt!r:.80}")
+        ids, words = ids.astype(np.int64), self.model.config.vocab_size
+        if ids.view(np.uint64).max() >= words:  # also the negative ones
+            got = f"{ids.min()} to {ids.max()}"
             raise ValueError(f"generate: input_ids: expected ids from 0 to {words - 1}, got {got}")
-        return [int(token) for token in ids]
+        return ids
 
     def fits(self, sequences: int, tokens: int) -> bool:
         """Whether the cache has room for this many sequences of this many tokens, and still has the device and dtype of
@@ -315,8 +333,8 @@ class GenerationSession:
         return self._fits_model() and sequences <= self.max_batch and tokens <= self.capacity
 
     def _fits_model(self) -> bool:
-        parameter = next(body_of(self.model).parameters())
-        return parameter.device == self.device and parameter.dtype == self.dtype
+        parameter = body_of(self.model).embeddings.word.weight
+        return bool(parameter.device == self.device and parameter.dtype == self.dtype)
 
     def _check_model(self) -> None:
         _check_mode(self.model)
@@ -375,7 +393,7 @@ class GenerationSession:
         taken: list[Generation] = []
         tokens = 0
         while self._waiting and len(taken) < len(free):
-            tokens += len(self._waiting[0].prompt)
+            tokens += len(self._waiting[0]._ids)
             if taken and tokens > _MAX_PROMPT_TOKENS:
                 break
             taken.append(self._waiting.popleft())
@@ -386,18 +404,19 @@ class GenerationSession:
             generation._steps = 1
         if self._graphs is not None:
             self._graphs.drop_if_model_changed()
-        lengths = [len(generation.prompt) for generation in taken]
-        flat = torch.tensor(
-            [token for generation in taken for token in generation.prompt], device="cpu", dtype=torch.int64
-        )
-        bounds = torch.tensor([0, *lengths], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
-        batch = PackedBatch(bounds.to(self.device), max(lengths), len(flat))
-        slots = torch.tensor(free[: len(taken)], device=self.device, dtype=torch.int64)
-        rows = _State.of(taken, self.capacity, self.device)
-        logits = self.head(self.decoder.read(flat.to(self.device), batch, slots))
-        rows.take(logits, self.decoder.lengths[slots], self._sampler)
-        self._state.store(slots, rows)
+        self._read(taken, free[: len(taken)])
         return True
+
+    def _read(self, taken: Sequence[Generation], slots: Sequence[int]) -> None:
+        """Reads the prompts of sequences and draws their first tokens."""
+        lengths = [len(generation._ids) for generation in taken]
+        ids = np.concatenate([generation._ids for generation in taken])
+        bounds = np.cumsum([0, *lengths], dtype=np.int32)
+        given = (ids, bounds, np.array(slots, np.int64), np.array(lengths, np.int32))
+        rows, flat, cu_seqlens, own, positions = _State.of(taken, self.capacity, self.device, *given)
+        logits = logits_of(self.head, self.decoder.read(flat, PackedBatch(cu_seqlens, max(lengths), len(ids)), own))
+        rows.take(logits, positions, self._sampler)
+        self._state.store(own, rows)
 
     def _cancel(self, generation: Generation) -> None:
         with self._lock:
@@ -413,6 +432,9 @@ class GenerationSession:
                         self._state.active[slot] = False
 
     def _step(self, rows: int) -> None:
+        self._steps += 1
+        if self._steps % _RESET_INTERVAL == 0:
+            self.decoder.reset_workspace()
         if self._graphs is None:
             self._step_eagerly(rows)
         else:
@@ -454,6 +476,19 @@ class GenerationSession:
             self._running[after] = self._running.pop(before)
 
 
+def _on_device(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on a device, by one copy to it."""
+    starts = np.cumsum([0, *(-(-array.nbytes // 8) * 8 for array in arrays)])  # at multiples of the largest element
+    packed = np.empty(starts[-1], np.uint8)
+    for array, start in zip(arrays, starts, strict=False):
+        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    copied = torch.from_numpy(packed).to(device)
+    return [
+        copied[start : start + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
+        for array, start in zip(arrays, starts.tolist(), strict=False)
+    ]
+
+
 def _check_mode(model: Any) -> None:
     if model.training:
         raise ValueError(f"{_NAME}: model: expected evaluation mode (model.eval()), got training mode")
@@ -484,12 +519,16 @@ class _Graphs:
         self._cache: GraphCache[torch.cuda.CUDAGraph] = GraphCache(sys.maxsize, lookups=1)
         self._usable = _has_plain_modules(self._model)
         self._tree = Tree(self._model)
-        self._addresses = _addresses(self._model)
+        self._owners = [module._parameters for module in self._model.modules() if module._parameters]
+        self._addresses = self._addresses_now()
         self._parameters = [parameter.detach() for parameter in self._model.parameters()]  # with the same memory
 
     def drop_if_model_changed(self) -> None:
-        if not self._usable or not self._tree.is_unchanged() or _addresses(self._model) != self._addresses:
+        if not self._usable or not self._tree.is_unchanged() or self._addresses_now() != self._addresses:
             self._forget()
+
+    def _addresses_now(self) -> list[int]:
+        return [each.data_ptr() for own in self._owners for each in own.values() if each is not None]
 
     def captured(self, rows: int) -> torch.cuda.CUDAGraph | None:
         """The graph of this many rows; None if there is none."""
@@ -521,7 +560,3 @@ class _Graphs:
         finally:
             active.copy_(saved)
         return graph
-
-
-def _addresses(model: Any) -> list[int]:
-    return [parameter.data_ptr() for parameter in model.parameters()]

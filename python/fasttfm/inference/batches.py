@@ -87,6 +87,7 @@ class Packed(NamedTuple):
     segments: np.ndarray | None  # [T]
     cu_seqlens: np.ndarray  # int32 [sequences + 1]
     max_seqlen: int
+    adapters: np.ndarray | None = None  # int32 [T]: the index of each token's LoRA adapter, -1 for none
 
     @property
     def tokens(self) -> int:
@@ -110,7 +111,7 @@ def pack(ids: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None 
 
 def concatenate(lists: Sequence[Sequence[int]]) -> np.ndarray:
     """int64 [T]"""
-    if any(isinstance(each, np.ndarray) for each in lists):
+    if any(isinstance(ids, np.ndarray) for ids in lists):
         return np.concatenate(lists, dtype=np.int64, casting="unsafe")  # arrays without elements may be of any type
     return np.fromiter(itertools.chain.from_iterable(lists), np.int64, sum(map(len, lists)))
 
@@ -128,27 +129,27 @@ class SortedIds(NamedTuple):
         if last - first == len(self.order):
             return Packed(self.ids, segments, ends, ends.item(1))
         begin, end = ends.item(first), ends.item(last)
-        own = ends[first : last + 1] - np.int32(begin)
-        return Packed(self.ids[begin:end], segments, own, ends.item(first + 1) - begin)
+        boundaries = ends[first : last + 1] - np.int32(begin)
+        return Packed(self.ids[begin:end], segments, boundaries, ends.item(first + 1) - begin)
 
-    def given(self, count: int) -> list[np.ndarray]:
+    def unsorted(self, count: int) -> list[np.ndarray]:
         """The ids of each of the ``count`` sequences that were given, in their order."""
-        found = [self.ids[:0]] * count
+        ids = [self.ids[:0]] * count
         ends = self.cu_seqlens.tolist()
         for number, index in enumerate(self.order.tolist()):
-            found[index] = self.ids[ends[number] : ends[number + 1]]
-        return found
+            ids[index] = self.ids[ends[number] : ends[number + 1]]
+        return ids
 
 
 def sort_ids(sequences: Sequence[Sequence[int]]) -> SortedIds:
     """Sorts and concatenates sequences, which are lists or arrays of ids."""
-    found = checked_ids(sequences)
-    if found is not None:
-        return found
+    checked = checked_ids(sequences)
+    if checked is not None:
+        return checked
     order = _longest_first(list(map(len, sequences)))
-    own = [sequences[index] for index in order]
-    ids = concatenate(own) if own else np.empty(0, np.int64)
-    return SortedIds(ids, _boundaries(list(map(len, own))), np.array(order, np.int64))
+    ordered = [sequences[index] for index in order]
+    ids = concatenate(ordered) if ordered else np.empty(0, np.int64)
+    return SortedIds(ids, _boundaries(list(map(len, ordered))), np.array(order, np.int64))
 
 
 def checked_ids(
@@ -156,9 +157,9 @@ def checked_ids(
 ) -> SortedIds | None:
     """The same by the native core, if all sequences are lists of ``int`` or one-dimensional arrays of integers, have
     at most ``max_length`` ids, and these are less than ``vocabulary``; otherwise, and without the core, None."""
-    given = None if _native.sequences is None else _native.sequences(sequences, max_length)
-    found = None if given is None else given.sorted(vocabulary)
-    return None if found is None else SortedIds(*found)
+    read = None if _native.sequences is None else _native.sequences(sequences, max_length)
+    arrays = None if read is None else read.sorted(vocabulary)
+    return None if arrays is None else SortedIds(*arrays)
 
 
 def prefetch(items: Iterable[Item], prepare: Callable[[Item], Prepared]) -> Iterator[Prepared]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +14,12 @@ from torch import Tensor
 from fasttfm._atomic_files import write_json
 from fasttfm.inference.batches import pack, plan
 from fasttfm.inference.formats import Tokens, segments_of
+from fasttfm.inference.input_reader import InputReader
 from fasttfm.inference.network import Inputs, Network, Output
+from fasttfm.inference.windows import is_single
 from fasttfm.models.checkpoint_files import CheckpointError, read_json
 from fasttfm.nn.fp8_inference import measuring, use_fp8
-from fasttfm.ops.fp8_inference import LINEARS
+from fasttfm.ops.fp8.inference import LINEARS
 
 CALIBRATION = "fp8_calibration.json"
 
@@ -46,7 +49,7 @@ class Calibration:
     def save(self, directory: str | Path) -> Path:
         """Writes the file next to a checkpoint, where ``Session`` finds it."""
         path = Path(directory) / CALIBRATION
-        layers = [dict(zip(LINEARS, each, strict=True)) for each in self.amax]
+        layers = [dict(zip(LINEARS, magnitudes, strict=True)) for magnitudes in self.amax]
         write_json(path, {"tokens": self.tokens, "amax": layers}, indent=1)
         return path
 
@@ -59,24 +62,24 @@ class Calibration:
         content = read_json(path)
         try:
             layers = tuple(tuple(float(layer[name]) for name in LINEARS) for layer in content["amax"])
-            found = cls(layers, int(content["tokens"]))
+            calibration = cls(layers, int(content["tokens"]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{path}: expected magnitudes of layers, got {error!r}") from error
-        if not layers or found.tokens < 1 or not all(0 <= each < math.inf for layer in layers for each in layer):
-            got = f"{found!r:.200}"
+        if not layers or calibration.tokens < 1 or not all(0 <= amax < math.inf for layer in layers for amax in layer):
+            got = f"{calibration!r:.200}"
             raise CheckpointError(f"{path}: expected finite magnitudes of layers over at least one token, got {got}")
-        return found
+        return calibration
 
 
 def calibrate(network: Network, sequences: Sequence[Tokens], max_tokens: int, max_batch: int) -> Calibration:
     """Runs the network in its dtype over sequences."""
-    lengths = [len(each.ids) for each in sequences]
+    lengths = [len(tokens.ids) for tokens in sequences]
     if not any(lengths):
         raise ValueError("Session: calibration: expected texts with tokens, got none")
     with measuring(network.base.encoder) as amax:
         for group in plan(lengths, max_tokens, max_batch):
-            own = [sequences[index] for index in group]
-            batch = pack([each.ids for each in own], segments_of(own) if network.has_segments else None)
+            part = [sequences[index] for index in group]
+            batch = pack([tokens.ids for tokens in part], segments_of(part) if network.has_segments else None)
             network.run(Output.STATES, Inputs.of(batch, network.device))
     return Calibration.of(amax, sum(lengths))
 
@@ -84,3 +87,18 @@ def calibrate(network: Network, sequences: Sequence[Tokens], max_tokens: int, ma
 def run_in_fp8(network: Network, calibration: Calibration) -> None:
     """Makes the network compute its layers' GEMMs in FP8."""
     use_fp8(network.base.encoder, calibration.tensor(network.device))
+
+
+def in_fp8(
+    network: Network, reader: InputReader, source: Calibration | Sequence[Any] | None, max_tokens: int, max_batch: int
+) -> Calibration:
+    """Makes the network compute in FP8. Returns what its scales follow from: ``source``, or the magnitudes that its
+    inputs have."""
+    if source is None:
+        raise ValueError(f"Session: calibration: expected texts, or {CALIBRATION} next to the checkpoint, got none")
+    calibration = source
+    if not isinstance(calibration, Calibration):
+        texts = [calibration] if is_single(calibration) else calibration
+        calibration = calibrate(network, reader.read(texts), max_tokens, max_batch)
+    run_in_fp8(network, calibration)
+    return calibration

@@ -37,13 +37,13 @@ def chunk_vectors(session: Session, texts: Iterable[str], size: int, *, late: bo
     source = iter(texts)
     while group := list(itertools.islice(source, _TEXTS)):
         ids = reader.tokenizer.encode_batch([reader.with_prompt(text) for text in group])
-        ids = [each[len(before) - len(reader.form.first) :] for each in ids]  # without the prompt
-        pieces = [[each[start : start + window] for start in range(0, len(each) or 1, window)] for each in ids]
-        sequences = [[*before, *piece, *after] for own in pieces for piece in own]
-        found = iter(session.encode(sequences, output="states" if late else "vectors"))
-        for own in pieces:
-            rows = [next(found) for _ in own]
-            yield _late(session, rows, own, len(before), size) if late else np.stack(rows)
+        ids = [tokens[len(before) - len(reader.form.first) :] for tokens in ids]  # without the prompt
+        pieces = [[tokens[start : start + window] for start in range(0, len(tokens) or 1, window)] for tokens in ids]
+        sequences = [[*before, *piece, *after] for chunks in pieces for piece in chunks]
+        results = iter(session.encode(sequences, output="states" if late else "vectors"))
+        for chunks in pieces:
+            rows = [next(results) for _ in chunks]
+            yield _late(session, rows, chunks, len(before), size) if late else np.stack(rows)
 
 
 def _late(

@@ -32,7 +32,7 @@ def dense_layer(path: Path) -> nn.Linear:
 def _linear(tensors: dict[str, Any], path: Path) -> nn.Linear:
     weight, bias = tensors.get("weight"), tensors.get("bias")
     if weight is None or weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-        got = ", ".join(f"{name} {list(each.shape)}" for name, each in tensors.items()) or "nothing"
+        got = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items()) or "nothing"
         raise CheckpointError(f"{path}: expected the weight of a dense layer, and perhaps its bias, got {got}")
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype, device="meta")
     linear.load_state_dict({name: tensors[name] for name in ("weight", "bias") if name in tensors}, assign=True)

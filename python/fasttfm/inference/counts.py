@@ -23,7 +23,7 @@ class SessionCounts:
 
     def since(self, before: SessionCounts) -> SessionCounts:
         """What was computed after ``before`` was copied."""
-        names = [each.name for each in fields(self)]
+        names = [field.name for field in fields(self)]
         return SessionCounts(**{name: getattr(self, name) - getattr(before, name) for name in names})
 
     def note(self, max_length: int) -> str:

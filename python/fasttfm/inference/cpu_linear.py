@@ -1,4 +1,4 @@
-"""Linear layers on a CPU whose weights are packed once: GEMMs in fp32, bf16 or int8, with fp32 results."""
+"""Linear layers on a CPU whose weights are packed once: GEMMs in bf16 or int8, with fp32 results."""
 
 from __future__ import annotations
 
@@ -14,26 +14,13 @@ from torch import Tensor, nn
 from fasttfm.nn import PackedLayer, PackedTransformer
 from fasttfm.nn.packed_transformer import are_described, specs_of, with_next_norms
 from fasttfm.nn.plain import Tree, Uncopied, is_plain
+from fasttfm.ops.bf16_linear import bf16_linear, pack_bf16, supported_products
+from fasttfm.ops.core.library import is_plain as is_plain_call
 from fasttfm.ops.int8_linear import int8_linear, pack_int8
 from fasttfm.ops.layers import core_executor
-from fasttfm.ops.layers.plan import OPERANDS
+from fasttfm.ops.layers.encoding import OPERANDS
+from fasttfm.ops.layers.parameters import Layers, address_table
 from fasttfm.ops.layers.spec import FIELDS, Specs
-from fasttfm.ops.library import is_plain as is_plain_call
-from fasttfm.ops.linear import bf16_products
-from fasttfm.ops.transformer_native import Layers, address_table
-
-# oneDNN reads bf16 rows in blocks of 32 columns. With other widths it would read past the end of a row and multiply
-# that by 0, which is NaN where it is not finite.
-_COLUMNS = 32
-# For each activation: the name and the algorithm of oneDNN's post-op.
-_ONEDNN_ACTIVATIONS: dict[str | None, tuple[str, str]] = {
-    None: ("none", ""),
-    "gelu": ("gelu", "none"),
-    "gelu_tanh": ("gelu", "tanh"),
-    "relu": ("relu", ""),
-    "silu": ("swish", ""),
-}
-
 
 _BLOCK = 6  # linear layers and norms of a layer, without norms of heads
 
@@ -61,73 +48,74 @@ class Int8Linear(PackedLinear):
         return int8_linear(x, self.weight, activation=activation)
 
 
-class OneDnnLinear(PackedLinear):
-    """A weight in oneDNN's blocked layout, in fp32 or bf16."""
+class Bf16Linear(PackedLinear):
+    """Weights and inputs rounded to bf16 (ops/bf16_linear.py)."""
 
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.dtype = dtype
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), None)
-        self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
+        self.in_features = linear.in_features
+        self.weight = pack_bf16(linear.weight, linear.bias)
 
     def activated(self, x: Tensor, activation: str | None) -> Tensor:
-        name, algorithm = _ONEDNN_ACTIVATIONS[activation]
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, name, [], algorithm)
-        return y.float()
+        return bf16_linear(x, self.weight, activation=activation)
+
+
+_LINEARS: dict[str, Callable[[nn.Linear], PackedLinear]] = {"int8": Int8Linear, "bf16": Bf16Linear}
 
 
 def pack_linears(model: nn.Module, precision: str) -> None:
     """Replaces the linear layers of a model's transformer layers, which are in fp32 on the CPU, by packed ones.
 
     Args:
-        precision: ``"int8"`` or ``"bfloat16"``. On a CPU without bf16 instructions ``"bfloat16"`` changes nothing,
-            because bf16 GEMMs take longer than fp32 GEMMs there.
+        precision: ``"int8"`` or ``"bf16"``. On a CPU without bf16 instructions ``"bf16"`` changes nothing, because bf16
+            GEMMs take longer than fp32 GEMMs there.
     """
-    make: Callable[[nn.Linear], PackedLinear] = Int8Linear
-    if precision == "bfloat16":
-        if not has_bf16_instructions():
-            return
-        make = _bf16
+    if precision == "bf16" and not has_bf16_instructions():
+        return
     for layer in model.modules():
         if isinstance(layer, PackedLayer):
             for name in ("qkv", "out", "up", "down"):
                 linear: Any = getattr(layer, name)
-                if type(linear) is nn.Linear and is_plain(linear) and linear.in_features % _COLUMNS == 0:
-                    setattr(layer, name, make(linear))
+                if type(linear) is nn.Linear and is_plain(linear):
+                    setattr(layer, name, _LINEARS[precision](linear))
     for encoder in model.modules():
-        if isinstance(encoder, PackedTransformer) and precision == "int8":
-            encoder.int8 = Int8Layers.of(encoder)
+        if isinstance(encoder, PackedTransformer):
+            encoder.int8 = PackedLayers.of(encoder, precision)
 
 
-class Int8Layers(Uncopied):
-    """The value of ``PackedTransformer.int8``: runs its layers, whose linear layers are ``Int8Linear``, by one plan, in
-    one native call. It keeps the addresses of their weights, which do not change.
+class PackedLayers(Uncopied):
+    """The value of ``PackedTransformer.int8``: runs its layers, whose linear layers are all packed in one precision, by
+    one plan, in one native call. It keeps the addresses of their weights, which do not change.
 
     Args:
         encoder: The encoder. While a hook watches one of its modules, the modules are called.
         modules: The ``block_modules`` of each layer.
-        given: The FIELDS of all layers, of which linear layers have none.
+        fields: The FIELDS of all layers, of which linear layers have none.
         specs: The layers as data.
+        precision: A key of ``_LINEARS``.
     """
 
     def __init__(
         self,
         encoder: PackedTransformer,
+        precision: str,
         modules: Sequence[Sequence[nn.Module]],
-        given: list[Tensor | None],
+        fields: list[Tensor | None],
         specs: Specs,
     ) -> None:
-        self._tree, self._specs = Tree(encoder), specs
-        weights = [each.weight for own in modules for each in own if isinstance(each, Int8Linear)]
-        operands: list[Any] = [getattr(weight, name) for weight in weights for name in OPERANDS["int8"]]
-        self._operands = array("q", [0 if each is None else each.data_ptr() for each in operands])
+        self._tree, self._specs, self._precision = Tree(encoder), specs, precision
+        weights: list[Any] = [
+            module.weight for layer in modules for module in layer if isinstance(module, PackedLinear)
+        ]
+        operands: list[Any] = [getattr(weight, name) for weight in weights for name in OPERANDS[precision]]
+        self._operands = array("q", [0 if operand is None else operand.data_ptr() for operand in operands])
         self._weights = weights  # which the addresses are of
-        shapes = tuple(None if each is None else each.shape for each in given[: len(FIELDS)])
+        shapes = tuple(None if field is None else field.shape for field in fields[: len(FIELDS)])
         intermediate, device = specs[0].feed_forward.columns, weights[0].panels.device
-        self._layers = Layers(given, len(specs), torch.float32, intermediate, device, shapes, address_table(given))
+        self._layers = Layers(fields, len(specs), torch.float32, intermediate, device, shapes, address_table(fields))
 
     @classmethod
-    def of(cls, encoder: PackedTransformer) -> Int8Layers | None:
+    def of(cls, encoder: PackedTransformer, precision: str) -> PackedLayers | None:
         """None if the encoder has layers of other classes, or modules that have to be called."""
         if not len(encoder.layers) or not are_described(list(encoder.layers)):
             return None
@@ -135,14 +123,14 @@ class Int8Layers(Uncopied):
         pairs = with_next_norms(layers, encoder.final_norm)
         if not all(layer.has_plain_norms(norm) for layer, norm in pairs):
             return None
-        linears = [each for layer in layers for each in (layer.qkv, layer.out, layer.up, layer.down)]
-        if any(type(each) is not Int8Linear for each in linears):
+        linears = [linear for layer in layers for linear in (layer.qkv, layer.out, layer.up, layer.down)]
+        if any(type(linear) is not _LINEARS[precision] for linear in linears):
             return None
         modules = [layer.block_modules(norm) for layer, norm in pairs]
         # Linear layers have no parameters here: their operands are read.
-        given = list(itertools.chain.from_iterable(map(_fields_of, modules)))
-        specs = specs_of(pairs, list(encoder.rotations()), [each is None for each in given])
-        return None if specs is None else cls(encoder, modules, given, specs)
+        fields = list(itertools.chain.from_iterable(map(_fields_of, modules)))
+        specs = specs_of(pairs, list(encoder.rotations()), [field is None for field in fields])
+        return None if specs is None else cls(encoder, precision, modules, fields, specs)
 
     def run(
         self,
@@ -160,20 +148,16 @@ class Int8Layers(Uncopied):
         inputs = self._tree.root.inputs_of(x, cu_seqlens, max_seqlen, tables, positions)
         if core_executor.refuse(self._specs, inputs, self._layers, gradient=False) is not None:
             return None
-        plan = core_executor.plan_of(self._specs, inputs, training=False, precision="int8")
+        plan = core_executor.plan_of(self._specs, inputs, training=False, precision=self._precision)
         return core_executor.forward(plan, inputs, self._layers, self._layers.parameters, self._operands)[0]
 
 
 def _fields_of(modules: Sequence[nn.Module]) -> list[Tensor | None]:
     """The FIELDS of a layer, of its ``block_modules``; norms of heads, the last modules, have no bias."""
-    fields = [each._parameters.get(name) for each in modules[:_BLOCK] for name in ("weight", "bias")]
-    fields += [each._parameters.get("weight") for each in modules[_BLOCK:]]
+    fields = [module._parameters.get(name) for module in modules[:_BLOCK] for name in ("weight", "bias")]
+    fields += [module._parameters.get("weight") for module in modules[_BLOCK:]]
     return [*fields, *[None] * (len(FIELDS) - len(fields))]
 
 
-def _bf16(linear: nn.Linear) -> PackedLinear:
-    return OneDnnLinear(linear, torch.bfloat16)
-
-
 def has_bf16_instructions() -> bool:
-    return bf16_products() == "instructions"
+    return supported_products()[-1] != "generic"

@@ -99,13 +99,13 @@ class Dispatcher(Generic[Item]):
 _registered: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def register_fork_reset(each: Any) -> None:
+def register_fork_reset(resettable: Any) -> None:
     """Registers an object whose ``reset_after_fork()`` is called in a forked child, which has no thread but its own."""
-    _registered.add(each)
+    _registered.add(resettable)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [each.reset_after_fork() for each in list(_registered)])
+    os.register_at_fork(after_in_child=lambda: [resettable.reset_after_fork() for resettable in list(_registered)])
 
 
 # ---- the thread ------------------------------------------------------------------------------------------------------

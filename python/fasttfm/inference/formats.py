@@ -18,13 +18,14 @@ class Tokens(NamedTuple):
     ids: list[int]
     segments: list[int]  # of every token; may be empty if all are 0
     cut: int = 0  # how many tokens of the texts were truncated
+    adapter: int = -1  # the index of its LoRA adapter, -1 for none
 
 
 def segments_of(sequences: Sequence[Tokens]) -> list[list[int]] | None:
     """The segments of sequences; None if all are 0."""
-    if not any(each.segments and each.segments[-1] for each in sequences):
+    if not any(tokens.segments and tokens.segments[-1] for tokens in sequences):
         return None
-    return [each.segments or [0] * len(each.ids) for each in sequences]
+    return [tokens.segments or [0] * len(tokens.ids) for tokens in sequences]
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,13 @@ class Format:
     last: Sequence[int]
     max_length: int
     segments: bool = True  # whether the second text has segment 1
+    last_segment: int | None = None  # that of the last token, if it has one of its own
 
     def one(self, text: Sequence[int]) -> Tokens:
         """A single text, truncated if it is too long."""
         room = max(0, self.max_length - len(self.first) - len(self.last))
         ids = [*self.first, *text[:room], *self.last]
-        return Tokens(ids, [0] * len(ids), max(0, len(text) - room))
+        return self.finished(ids, [0] * len(ids))._replace(cut=max(0, len(text) - room))
 
     def two(self, text: Sequence[int], other: Sequence[int]) -> Tokens:
         """Two texts; while they are too long together, the longer one loses its last token."""
@@ -58,7 +60,13 @@ class Format:
         """Two texts that fit."""
         ids = [*self.first, *text, *self.between]
         segments = [0] * len(ids) + [int(self.segments)] * (len(other) + len(self.last))
-        return Tokens([*ids, *other, *self.last], segments)
+        return self.finished([*ids, *other, *self.last], segments)
+
+    def finished(self, ids: list[int], segments: list[int]) -> Tokens:
+        """A sequence whose last token has the segment that it has in this format."""
+        if self.last_segment is not None and segments:
+            segments[-1] = self.last_segment
+        return Tokens(ids, segments)
 
     @property
     def room(self) -> int:
@@ -76,6 +84,8 @@ def encoder_format(family: Family, config: Any, tokenizer: Tokenizer, max_length
     if first is None or last is None:
         expected = f"[CLS] and [SEP], or <s> and </s>, which {family.title} reads"
         raise DataError(f"tokenizer: expected {expected}, got {tokenizer.special}")
+    if family.last_token:
+        return Format([], [last], [last, first], max_length, last_segment=2)
     between = [last] * (tokenizer.separators or family.separators)
     return Format([first], between, [last], max_length, config.type_vocab_size > 1 and tokenizer.has_segments)
 

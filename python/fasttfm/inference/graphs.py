@@ -24,20 +24,27 @@ from fasttfm.inference.batches import (
 )
 from fasttfm.inference.network import Inputs, Network, Output
 from fasttfm.inference.results import Wait
-from fasttfm.ops import few_tokens
-from fasttfm.ops.checks import in_one_line
-from fasttfm.ops.graph_cache import Entry, GraphCache, GraphCounts
-from fasttfm.ops.graph_capture import CaptureError, GraphPool
-from fasttfm.ops.graph_launch import HostMemory, LaunchableGraph, make_slot, release_after, write_results
+from fasttfm.ops.core.checks import in_one_line
+from fasttfm.ops.core.graph_cache import Entry, GraphCache, GraphCounts
+from fasttfm.ops.core.graph_capture import CaptureError, GraphPool
+from fasttfm.ops.core.graph_launch import HostMemory, LaunchableGraph, make_slot, release_after, write_results
+from fasttfm.ops.layers import few_tokens
 
 _SMALL_RESULT = 2**18  # a result of up to this many bytes has memory of its own, which saves a kernel
 _MAX_KNOWN = 4096  # sizes of batches
 _MAX_TOKEN_ROWS = 4096  # of a result with a row for each token: a language model has many logits in each
 
 
-def _input_size(bucket: Bucket, segments: bool) -> int:
-    """The number of int32 of a bucket's inputs, in whole vectors of 16 bytes."""
-    return -(-buffer_size(bucket, segments) // 4) * 4
+def _input_size(bucket: Bucket, segments: bool, adapters: bool = False) -> int:
+    """The number of int32 of a bucket's inputs, in whole vectors of 16 bytes. ``adapters``: with those of the tokens,
+    which are the last ones."""
+    return -(-buffer_size(bucket, segments) // 4) * 4 + (-(-bucket.tokens // 4) * 4 if adapters else 0)
+
+
+def _adapters_in(buffer: Any, key: _Key) -> Any:
+    """The part of a bucket's inputs that has the adapter of each token."""
+    first = _input_size(key.bucket, key.segments)
+    return buffer[first : first + key.bucket.tokens]
 
 
 Sizes = tuple[int, int, int]  # of a batch: the numbers of tokens and sequences, and the length of the longest one
@@ -47,6 +54,7 @@ class _Key(NamedTuple):
     output: Output
     bucket: Bucket
     segments: bool
+    adapters: bool = False
 
 
 class _Graph(NamedTuple):
@@ -93,18 +101,18 @@ class _Launched:
         rows = memory[: self._rows * self._graph.size].reshape(self._rows, *self._graph.shape)
         if read is None:
             read = np.copy if self._large is None else np.asarray
-        found = read(rows)
+        result = read(rows)
         self._free.append(staging)
-        return found
+        return result
 
-    def in_given_order(self, given: Any) -> np.ndarray:
+    def in_given_order(self, sequences: Any) -> np.ndarray:
         """The same for sequences that ``Graphs.replay`` returned: a row for each of those that were given."""
         staging = self._wait()
         memory = staging.result_array if self._large is None else self._large.numpy()
-        found: np.ndarray = given.in_given_order(memory, self._graph.size)
+        rows: np.ndarray = sequences.in_given_order(memory, self._graph.size)
         self.starts_with_nan = math.isnan(memory.item(0))
         self._free.append(staging)
-        return found
+        return rows
 
     def _wait(self) -> _Staging:
         staging = self._staging
@@ -150,7 +158,8 @@ class Graphs:
         self._warned = False
         room = bucket_for(max_tokens, max_tokens, 1, max_length)
         with torch.cuda.stream(stream):
-            self._static = torch.zeros(_input_size(room, True), dtype=torch.int32, device=network.device)
+            count = _input_size(room, True, network.adapters is not None)
+            self._static = torch.zeros(count, dtype=torch.int32, device=network.device)
             self._slot = make_slot(network.device)
         self._stage, self._vocabulary, self._max_batch = _native.stage_sequences, vocabulary, max_batch
         # The buckets and graphs of batches that ``replay`` has launched, by their sizes: `Sequences.stage` reads them.
@@ -169,19 +178,23 @@ class Graphs:
         per_sequence, tokens = self._network.is_per_sequence(output), batch.tokens
         if tokens > (self._max_tokens if per_sequence else min(self._max_tokens, _MAX_TOKEN_ROWS)):
             return None
-        key = _Key(output, self.bucket(batch), batch.segments is not None)
+        key = _Key(output, self.bucket(batch), batch.segments is not None, batch.adapters is not None)
         try:
-            found = self._cache.get(key, self._capture)
+            graph = self._cache.get(key, self._capture)
         except (CaptureError, torch.OutOfMemoryError) as error:
             if not self._warned:
                 warnings.warn(f"Session: runs without a new CUDA graph for a while: {in_one_line(error)}", stacklevel=2)
                 self._warned = True
             return None
-        if found is None:
+        if graph is None:
             return None
         staging = self._staging()
         write_bucket(staging.input_array, batch, key.bucket, self._padding)
-        return _Launched(found, staging, batch.sequences if per_sequence else tokens, self._free)
+        if batch.adapters is not None:
+            of_bucket = _adapters_in(staging.input_array, key)
+            of_bucket[:tokens] = batch.adapters
+            of_bucket[tokens:] = -1
+        return _Launched(graph, staging, batch.sequences if per_sequence else tokens, self._free)
 
     def replay(self, output: Output, inputs: Any) -> tuple[_Launched, Any, Sizes] | None:
         """Starts the computation of lists or arrays of ids that are one batch, with a row for each sequence. Returns
@@ -192,23 +205,23 @@ class Graphs:
         known, staging = self._known[output], self._staging()
         staged = self._stage(inputs, known, staging.input_array, self._max_length, self._vocabulary, self._padding)
         if staged is not None:
-            given, entry, sizes = staged
+            sequences, entry, sizes = staged
             if entry is None:
-                entry = self._write(output, given, sizes, staging)
-            found = None if entry is None else self._cache.use(entry)
-            if found is not None:
-                return _Launched(found, staging, sizes[1], self._free), given, sizes
+                entry = self._write(output, sequences, sizes, staging)
+            graph = None if entry is None else self._cache.use(entry)
+            if graph is not None:
+                return _Launched(graph, staging, sizes[1], self._free), sequences, sizes
             known.pop(sizes, None)
         self._free.append(staging)
         return None
 
-    def _write(self, output: Output, given: Any, sizes: Sizes, staging: _Staging) -> Entry[_Graph] | None:
+    def _write(self, output: Output, sequences: Any, sizes: Sizes, staging: _Staging) -> Entry[_Graph] | None:
         """Writes sequences of unknown sizes into a bucket. Returns the entry of its graph; None as ``replay``."""
         if not self._network.is_per_sequence(output) or not is_one_batch(*sizes, self._max_tokens, self._max_batch):
             return None
         bucket = bucket_for(*sizes, self._max_length)
         entry = self._cache.kept(_Key(output, bucket, False))
-        if entry is None or not given.write(staging.input_array, *bucket, self._vocabulary, self._padding):
+        if entry is None or not sequences.write(staging.input_array, *bucket, self._vocabulary, self._padding):
             return None
         known = self._known[output]
         if len(known) >= _MAX_KNOWN:
@@ -236,7 +249,8 @@ class Graphs:
                 segments.zero_()
             ends = torch.arange(len(boundaries), device=boundaries.device) * bucket.max_seqlen
             boundaries.copy_(ends.clamp(max=bucket.tokens))
-            inputs = Inputs(ids, segments, boundaries, bucket.max_seqlen)
+            adapters = _adapters_in(self._static, key).zero_() if key.adapters else None
+            inputs = Inputs(ids, segments, boundaries, bucket.max_seqlen, adapters)
             warm = self._network.run(key.output, inputs)  # compiles, tunes and loads the kernels
             result = None if warm.nbytes <= _SMALL_RESULT else self._result(key.output, warm)
             del warm
@@ -251,7 +265,7 @@ class Graphs:
 
             graph, rows = self._pool.capture(work, keep_graph=True)
         results, shape = rows if result is None else result, tuple(rows.shape[1:])
-        copied = self._static[: _input_size(bucket, key.segments)]
+        copied = self._static[: _input_size(bucket, key.segments, key.adapters)]
         slot = self._slot if result is None else None
         launchable = LaunchableGraph(graph, copied, results, self._stream, slot)
         return _Graph(launchable, bucket, shape, math.prod(shape))

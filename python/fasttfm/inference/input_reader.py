@@ -41,30 +41,30 @@ class InputReader:
         """The sequences of inputs. Inputs that are lists of ids get no special tokens."""
         checked = checked_ids(inputs, self.max_positions, self.vocabulary)
         if checked is not None:  # copies: the caller may change the inputs before they are computed
-            return [Tokens(each, []) for each in checked.given(len(inputs))]  # type: ignore[arg-type]
-        found: list[Tokens | None] = [None] * len(inputs)
+            return [Tokens(ids, []) for ids in checked.unsorted(len(inputs))]  # type: ignore[arg-type]
+        sequences: list[Tokens | None] = [None] * len(inputs)
         texts: list[str] = []
         counts: list[tuple[int, int]] = []  # the index of each input that is text, and how many texts it has
-        for index, each in enumerate(inputs):
-            if isinstance(each, str):
+        for index, item in enumerate(inputs):
+            if isinstance(item, str):
                 counts.append((index, 1))
-                texts.append(self.with_prompt(each))
-            elif isinstance(each, tuple) and len(each) == 2 and all(isinstance(text, str) for text in each):
+                texts.append(self.with_prompt(item))
+            elif isinstance(item, tuple) and len(item) == 2 and all(isinstance(text, str) for text in item):
                 if self.settings.prompt:
                     raise ValueError("Session: inputs: expected single texts with a prompt, got a pair")
                 counts.append((index, 2))
-                texts += map(self.with_prompt, each)
+                texts += map(self.with_prompt, item)
             else:
-                found[index] = self._from_ids(each)
+                sequences[index] = self._from_ids(item)
         if len(counts) < len(inputs):
-            self._check_values([each.ids for each in found if each is not None])  # type: ignore[misc]
+            self._check_values([tokens.ids for tokens in sequences if tokens is not None])  # type: ignore[misc]
         if texts:
             if self.tokenizer is None or self.form is None:
                 raise ValueError("Session: tokenizer: expected one for texts, got None")
             ids = iter(self.tokenizer.encode_batch(texts))
             for index, count in counts:
-                found[index] = self.form.one(next(ids)) if count == 1 else self.form.two(next(ids), next(ids))
-        return found  # type: ignore[return-value]
+                sequences[index] = self.form.one(next(ids)) if count == 1 else self.form.two(next(ids), next(ids))
+        return sequences  # type: ignore[return-value]
 
     @property
     def fill(self) -> int | None:
@@ -87,15 +87,15 @@ class InputReader:
         prompt = self.tokenizer.encode(self.with_prompt(""))
         return len(self.form.first) + len(prompt) if prompt else 0
 
-    def _from_ids(self, given: Any) -> Tokens:
+    def _from_ids(self, numbers: Any) -> Tokens:
         """A sequence of given ids. ``_check_values`` validates the values of all sequences together."""
         try:
             # a copy, as in read
-            ids = np.array(given.detach().cpu().numpy() if isinstance(given, Tensor) else given)
+            ids = np.array(numbers.detach().cpu().numpy() if isinstance(numbers, Tensor) else numbers)
         except (ValueError, TypeError):  # lists within lists, and dtypes that numpy does not have
             ids = np.empty((0, 0))
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {given!r:.80}")
+            raise TypeError(f"Session: inputs: expected texts, pairs of texts or lists of ids, got {numbers!r:.80}")
         if ids.size > self.max_positions:
             raise ValueError(f"Session: inputs: expected up to {self.max_positions} ids, got {ids.size}")
         return Tokens(ids, [])  # type: ignore[arg-type]
@@ -113,12 +113,18 @@ class InputReader:
 
 
 def readers_of_sides(reader: InputReader) -> dict[Output, InputReader]:
-    """The readers of documents and of queries, where texts have a vector for each token."""
-    tokens, found = reader.settings.late_interaction, {}
+    """The readers of documents and of queries, where texts have a vector for each token, and of questions with their
+    contexts, which have segment 1 for every model."""
+    tokens = reader.settings.late_interaction
+    readers: dict[Output, InputReader] = {}
     for output, is_query in ((Output.MULTI, False), (Output.MULTI_QUERY, True)):
         settings, form = reader.settings, reader.form
         if tokens is not None and form is not None and reader.tokenizer is not None:
             settings = replace(settings, prompt=(tokens.query if is_query else tokens.document).prompt)
             form = tokens.form(form, reader.tokenizer, query=is_query)
-        found[output] = InputReader(reader.tokenizer, form, settings, reader.max_positions, reader.vocabulary)
-    return found
+        readers[output] = InputReader(reader.tokenizer, form, settings, reader.max_positions, reader.vocabulary)
+    form = None if reader.form is None else replace(reader.form, segments=True)
+    readers[Output.SPANS] = InputReader(
+        reader.tokenizer, form, reader.settings, reader.max_positions, reader.vocabulary
+    )
+    return readers

@@ -66,17 +66,17 @@ class LateInteraction:
         """The id of the expansion's tokens; None without an expansion."""
         if self.expansion is None or tokenizer is None:
             return None
-        found = tokenizer.special.mask if self.fill is None else tokenizer.backend.token_to_id(self.fill)
-        if found is None:
+        id = tokenizer.special.mask if self.fill is None else tokenizer.backend.token_to_id(self.fill)
+        if id is None:
             raise ValueError(f"late interaction: fill: expected a token of the vocabulary, got {self.fill!r}")
-        return int(found)
+        return int(id)
 
     def skipped_ids(self, tokenizer: Tokenizer | None) -> list[int]:
         """The ids of ``skipped``; words that are no single tokens are left out."""
         if tokenizer is None:
             return []
-        found = [tokenizer.backend.token_to_id(word) for word in self.skipped]
-        return [id for id in found if id is not None and id != tokenizer.special.unk]
+        ids = [tokenizer.backend.token_to_id(word) for word in self.skipped]
+        return [id for id in ids if id is not None and id != tokenizer.special.unk]
 
     def form(self, form: Format, tokenizer: Tokenizer, *, query: bool) -> Format:
         """The format of queries, or of documents; ``form`` is the model's."""
@@ -89,7 +89,7 @@ class LateInteraction:
         least = len(form.first) + len(marker) + len(form.last) + 1
         if length < least:
             raise ValueError(f"late interaction: length: expected at least {least} tokens, got {length}")
-        return MarkedFormat([*form.first, *marker], form.between, form.last, length, form.segments, fill)
+        return MarkedFormat([*form.first, *marker], form.between, form.last, length, form.segments, fill=fill)
 
 
 def _marker(tokenizer: Tokenizer, marker: str) -> list[int]:
@@ -126,8 +126,8 @@ class ProjectedTokens(nn.Module):
         self.projection, self.normalizes = nn.Sequential(*settings.projection), settings.normalize
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.projection(x.float())
-        return nn.functional.normalize(found, dim=-1) if self.normalizes else found
+        vectors: Tensor = self.projection(x.float())
+        return nn.functional.normalize(vectors, dim=-1) if self.normalizes else vectors
 
 
 class KeptTokenRows(TokenRows):
@@ -160,9 +160,9 @@ class KeptTokenRows(TokenRows):
             kept[: self._dropped] = False
             if not kept.all():
                 index = self._ids.order.item(number)
-                rows = self._found[index]
+                rows = self._rows[index]
                 assert rows is not None
-                self._found[index] = rows[kept]
+                self._rows[index] = rows[kept]
 
 
 # ---- queries with tokens that no other token attends to --------------------------------------------------------------
@@ -235,20 +235,20 @@ class KeysOnly(nn.Module):
         else:
             parts = (layer.project(x),)
         q, k, v = parts if len(parts) == 3 else parts[0].unbind(1)
-        k, v = (each.index_select(0, self._keys.rows) for each in (k, v))
+        k, v = (tensor.index_select(0, self._keys.rows) for tensor in (k, v))
         context = ops.attention(
             q.contiguous(), k, v, cu_seqlens=cu_seqlens, cu_seqlens_k=self._keys.cu_seqlens, max_seqlen=max_seqlen
         )
         norms = (layer.norm2, following) if layer.norm_first else (layer.norm1, layer.norm2)
         stream = x if residual is None else residual
-        found: tuple[Tensor, Tensor | None] = layer._after_attention(
+        states: tuple[Tensor, Tensor | None] = layer._after_attention(
             context, stream, cu_seqlens, norms, (0.0, 0.0, 0.0), None
         )
-        return found
+        return states
 
 
 def attending_to(model: Any, keys: Keys) -> Any:
     """A base model with the same modules, whose tokens attend to ``keys`` only."""
-    found = copy.copy(model)
-    found._modules = {**model._modules, "encoder": KeysOnly(model.encoder, keys)}
-    return found
+    shallow = copy.copy(model)
+    shallow._modules = {**model._modules, "encoder": KeysOnly(model.encoder, keys)}
+    return shallow

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fasttfm.inference.network import Inputs
 from fasttfm.inference.results import Wait
-from fasttfm.ops.graph_launch import release_after
-from fasttfm.ops.streams import to_host
+from fasttfm.ops.core.graph_launch import release_after
+from fasttfm.ops.core.streams import to_host
 
 _IN_FLIGHT = 2  # batches that are launched before the first one is synchronized
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fasttfm.inference.adapters import adapters_of, check_unadapted
 from fasttfm.inference.batches import Bucket, Packed, buffer_size, split_buffer, write_bucket
 from fasttfm.inference.cpu_linear import pack_linears
 from fasttfm.inference.late_interaction import Keys, ProjectedTokens, attending_to
 from fasttfm.inference.opening import base_of
 from fasttfm.inference.pooling import PADDED, POOLING, SPLADE, Layers, Tokens, pooling_names
 from fasttfm.inference.settings import EmbedSettings, modules_after_pooling
+from fasttfm.inference.spans import SPAN_COLUMNS, AnswerSpans
 from fasttfm.inference.sparse import largest_logits
 from fasttfm.models.families import FAMILIES
 from fasttfm.models.family import Head
@@ -33,6 +38,7 @@ class Output(Enum):
     SPARSE = "sparse"  # a weight of each word of the vocabulary, as SparseVectors
     MULTI = "multi"  # of a document: fp32 [tokens, width], a vector for each token (ColBERT)
     MULTI_QUERY = "multi-query"  # the same of a query
+    SPANS = "spans"  # of a question and its context: fp32 [4], as AnswerSpans.found says
 
     __hash__ = object.__hash__  # Enum's is a function in Python, and every launch looks up a graph
 
@@ -53,6 +59,7 @@ class Inputs(NamedTuple):
     segments: Tensor | None  # int64 [T]
     cu_seqlens: Tensor  # int32 [sequences + 1]
     max_seqlen: int
+    adapters: Tensor | None = None  # int32 [T]: the index of each token's LoRA adapter, -1 for none
 
     @classmethod
     def of(cls, batch: Packed, device: torch.device) -> Inputs:
@@ -61,7 +68,8 @@ class Inputs(NamedTuple):
         pinned = device.type == "cuda"
         host = torch.empty(buffer_size(shape, segments), dtype=torch.int32, device="cpu", pin_memory=pinned)
         write_bucket(host.numpy(), batch, shape, padding=0)
-        return cls(*split_buffer(host.to(device), shape, segments), batch.max_seqlen)
+        adapters = None if batch.adapters is None else torch.from_numpy(batch.adapters).to(device)
+        return cls(*split_buffer(host.to(device), shape, segments), batch.max_seqlen, adapters)
 
 
 class Network:
@@ -75,6 +83,8 @@ class Network:
         skipped: The number of tokens at the beginning of a text that are not pooled.
         int8: Whether GEMMs are computed in int8 (CPU only).
         fill: The id of tokens at the end of queries that no token attends to; None without them.
+        answers: How spans are found.
+        adapters: The directories of LoRA adapters, by their names.
     """
 
     def __init__(
@@ -87,18 +97,23 @@ class Network:
         *,
         int8: bool = False,
         fill: int | None = None,
+        answers: AnswerSpans | None = None,
+        adapters: Mapping[str, Path] = MappingProxyType({}),
     ) -> None:
         self.settings, self.layers = settings, Layers.of(settings.layers)
+        self._answers = AnswerSpans() if answers is None else answers
         self.pooling = pooling_names(settings.pooling)
         self.pads = not PADDED.isdisjoint(self.pooling)
-        packed = "int8" if int8 else "bfloat16" if device.type == "cpu" and dtype == torch.bfloat16 else None
+        packed = "int8" if int8 else "bf16" if device.type == "cpu" and dtype == torch.bfloat16 else None
         with torch.inference_mode(False):  # take_weights writes into the copies
             self.model = _own_copy(model, device, dtype if packed is None else torch.float32, always=packed is not None)
         if packed is not None:
+            check_unadapted(self.model)
             pack_linears(self.model, packed)
+        self.adapters = adapters_of(self.model, adapters, packed=packed is not None)
         self.is_packed = packed is not None
         self.base = base_of(self.model)
-        self.has_segments = self.base.embeddings.segment is not None
+        self.has_segments = self.base.has_segments
         depth = len(self.base.encoder.order)
         self.layers.check(depth)
         self.device, self.skipped = device, skipped
@@ -135,13 +150,14 @@ class Network:
     def take_weights(self, model: PretrainedModel) -> bool:
         """Copies the weights of the model of which this network was made, after they have changed. False if the network
         stores them in another layout, or if the model has other modules now: then a new network is needed."""
-        own, given = ({**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (self.model, model))
-        shapes = [{name: each.shape for name, each in tensors.items()} for tensors in (own, given)]
+        modules = (self.model, model)
+        ours, theirs = ({**dict(module.named_parameters()), **dict(module.named_buffers())} for module in modules)
+        shapes = [{name: tensor.shape for name, tensor in tensors.items()} for tensors in (ours, theirs)]
         if self.is_packed or shapes[0] != shapes[1]:
             return False
-        names = [name for name, each in given.items() if not _is_same_memory(own[name], each)]
+        names = [name for name, tensor in theirs.items() if not _is_same_memory(ours[name], tensor)]
         if names:
-            torch._foreach_copy_([own[name] for name in names], [given[name] for name in names])
+            torch._foreach_copy_([ours[name] for name in names], [theirs[name] for name in names])
         return True
 
     @functools.cached_property
@@ -162,10 +178,24 @@ class Network:
                 "expected a model with a head for masked tokens, or a folder with weights of tokens (sparse_linear)"
             )
             raise ValueError(f"Session: output: sparse: {expected}, got one for {self.head.value}")
-
+        if output is Output.SPANS and self.head is not Head.QUESTION_ANSWERING:
+            expected = f"expected a model with a head for {Head.QUESTION_ANSWERING.value}"
+            raise ValueError(f"Session: output: spans: {expected}, got {self.head.value}")
         if output in TOKENS and self._tokens is None:
             expected = "expected a folder of ColBERT's kind, or EmbedSettings(late_interaction=...)"
             raise ValueError(f"Session: output: {output.value}: {expected}, got none")
+
+    def empty_shape(self, output: Output) -> tuple[int, ...] | None:
+        """The shape of the result of a text without tokens; None for logits of tokens, of which a head knows it."""
+        if output is Output.VECTORS:
+            return (self.vector_width,)
+        if output is Output.SPANS:
+            return (SPAN_COLUMNS,)
+        if self.is_per_sequence(output):
+            return (int(self.model.config.num_labels),)
+        if output is Output.STATES:
+            return (0, self.state_width)
+        return (0, self.token_width) if output in TOKENS else None
 
     def is_captured(self, output: Output) -> bool:
         """Whether CUDA graphs may compute the output; rows over the whole vocabulary have no room in their memory,
@@ -188,13 +218,18 @@ class Network:
         """Whether the output has a row for each sequence; otherwise one for each token."""
         if output is Output.SPARSE:
             return not self.has_token_weights
-        return output is Output.VECTORS or (output is Output.LOGITS and self.head in _SEQUENCE_HEADS)
+        per_sequence = output in (Output.VECTORS, Output.SPANS)
+        return per_sequence or (output is Output.LOGITS and self.head in _SEQUENCE_HEADS)
+
+    def reads_segments(self, output: Output) -> bool:
+        """Whether the output depends on the segments of sequences."""
+        return self.has_segments or output is Output.SPANS
 
     @torch.inference_mode()
     def finish(self, pooled: Tensor) -> Tensor:
         """The vectors of pooled states: dense layers, dimensions and norms, as the settings say."""
-        found: Tensor = self._after(pooled)
-        return found
+        vectors: Tensor = self._after(pooled)
+        return vectors
 
     @torch.inference_mode()
     def run(self, output: Output, inputs: Inputs) -> Tensor:
@@ -205,8 +240,19 @@ class Network:
             return self._run(output, inputs)
 
     def _run(self, output: Output, inputs: Inputs) -> Tensor:
+        if self.adapters is None:
+            return self._rows(output, inputs)
+        with self.adapters.of(inputs.adapters):
+            return self._rows(output, inputs)
+
+    def _rows(self, output: Output, inputs: Inputs) -> Tensor:
         if output is Output.LOGITS:
             return self._logits(inputs).float()
+        if output is Output.SPANS:
+            read = inputs if self._answers.segments else inputs._replace(segments=None)
+            return self._answers.found(
+                self._logits(read).float(), inputs.segments, inputs.cu_seqlens, inputs.max_seqlen
+            )
         if output in TOKENS:
             return self._token_vectors(inputs, output)
         states = self._states(inputs)
@@ -220,8 +266,8 @@ class Network:
             return self._after(weights) if self.is_splade else weights
         tokens = Tokens(states, inputs.cu_seqlens, inputs.max_seqlen, self.skipped)
         pooled = [POOLING[name](tokens) for name in self.pooling]
-        found: Tensor = self._after(pooled[0] if len(pooled) == 1 else torch.cat(pooled, -1))
-        return found
+        vectors: Tensor = self._after(pooled[0] if len(pooled) == 1 else torch.cat(pooled, -1))
+        return vectors
 
     def _token_vectors(self, inputs: Inputs, output: Output) -> Tensor:
         """fp32 [T, width]"""
@@ -229,8 +275,8 @@ class Network:
         base = self.base
         if output is Output.MULTI_QUERY and self._fill is not None:
             base = attending_to(base, Keys.before_fill(inputs.ids, inputs.cu_seqlens, self._fill))
-        found: Tensor = self._tokens(base.encode(**self._arguments(inputs)).x)
-        return found
+        vectors: Tensor = self._tokens(base.encode(**self._arguments(inputs)).x)
+        return vectors
 
     @functools.cached_property
     def token_width(self) -> int:
@@ -275,10 +321,10 @@ def _own_copy(
     """A copy; where the model is as the session needs it, and not ``always``, one whose tensors share the memory of the
     model's: its modules stay in evaluation when the model is trained, and its tensors stay where they are when the
     model is moved or cast, which assigns other memory to the model's tensors."""
-    tensors = [each for each in model.parameters() if each.is_floating_point()]
-    if not always and all(each.dtype == dtype and each.device == device for each in tensors):
+    tensors = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    if not always and all(parameter.dtype == dtype and parameter.device == device for parameter in tensors):
         namespaces = [
-            namespace for each in model.modules() for namespace in (vars(each), each._parameters, each._buffers)
+            namespace for module in model.modules() for namespace in (vars(module), module._parameters, module._buffers)
         ]
         # By the identity of the model's: tied tensors stay tied.
         shared = {

@@ -31,25 +31,25 @@ def checkpoint_of(directory: str | Path, head: Head = Head.NONE, *, part: Part =
 def family_of(directory: str | Path) -> Family:
     """The family that ``model_type`` of a checkpoint directory or hub model names."""
     path = checkpoint_of(directory, part=Part.CONFIG)
-    for each in FAMILIES.values():  # the config files of original releases have no model_type
-        if not (path / CONFIG).is_file() and any((path / name).is_file() for name in each.config.config_files):
-            return each
+    for family in FAMILIES.values():  # the config files of original releases have no model_type
+        if not (path / CONFIG).is_file() and any((path / name).is_file() for name in family.config.config_files):
+            return family
     stated = read_json(path / CONFIG).get("model_type")
-    family = family_of_type(stated)
-    if family is None:
-        known = ", ".join(each.config.model_type for each in FAMILIES.values())
+    stated_family = family_of_type(stated)
+    if stated_family is None:
+        known = ", ".join(family.config.model_type for family in FAMILIES.values())
         raise CheckpointError(f"{path / CONFIG}: model_type: expected one of {known}, got {stated!r}")
-    return family
+    return stated_family
 
 
 def model_class(family: Family, head: Head, purpose: str | None = None) -> type[PretrainedModel]:
     """The family's model class with this head. ``purpose`` describes the head in error messages."""
-    found = family.models.get(head)
-    if found is None:
-        able = ", ".join(each.config.model_type for each in FAMILIES.values() if head in each.models)
+    model = family.models.get(head)
+    if model is None:
+        able = ", ".join(other.config.model_type for other in FAMILIES.values() if head in other.models)
         got = f"{family.config.model_type} has no head for it"
         raise ValueError(f"{purpose or head.value}: expected a model of {able}; {got}")
-    return found
+    return model
 
 
 def open_model(
@@ -118,6 +118,15 @@ def stated_length(config: Any, longest: int) -> int:
     return length if isinstance(length, int) and 3 <= length <= longest else longest
 
 
+def max_length_of(config: Any, chosen: int | None, longest: int) -> int:
+    """A session's maximum number of tokens: the ``chosen`` one, or by default the stated one."""
+    length = stated_length(config, longest) if chosen is None else chosen
+    if not isinstance(length, int) or not 3 <= length <= longest:
+        expected = f"3 to the model's {longest} positions"
+        raise ValueError(f"Session: max_length: expected {expected}, got {length!r}")
+    return length
+
+
 def device_of(name: str | torch.device | None, model: Any) -> torch.device:
     """The device of that name; by default the model's, or for a directory a GPU if there is one."""
     if name is None and isinstance(model, PretrainedModel):
@@ -129,3 +138,12 @@ def device_of(name: str | torch.device | None, model: Any) -> torch.device:
         got = f"{device}: torch sees {torch.cuda.device_count()} CUDA devices (fasttfm doctor says what to do)"
         raise ValueError(f"Session: device: expected a device that torch sees, got {got}")
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+
+
+def check_model(model: Any, adapter: str | Path | None) -> None:
+    """Checks these arguments of a session."""
+    if not isinstance(model, (PretrainedModel, str, Path)):
+        got = type(model).__name__
+        raise TypeError(f"Session: model: expected a model of fasttfm.models, a directory or a hub id, got {got}")
+    if isinstance(model, PretrainedModel) and adapter is not None:
+        raise ValueError("Session: adapter: expected with a directory or hub id (models.merge_adapter)")

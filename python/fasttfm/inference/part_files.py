@@ -65,6 +65,19 @@ class PartFolder:
             self._write_once(MANIFEST, self.settings)
         self._check_settings(json.loads((self.folder / MANIFEST).read_text(encoding="utf-8")))
 
+    @classmethod
+    def opened(cls, folder: Path) -> PartFolder:
+        """A folder that has been written, with its own settings. Raises ValueError unless all of its parts are."""
+        for name, expected in ((MANIFEST, "a folder of part files"), (COMPLETE, "all parts of a run that has ended")):
+            if not (folder / name).is_file():
+                raise ValueError(f"{folder}: expected {expected}, with {name}, got none")
+        settings = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        parts = cls(folder, settings["suffix"], settings)
+        total = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))["parts"]
+        if parts.numbers() != list(range(total)):
+            raise ValueError(f"{folder}: expected {total:,} parts, got {len(parts.numbers()):,} of them")
+        return parts
+
     def path(self, number: int) -> Path:
         """The path of a part file."""
         return self.folder / f"part-{number:06d}{self.suffix}"

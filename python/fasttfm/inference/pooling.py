@@ -100,8 +100,10 @@ SENTENCE_POOLING = {  # the names of sentence-transformers
 
 
 def pooling_names(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Reads ``"mean"`` or ``"mean,max"`` (whose vectors are concatenated) as keys of ``POOLING`` or ``SPLADE``."""
-    names = tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+    """Reads ``"mean"`` or ``"mean,max"`` (whose vectors are concatenated) as keys of ``POOLING`` or ``SPLADE``;
+    sentence-transformers' names, such as ``"cls"``, are those of the same pooling."""
+    listed = value.split(",") if isinstance(value, str) else value
+    names = tuple(SENTENCE_POOLING.get(name, name) for name in listed)
     if not names or any(name not in POOLING and name != SPLADE for name in names):
         raise ValueError(f"pooling: expected {', '.join((*POOLING, SPLADE))}, or several of them, got {value!r}")
     return names

@@ -32,13 +32,13 @@ def check_ranges(where: str, ranges: Any, width: int) -> np.ndarray:
     expected = f"{where}: ranges: expected the smallest and the largest value of each element, [2, {width}]"
     if ranges is None:
         raise ValueError(f"{expected} (vector_ranges computes them), got None")
-    found = np.asarray(ranges)
-    if found.shape != (2, width) or found.dtype.kind not in "fiu":
-        raise ValueError(f"{expected}, got {found.dtype} {list(found.shape)}")
-    found = found.astype(np.float32)
-    if not np.isfinite(found).all() or (found[0] > found[1]).any():
+    bounds = np.asarray(ranges)
+    if bounds.shape != (2, width) or bounds.dtype.kind not in "fiu":
+        raise ValueError(f"{expected}, got {bounds.dtype} {list(bounds.shape)}")
+    bounds = bounds.astype(np.float32)
+    if not np.isfinite(bounds).all() or (bounds[0] > bounds[1]).any():
         raise ValueError(f"{expected}, got a range that is not finite or whose first value is the larger one")
-    return found
+    return bounds
 
 
 def stored_width(precision: str, width: int) -> int:
@@ -78,8 +78,8 @@ def restore_vectors(stored: np.ndarray, precision: str, ranges: np.ndarray | Non
         bits = np.unpackbits(as_unsigned(stored), axis=-1)
         return bits.astype(np.float32) * 2 - 1
     offsets, steps = scales_of(check_ranges("restore_vectors", ranges, stored.shape[-1]))
-    found: np.ndarray = offsets + steps * (as_unsigned(stored) ^ 128).view(np.int8)
-    return found
+    vectors: np.ndarray = offsets + steps * (as_unsigned(stored) ^ 128).view(np.int8)
+    return vectors
 
 
 def as_unsigned(stored: np.ndarray) -> np.ndarray:

@@ -27,30 +27,30 @@ def launch_items(
     returns each one's result or error.
 
     Args:
-        launch: ``Session._launch``.
+        launch: ``Scheduler.launch``.
         on_launch: Called before, with the tags of all items, the number of their sequences and of their tokens.
     """
     if on_launch is not None:
-        lengths = [len(each.ids) for item in items for each in item.sequences]
+        lengths = [len(sequence.ids) for item in items for sequence in item.sequences]
         on_launch([item.tag for item in items], len(lengths), sum(lengths))
     groups: dict[Output, list[int]] = {}
     for index, item in enumerate(items):
         groups.setdefault(item.output, []).append(index)
     waiting = [
-        (indices, launch([each for index in indices for each in items[index].sequences], output))
+        (indices, launch([sequence for index in indices for sequence in items[index].sequences], output))
         for output, indices in groups.items()
     ]
 
     def finish() -> list[Any]:
-        found: list[Any] = [None] * len(items)
+        results: list[Any] = [None] * len(items)
         for indices, wait in waiting:
             errors: dict[int, BaseException] = {}
             rows, begin = wait(errors), 0
             for index in indices:
                 end = begin + len(items[index].sequences)
                 failed = [errors[number] for number in range(begin, end) if number in errors] if errors else ()
-                found[index] = failed[0] if failed else rows[begin] if items[index].single else rows[begin:end]
+                results[index] = failed[0] if failed else rows[begin] if items[index].single else rows[begin:end]
                 begin = end
-        return found
+        return results
 
     return finish

@@ -32,7 +32,7 @@ class SequenceRows:
 
     def __init__(self, ids: SortedIds, count: int, empty_shape: Callable[[], tuple[int, ...]]) -> None:
         self._order, self._count, self._empty_shape = ids.order, count, empty_shape
-        self._found: np.ndarray | None = None
+        self._rows: np.ndarray | None = None
         self.starts_with_nan = False
 
     def add(self, first: int, last: int, wait: Wait) -> None:
@@ -40,16 +40,16 @@ class SequenceRows:
         wait(lambda rows: self._put(self._order[first:last], rows))
 
     def _put(self, indices: np.ndarray, rows: np.ndarray) -> None:
-        if self._found is None:
+        if self._rows is None:
             make = np.empty if len(self._order) == self._count else np.zeros
-            self._found = make((self._count, *rows.shape[1:]), np.float32)
-        self._found[indices] = rows
+            self._rows = make((self._count, *rows.shape[1:]), np.float32)
+        self._rows[indices] = rows
         self.starts_with_nan |= starts_with_nan(rows)
 
-    def found(self) -> np.ndarray:
-        if self._found is None:
+    def rows(self) -> np.ndarray:
+        if self._rows is None:
             return np.zeros((self._count, *self._empty_shape()), np.float32)
-        return self._found
+        return self._rows
 
 
 class TokenRows:
@@ -57,7 +57,7 @@ class TokenRows:
 
     def __init__(self, ids: SortedIds, count: int, empty_shape: Callable[[], tuple[int, ...]]) -> None:
         self._ids, self._empty_shape = ids, empty_shape
-        self._found: list[np.ndarray | None] = [None] * count
+        self._rows: list[np.ndarray | None] = [None] * count
         self.starts_with_nan = False
 
     def add(self, first: int, last: int, wait: Wait) -> None:
@@ -65,13 +65,13 @@ class TokenRows:
         self.starts_with_nan |= starts_with_nan(rows)
         ends = (self._ids.cu_seqlens[first : last + 1] - self._ids.cu_seqlens[first]).tolist()
         for number, index in enumerate(self._ids.order[first:last].tolist()):
-            self._found[index] = rows[ends[number] : ends[number + 1]]
+            self._rows[index] = rows[ends[number] : ends[number + 1]]
 
-    def found(self) -> list[np.ndarray]:
-        if len(self._ids.order) < len(self._found):
+    def rows(self) -> list[np.ndarray]:
+        if len(self._ids.order) < len(self._rows):
             nothing = np.zeros(self._empty_shape(), np.float32)
-            return [nothing if each is None else each for each in self._found]
-        return self._found  # type: ignore[return-value]
+            return [nothing if rows is None else rows for rows in self._rows]
+        return self._rows  # type: ignore[return-value]
 
 
 def starts_with_nan(rows: np.ndarray) -> bool:

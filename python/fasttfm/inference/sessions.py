@@ -102,9 +102,9 @@ class Sessions:
         self, sequences: Sequence[Tokens], output: str, *, single: bool = False, timeout: float | None = None
     ) -> Future[Any]:
         """Submits sequences to the session with the fewest tokens, of those that still compute."""
-        count = sum(len(each.ids) for each in sequences)
+        count = sum(len(tokens.ids) for tokens in sequences)
         with self._lock:
-            able = [index for index, each in enumerate(self.sessions) if each.ended is None] or [0]
+            able = [index for index, session in enumerate(self.sessions) if session.ended is None] or [0]
             chosen = min(able, key=lambda index: (self._tokens[index], self._placed[index]))
             self._tokens[chosen] += count
             self._placed[chosen] += count
@@ -124,12 +124,14 @@ class Sessions:
     @property
     def counts(self) -> SessionCounts:
         """The sums of the sessions' counts."""
-        names = [each.name for each in fields(SessionCounts)]
-        return SessionCounts(**{name: sum(getattr(each.counts, name) for each in self.sessions) for name in names})
+        names = [field.name for field in fields(SessionCounts)]
+        return SessionCounts(
+            **{name: sum(getattr(session.counts, name) for session in self.sessions) for name in names}
+        )
 
     @property
     def devices(self) -> list[torch.device]:
-        return [each.device for each in self.sessions]
+        return [session.device for session in self.sessions]
 
     @property
     def width(self) -> int:
@@ -138,8 +140,8 @@ class Sessions:
 
     def close(self) -> None:
         """As ``Session.close``, of all sessions."""
-        for each in self.sessions:
-            each.close()
+        for session in self.sessions:
+            session.close()
 
     def __enter__(self) -> Sessions:
         return self
@@ -160,7 +162,7 @@ def devices_named(names: str | Sequence[str | torch.device]) -> list[torch.devic
         return gpus or [torch.device("cpu")]
     if listed == ["cuda"] and gpus:
         return gpus
-    found = []
+    devices = []
     for name in listed:
         try:
             device = torch.device(name)
@@ -168,7 +170,7 @@ def devices_named(names: str | Sequence[str | torch.device]) -> list[torch.devic
             device = torch.device("meta")
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"devices: expected all, or cpu, cuda or cuda:N with commas between them, got {names!r}")
-        found.append(device_of(device, None))
-    if not found:
+        devices.append(device_of(device, None))
+    if not devices:
         raise ValueError("devices: expected at least one, got none")
-    return found
+    return devices

@@ -66,16 +66,16 @@ class EmbedSettings:
     def of_folder(cls, folder: SentenceFolder | str | Path, *, prompt_name: str | None = None) -> EmbedSettings:
         """The settings of a sentence-transformers folder, with which vectors are those of
         ``SentenceTransformer.encode``; the defaults for any other folder."""
-        found = folder if isinstance(folder, SentenceFolder) else read_sentence_folder(folder)
+        read = folder if isinstance(folder, SentenceFolder) else read_sentence_folder(folder)
         return cls(
-            pooling=found.pooling,
-            prompt=found.prompt(prompt_name),
-            pool_prompt=found.pool_prompt,
-            max_length=found.max_length,
-            lowercase=found.lowercase,
-            token_weights=found.token_weights,
-            late_interaction=found.late_interaction,
-            after=found.after,
+            pooling=read.pooling,
+            prompt=read.prompt(prompt_name),
+            pool_prompt=read.pool_prompt,
+            max_length=read.max_length,
+            lowercase=read.lowercase,
+            token_weights=read.token_weights,
+            late_interaction=read.late_interaction,
+            after=read.after,
         )
 
     def check_width(self, width: int) -> None:
@@ -123,13 +123,16 @@ def check_limits(**limits: Any) -> None:
             raise ValueError(f"Session: {name}: expected a number from {least} on, got {value!r}")
 
 
-def check_types(device: torch.device, dtype: torch.dtype, precision: str | None) -> None:
-    """Raises ValueError if the device has no GEMMs for a session's dtype and precision."""
+def check_types(device: torch.device, stated: torch.dtype | None, dtype: torch.dtype, precision: str | None) -> None:
+    """Raises ValueError if the device has no GEMMs for a session's dtype and precision. ``dtype`` is the ``stated`` one
+    or a default."""
     name = str(dtype).removeprefix("torch.")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"Session: dtype: expected a floating-point type such as torch.float32, got {dtype!r}")
-    if precision not in (None, "int8", "fp8"):
-        raise ValueError(f"Session: precision: expected None, 'int8' or 'fp8', got {precision!r}")
+    if precision not in (None, "auto", "int8", "fp8"):
+        raise ValueError(f"Session: precision: expected None, 'auto', 'int8' or 'fp8', got {precision!r}")
+    if precision == "auto" and stated is not None:
+        raise ValueError(f"Session: dtype: expected None with precision='auto', which chooses it, got {name}")
     if precision == "int8" and (device.type != "cpu" or dtype != torch.float32):
         raise ValueError(f"Session: precision: expected float32 on a CPU with 'int8', got {name} on {device}")
     if device.type == "cpu" and dtype == torch.float16:

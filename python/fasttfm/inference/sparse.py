@@ -46,9 +46,9 @@ class SparseVectors:
 
     @classmethod
     def of(cls, vectors: Sequence[SparseVector], width: int) -> SparseVectors:
-        counts = [0, *(len(each.indices) for each in vectors)]
-        indices = [each.indices for each in vectors] or [np.empty(0, np.int32)]
-        values = [each.values for each in vectors] or [np.empty(0, np.float32)]
+        counts = [0, *(len(vector.indices) for vector in vectors)]
+        indices = [vector.indices for vector in vectors] or [np.empty(0, np.int32)]
+        values = [vector.values for vector in vectors] or [np.empty(0, np.float32)]
         return cls(np.cumsum(counts, dtype=np.int64), np.concatenate(indices), np.concatenate(values), width)
 
     @property
@@ -63,7 +63,7 @@ class SparseVectors:
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return SparseVectors.of([self[each] for each in range(*index.indices(len(self)))], self.width)
+            return SparseVectors.of([self[row] for row in range(*index.indices(len(self)))], self.width)
         if not -len(self) <= index < len(self):
             raise IndexError(f"SparseVectors: index: expected {-len(self)} to {len(self) - 1}, got {index}")
         part = slice(self.indptr[index % len(self)], self.indptr[index % len(self) + 1])
@@ -71,9 +71,9 @@ class SparseVectors:
 
     def dense(self) -> np.ndarray:
         """fp32 [vectors, width]"""
-        found = np.zeros(self.shape, np.float32)
-        found[np.repeat(np.arange(len(self)), np.diff(self.indptr)), self.indices] = self.values
-        return found
+        rows = np.zeros(self.shape, np.float32)
+        rows[np.repeat(np.arange(len(self)), np.diff(self.indptr)), self.indices] = self.values
+        return rows
 
     def scipy(self) -> Any:
         """As ``scipy.sparse.csr_array``."""
@@ -95,12 +95,12 @@ def largest_logits(head: MaskedLMHead, x: Tensor, cu_seqlens: Tensor, max_seqlen
     """
     rows, decoder = head.transform(x), head.decoder
     texts = len(cu_seqlens) - 1
-    found = torch.empty(texts, decoder.out_features, dtype=torch.float32, device=x.device)
+    largest = torch.empty(texts, decoder.out_features, dtype=torch.float32, device=x.device)
     for words in word_blocks(decoder.out_features, texts * max_seqlen):
         bias = None if decoder.bias is None else decoder.bias[words]
         logits = nn.functional.linear(rows, decoder.weight[words], bias)
-        found[:, words] = ops.unpack(logits, cu_seqlens, max_seqlen).amax(1)  # padding is 0
-    return found.relu_()
+        largest[:, words] = ops.unpack(logits, cu_seqlens, max_seqlen).amax(1)  # padding is 0
+    return largest.relu_()
 
 
 class _Collected:
@@ -109,7 +109,7 @@ class _Collected:
     def __init__(self, ids: SortedIds, count: int, width: int) -> None:
         nothing = SparseVector(np.empty(0, np.int32), np.empty(0, np.float32))
         self._ids, self._width = ids, width
-        self._found = [nothing] * count
+        self._rows = [nothing] * count
         self.starts_with_nan = False
 
     def add(self, first: int, last: int, wait: Wait) -> None:
@@ -119,13 +119,13 @@ class _Collected:
     def _put(self, first: int, last: int, rows: np.ndarray) -> None:
         self.starts_with_nan |= starts_with_nan(rows)
         for number, index in enumerate(self._ids.order[first:last].tolist()):
-            self._found[index] = self._vector(first, number, rows)
+            self._rows[index] = self._vector(first, number, rows)
 
     def _vector(self, first: int, number: int, rows: np.ndarray) -> SparseVector:
         raise NotImplementedError
 
-    def found(self) -> SparseVectors:
-        return SparseVectors.of(self._found, self._width)
+    def rows(self) -> SparseVectors:
+        return SparseVectors.of(self._rows, self._width)
 
 
 class DenseRows(_Collected):

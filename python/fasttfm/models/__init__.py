@@ -125,6 +125,7 @@ from fasttfm.models.jina_embeddings_v3 import (
     JinaEmbeddingsV3Model,
 )
 from fasttfm.models.llama import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
+from fasttfm.models.lora import add_adapter, load_adapter, merge_added_adapter, save_adapter
 from fasttfm.models.modernbert import (
     ModernBertConfig,
     ModernBertForMaskedLM,
@@ -194,6 +195,15 @@ from fasttfm.models.xlm_roberta import (
     XLMRobertaKagNet,
     XLMRobertaKagNetConfig,
     XLMRobertaModel,
+)
+from fasttfm.models.xlnet import (
+    XLNetConfig,
+    XLNetForMultipleChoice,
+    XLNetForQuestionAnsweringSimple,
+    XLNetForSequenceClassification,
+    XLNetForTokenClassification,
+    XLNetLMHeadModel,
+    XLNetModel,
 )
 
 __all__ = [
@@ -357,7 +367,18 @@ __all__ = [
     "XLMRobertaKagNet",
     "XLMRobertaKagNetConfig",
     "XLMRobertaModel",
+    "XLNetConfig",
+    "XLNetForMultipleChoice",
+    "XLNetForQuestionAnsweringSimple",
+    "XLNetForSequenceClassification",
+    "XLNetForTokenClassification",
+    "XLNetLMHeadModel",
+    "XLNetModel",
+    "add_adapter",
     "export_onnx",
+    "load_adapter",
     "merge_adapter",
+    "merge_added_adapter",
     "model_directory",
+    "save_adapter",
 ]

@@ -26,6 +26,7 @@ from fasttfm.models.bert import (
     BertModel,
     EncoderConfig,
     Predicted,
+    both_losses,
     packed_layer,
     word_embeddings,
 )
@@ -36,7 +37,6 @@ from fasttfm.models.objectives import SentenceOrder
 from fasttfm.models.outputs import ModelOutput, States
 from fasttfm.models.text_model import Layout
 from fasttfm.nn import Embeddings, MaskedLMHead, PackedLayer
-from fasttfm.nn.losses import token_loss
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -179,8 +179,8 @@ class AlbertModel(BertModel):
         groups, inner = config.groups(), range(config.inner_group_num)
         if config.parameter_sharing != "all":
             return [self.layer_of(config) for _ in groups for _ in inner]
-        own = [[self.layer_of(config) for _ in inner] for _ in range(config.num_hidden_groups)]
-        return [layer for group in groups for layer in own[group]]
+        layers_of_groups = [[self.layer_of(config) for _ in inner] for _ in range(config.num_hidden_groups)]
+        return [layer for group in groups for layer in layers_of_groups[group]]
 
     def tied(self) -> dict[str, str]:
         """A layer's shared parameters are those of its group's first layer."""
@@ -189,12 +189,12 @@ class AlbertModel(BertModel):
             return {}
         groups, inner = config.groups(), config.inner_group_num
         return {
-            f"encoder.layers.{index * inner + each}.{part}.{kind}": (
-                f"encoder.layers.{groups.index(group) * inner + each}.{part}.{kind}"
+            f"encoder.layers.{index * inner + offset}.{part}.{kind}": (
+                f"encoder.layers.{groups.index(group) * inner + offset}.{part}.{kind}"
             )
             for index, group in enumerate(groups)
             if groups.index(group) != index
-            for each in range(inner)
+            for offset in range(inner)
             for part in SHARED[config.parameter_sharing]
             for kind in ("weight", "bias")
         }
@@ -289,10 +289,7 @@ class AlbertForPreTraining(AlbertHead):
         predicted = Predicted(labels, positions, max_predictions, output_logits)
         loss, logits = predicted.run(self.lm_head, encoded)
         order = self.sentence_logits(self.encoder.pool(encoded))
-        if loss is not None and sentence_order_label is not None:
-            loss = loss + token_loss(order, sentence_order_label.flatten())
-        elif sentence_order_label is None:
-            loss = None  # HF's: a loss of both or none
+        loss = both_losses(loss, order, sentence_order_label)
         return AlbertForPreTrainingOutput(loss, logits, order, **encoded.returned())
 
     def sentence_logits(self, pooled: Tensor) -> Tensor:

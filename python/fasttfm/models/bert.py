@@ -282,6 +282,12 @@ class Predicted(NamedTuple):
         return loss, logits
 
 
+def both_losses(loss: Tensor | None, logits: Tensor, labels: Tensor | None) -> Tensor | None:
+    """The sum of a masked-LM loss and that of the logits of sentence pairs; None without one of them, as in
+    transformers."""
+    return None if loss is None or labels is None else loss + token_loss(logits, labels.flatten())
+
+
 class BertForMaskedLM(BertHead):
     """Predicts masked tokens. ``positions`` and ``max_predictions`` are those of ``nn.MaskedLMHead.loss``."""
 
@@ -336,10 +342,7 @@ class BertForPreTraining(BertHead):
         predicted = Predicted(labels, positions, max_predictions, output_logits)
         loss, logits = predicted.run(self.lm_head, encoded)
         relationship = self.sentence_logits(self.encoder.pool(encoded))
-        if loss is not None and next_sentence_label is not None:
-            loss = loss + token_loss(relationship, next_sentence_label.flatten())
-        elif next_sentence_label is None:
-            loss = None  # HF's: a loss of both or none
+        loss = both_losses(loss, relationship, next_sentence_label)
         return PreTrainingOutput(loss, logits, relationship, **encoded.returned())
 
     def sentence_logits(self, pooled: Tensor) -> Tensor:

@@ -33,14 +33,14 @@ class CheckpointError(ValueError):
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
 
 
 class CheckpointReader:
@@ -117,13 +117,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def _torch_file(path: Path) -> dict[str, Tensor]:
     """The tensors of a file in torch's format. No code in the file runs. Files of torch before 1.6 are not zip
     archives; they cannot be memory-mapped and are read as a whole."""
-    found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    if not isinstance(found, Mapping):
-        raise ValueError(f"expected tensors by name, got {type(found).__name__}")
-    for key, value in found.items():
+    tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    if not isinstance(tensors, Mapping):
+        raise ValueError(f"expected tensors by name, got {type(tensors).__name__}")
+    for key, value in tensors.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{key}: expected a tensor, got {type(value).__name__}")
-    return dict(found)
+    return dict(tensors)
 
 
 def _weight_map(index: Path) -> dict[str, Any]:

@@ -54,20 +54,20 @@ class ModelConfig:
         folder = checkpoint_directory(directory, Part.CONFIG, revision=revision, token=token)
         paths = [folder / name for name in cls.config_files]
         path = next((path for path in paths if path.is_file()), paths[0])
-        found = read_json(path)
-        if found.get("model_type", cls.model_type) != cls.model_type:
-            raise CheckpointError(f"{path}: model_type: expected {cls.model_type!r}, got {found['model_type']!r}")
-        labels = found.get("id2label") or {}
+        values = read_json(path)
+        if values.get("model_type", cls.model_type) != cls.model_type:
+            raise CheckpointError(f"{path}: model_type: expected {cls.model_type!r}, got {values['model_type']!r}")
+        labels = values.get("id2label") or {}
         if not isinstance(labels, dict) or not all(number.isdigit() for number in labels):
             raise CheckpointError(f"{path}: id2label: expected an object with a label for each number, got {labels!r}")
-        config = cls.from_dict(found)
+        config = cls.from_dict(values)
         if (wrong := config._wrong()) is not None:
             raise CheckpointError(f"{path}: {wrong}")
         return config
 
     @classmethod
     def from_dict(cls: type[Config], values: dict[str, Any]) -> Config:
-        fields = {each.name for each in dataclasses.fields(cls)} - {"extra"}
+        fields = {field.name for field in dataclasses.fields(cls)} - {"extra"}
         known = {name: value for name, value in values.items() if name in fields}
         if "num_labels" not in known and isinstance(values.get("id2label"), dict):
             known["num_labels"] = len(values["id2label"])
@@ -92,9 +92,9 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """The fields as transformers writes them: the number of labels is that of their names. None is written only if
         it is not the default, which a reader assumes for a missing field."""
-        own = [each for each in dataclasses.fields(self) if each.name != "extra"]
-        unset = {each.name for each in own if each.default is None} - self.extra.keys()
-        fields = {each.name: getattr(self, each.name) for each in own}
+        own_fields = [field for field in dataclasses.fields(self) if field.name != "extra"]
+        unset = {field.name for field in own_fields if field.default is None} - self.extra.keys()
+        fields = {field.name: getattr(self, field.name) for field in own_fields}
         labels = fields.pop("num_labels")
         values = {**self.extra, **fields, "model_type": self.model_type}
         if len(values.get("id2label") or range(2)) != labels:
@@ -112,6 +112,7 @@ class ModelConfig:
 _LEAST = {  # a model may have none
     "type_vocab_size": 0,
     "num_entities": 0,
+    "clamp_len": -1,
     "conv_kernel_size": 0,
     "max_relative_positions": -1,
     "position_buckets": -1,
@@ -122,7 +123,7 @@ def _rules(cls: type[ModelConfig]) -> Iterator[tuple[str, Callable[[Any], bool],
     """For every field: its name, a predicate for its values, and a description of it. Sizes and counts are at least 1,
     dropout probabilities below 1, and only ids may be negative."""
     hints = get_type_hints(cls)
-    for name in (each.name for each in dataclasses.fields(cls) if each.name != "extra"):
+    for name in (declared.name for declared in dataclasses.fields(cls) if declared.name != "extra"):
         kinds = get_args(hints[name]) or (hints[name],)
         rules = [_rule(name, kind) for kind in kinds]
         words = ", ".join(expected for _, expected in rules[:-1])
@@ -151,7 +152,7 @@ def _rule(name: str, kind: Any) -> tuple[Callable[[Any], bool], str]:
     if kind is type(None):
         return lambda value: value is None, "null"
     if kind == list[str]:
-        return lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of texts"
+        return lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value), "a list of texts"
     return lambda value: isinstance(value, list) and all(map(_is_whole, value)), "a list of whole numbers"
 
 

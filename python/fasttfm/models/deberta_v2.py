@@ -54,7 +54,7 @@ class DebertaV2Model(BertModel):
         self.names = names_of(config)
         layout = config.distances()
         self.distances = nn.Embedding(2 * layout.span, config.hidden_size) if config.relative_attention else None
-        normed = "layer_norm" in [each.strip() for each in config.norm_rel_ebd.lower().split("|")]
+        normed = "layer_norm" in [name.strip() for name in config.norm_rel_ebd.lower().split("|")]
         self.distance_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if normed else None
         self.finish()
 
@@ -102,7 +102,7 @@ class DebertaV2Model(BertModel):
     def positions(
         self, input_ids: Tensor, ids: Tensor, position_ids: Tensor | None, batch: PackedBatch
     ) -> Tensor | None:
-        """None without a table of positions. Attention reads distances in the batch in any case."""
+        """The positions; None without a table of positions. Attention reads distances in the batch in any case."""
         return None if self.embeddings.position is None else super().positions(input_ids, ids, position_ids, batch)
 
     def relative(self, batch: PackedBatch) -> Relative:
@@ -120,14 +120,8 @@ class DebertaV2Model(BertModel):
         states: Tensor = self.encoder(x, batch.cu_seqlens, batch.max_seqlen, **options)
         return states
 
-    def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
-        longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
-        layers: list[Any] = self.encoder.in_order()
-        relative = self.relative(batch)
-        return tuple(
-            layer.attention_weights(x, batch.cu_seqlens, longest, relative)
-            for layer, x in zip(layers, states, strict=True)
-        )
+    def attention_options(self, batch: PackedBatch, longest: int, **others: Any) -> dict[str, Any]:
+        return {"relative": self.relative(batch)}
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------

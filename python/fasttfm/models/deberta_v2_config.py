@@ -60,7 +60,7 @@ class DebertaV2Config(BertConfig):
 
     def __post_init__(self) -> None:
         if isinstance(self.pos_att_type, str):
-            self.pos_att_type = [each.strip() for each in self.pos_att_type.lower().split("|")]
+            self.pos_att_type = [name.strip() for name in self.pos_att_type.lower().split("|")]
 
     def head_dropout(self) -> float:
         return self.hidden_dropout_prob if self.cls_dropout is None else self.cls_dropout
@@ -104,7 +104,7 @@ _SELF, _HEAD = "encoder.layer.*.attention.self", "lm_predictions.lm_head"
 NAMES = Names(
     prefix="deberta",
     base=(
-        *(each for each in BASE_NAMES if each.ours not in ("encoder.layers.*.qkv", "pooler")),
+        *(base_rule for base_rule in BASE_NAMES if base_rule.ours not in ("encoder.layers.*.qkv", "pooler")),
         rule("embeddings.projection", "embeddings.embed_proj"),
         rule("distances", "encoder.rel_embeddings"),
         rule("distance_norm", "encoder.LayerNorm"),

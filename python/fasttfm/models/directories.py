@@ -30,12 +30,12 @@ def checkpoint_directory(
 def read_modules(path: Path) -> list[dict[str, Any]]:
     """The list of modules in a sentence-transformers folder."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        modules = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected JSON: {error}") from None
-    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
-        raise CheckpointError(f"{path}: expected a JSON list of objects, got {type(found).__name__}")
-    return found
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise CheckpointError(f"{path}: expected a JSON list of objects, got {type(modules).__name__}")
+    return modules
 
 
 def module_path(module: dict[str, Any], listed: Path) -> str:

@@ -171,13 +171,13 @@ class DistilBertForMaskedLM(DistilBertHead, BertForMaskedLM):
 
     @torch.no_grad()
     def _copy(self, teacher: BertForMaskedLM | BertForPreTraining, layers: Sequence[int]) -> None:
-        source, own = teacher.encoder, self.encoder
-        for mine, index in zip(own.encoder.layers, layers, strict=True):
+        source, student = teacher.encoder, self.encoder
+        for mine, index in zip(student.encoder.layers, layers, strict=True):
             mine.load_state_dict(source.encoder.layers[index].state_dict())
         tables = source.embeddings.state_dict()
         segments = tables.pop("segment.weight")
         tables["position.weight"] = tables["position.weight"] + segments[0]
-        own.embeddings.load_state_dict(tables)
+        student.embeddings.load_state_dict(tables)
         self.lm_head.load_state_dict(teacher.lm_head.state_dict())
 
 

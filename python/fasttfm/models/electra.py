@@ -313,7 +313,7 @@ class ElectraForJointPreTraining(PretrainedModel):
         logits = self.discriminator.discriminator_head(encoded.x)
         discriminator_loss = ops.replaced_token_loss(logits, replaced)
         loss = sampled.loss + self.config.discriminator_weight * discriminator_loss
-        unpacked = (batch.unpack(each) for each in (logits, sampled_ids, replaced))
+        unpacked = (batch.unpack(tensor) for tensor in (logits, sampled_ids, replaced))
         return ElectraJointOutput(loss, sampled.loss, discriminator_loss, *unpacked)
 
     @classmethod

@@ -146,9 +146,9 @@ class KnowledgeModel(PretrainedModel):
     @property
     def knowledge(self) -> ErnieKnowledgeModel:
         """The model without a head."""
-        found = self if self.base else getattr(self, self.names.prefix)
-        assert isinstance(found, ErnieKnowledgeModel)
-        return found
+        model = self if self.base else getattr(self, self.names.prefix)
+        assert isinstance(model, ErnieKnowledgeModel)
+        return model
 
     @property
     def entity_names(self) -> list[str]:
@@ -311,7 +311,7 @@ class EntityTargets(NamedTuple):
 
     @staticmethod
     def of(entity_labels: Tensor) -> EntityTargets:
-        """Of the original entity of each packed token, -100 for none: the candidates are those that occur. On a GPU
+        """The original entity of each packed token, -100 for none: the candidates are those that occur. On a GPU
         this synchronizes."""
         positions = (entity_labels >= 0).nonzero().squeeze(1)
         candidates, labels = entity_labels.index_select(0, positions).unique(return_inverse=True)
@@ -374,7 +374,7 @@ class ErnieKnowledgeForPreTraining(ErnieKnowledgeHead, BertForPreTraining):
             changes: Fields of the configuration, such as ``entity_hidden_size`` and ``layer_types``.
         """
         bert = BertForPreTraining.from_pretrained(directory)
-        fields = {each.name: getattr(bert.config, each.name) for each in dataclasses.fields(bert.config)}
+        fields = {field.name: getattr(bert.config, field.name) for field in dataclasses.fields(bert.config)}
         model = cls(ErnieKnowledgeConfig(**{**fields, "extra": {}, **changes}))
         model.load_state_dict(bert.state_dict(), strict=False)
         return model

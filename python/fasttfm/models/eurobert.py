@@ -15,6 +15,7 @@ from fasttfm import ops
 from fasttfm.models.bert import BertForMaskedLM, BertForSequenceClassification, BertForTokenClassification
 from fasttfm.models.checkpoint_names import rule
 from fasttfm.models.family import Family, Head
+from fasttfm.models.objectives import MaskedLM
 from fasttfm.models.rotary import RotaryConfig, RotaryHead, RotaryModel, sequence_means
 from fasttfm.models.text_model import Encoded
 from fasttfm.nn import MaskedLMHead
@@ -108,6 +109,10 @@ FAMILY = Family(
         Head.MASKED_LM: EuroBertForMaskedLM,
         Head.SEQUENCE_CLASSIFICATION: EuroBertForSequenceClassification,
         Head.TOKEN_CLASSIFICATION: EuroBertForTokenClassification,
+        Head.PRETRAINING: EuroBertForMaskedLM,
     },
+    pretraining=MaskedLM,
+    sequences="single",
     tokenizer="bpe",
+    patching="eurobert",
 )

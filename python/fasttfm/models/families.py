@@ -30,6 +30,7 @@ from fasttfm.models import (
     t5,
     vit,
     xlm_roberta,
+    xlnet,
 )
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import (
@@ -43,7 +44,7 @@ from fasttfm.models.objectives import (
 
 _ROBERTAS = (roberta, xlm_roberta, camembert, mpnet)
 _ROTARY = (modernbert, eurobert, nomic_bert, gte, jina_embeddings_v3)
-_ENCODERS = (bert, *_ROBERTAS, albert, electra, distilbert, *_ROTARY, deberta_v2, t5, mt5, ernie_knowledge)
+_ENCODERS = (bert, *_ROBERTAS, albert, electra, distilbert, *_ROTARY, deberta_v2, xlnet, t5, mt5, ernie_knowledge)
 _FILES = (*_ENCODERS, openai_gpt, gpt, gpt3, llama, qwen3, gemma3, modernbert_decoder, vit)
 FAMILIES: dict[str, Family] = {file.FAMILY.name: file.FAMILY for file in _FILES}
 
@@ -77,14 +78,14 @@ class TextObjective(NamedTuple):
 
 def objectives_of(family: Family) -> dict[str, TextObjective]:
     """The objectives that a family can be pre-trained on, by name; its own is the first."""
-    found: dict[str, TextObjective] = {}
+    objectives: dict[str, TextObjective] = {}
     if family.pretraining is not None and family.sequences is not None:
-        found[family.pretraining.name] = TextObjective(Head.PRETRAINING, family.pretraining, family.sequences)
+        objectives[family.pretraining.name] = TextObjective(Head.PRETRAINING, family.pretraining, family.sequences)
         if issubclass(family.pretraining, MaskedLMWithSentences):
             for module, sequences in ((NextSentence, "nsp"), (SentenceOrder, "sop")):
-                found.setdefault(module.name, TextObjective(Head.PRETRAINING, module, sequences))
+                objectives.setdefault(module.name, TextObjective(Head.PRETRAINING, module, sequences))
     if Head.MASKED_LM in family.models:
-        found.setdefault("mlm", TextObjective(Head.MASKED_LM, MaskedLM, "single"))
+        objectives.setdefault("mlm", TextObjective(Head.MASKED_LM, MaskedLM, "single"))
     if Head.CAUSAL_LM in family.models:
-        found.setdefault("clm", TextObjective(Head.CAUSAL_LM, CausalLM, "causal"))
-    return found
+        objectives.setdefault("clm", TextObjective(Head.CAUSAL_LM, CausalLM, "causal"))
+    return objectives

@@ -42,6 +42,7 @@ class Family:
         sequences: The sequences that it is pre-trained on, a kind of ``data.SequenceFormat``.
         tokenizer: The kind of ``data.train_tokenizer``; None if it reads no text.
         separators: The number of separators between two texts, if the tokenizer does not add them itself.
+        last_token: Whether the token of which classifiers read the state ends a sequence, with a segment of its own.
         template: Whether the special tokens around a text are those that its tokenizer adds, if any.
         positions: The configuration's field with the maximum length of sequences.
         unused_positions: Rows of the position table that no sequence uses.
@@ -57,6 +58,7 @@ class Family:
     sequences: str | None = None
     tokenizer: str | None = None
     separators: int = 1
+    last_token: bool = False
     template: bool = False
     positions: str = "max_position_embeddings"
     unused_positions: int = 0

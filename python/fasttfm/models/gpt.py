@@ -26,7 +26,7 @@ from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.text_model import Encoded, Layout, TextModel, flatten_choices, text_model
 from fasttfm.nn import CausalLMHead, Embeddings, PackedLayer, PackedTransformer
 from fasttfm.nn.losses import classification_loss, token_loss
-from fasttfm.ops.checks import IndexErrors
+from fasttfm.ops.core.checks import IndexErrors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

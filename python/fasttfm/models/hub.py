@@ -101,9 +101,9 @@ def _hub(name: str) -> ModuleType:
 def _snapshot(hub: ModuleType, name: str, revision: str | None) -> Path | None:
     """The folder of the model in the hub's cache, if it has any file that we read."""
     for file in (CONFIG, *TOKENIZER_FILES):
-        found = hub.try_to_load_from_cache(name, file, revision=revision)
-        if isinstance(found, str):
-            return Path(found).parent
+        cached = hub.try_to_load_from_cache(name, file, revision=revision)
+        if isinstance(cached, str):
+            return Path(cached).parent
     return None
 
 
@@ -137,17 +137,17 @@ def _download(hub: ModuleType, name: str, revision: str | None, token: str | boo
     try:
         # One request without retries: `list_repo_files` tries for half a minute if there is no network.
         answer = hub.model_info(name, timeout=_answer_seconds(hub), **options)
-        found = [file.rfilename for file in answer.siblings or ()]
-        wanted = [file for file in found if _is_small(file)]
+        names = [file.rfilename for file in answer.siblings or ()]
+        patterns = [file for file in names if _is_small(file)]
         if part is Part.WEIGHTS:
-            chosen = weight_files(found)
+            chosen = weight_files(names)
             if not chosen:
-                got = ", ".join(file for file in found if not _is_small(file)) or "none"
+                got = ", ".join(file for file in names if not _is_small(file)) or "none"
                 raise CheckpointError(f"{name}: the hub's model has no {SAFETENSORS} and no {TORCH}; its files: {got}")
-            wanted += chosen
+            patterns += chosen
         source = f"{hub.constants.ENDPOINT}/{name}"
         warnings.warn(f"{name}: there is no such path; downloading {source} to the hub's cache", stacklevel=2)
-        return Path(hub.snapshot_download(name, allow_patterns=wanted, **options))
+        return Path(hub.snapshot_download(name, allow_patterns=patterns, **options))
     except CheckpointError:
         raise
     except Exception as error:  # of huggingface_hub, its HTTP library or the system

@@ -72,7 +72,7 @@ class GraphChoice(PretrainedModel):
         """The graph's layers have torch's initialization, because the encoder's is for its own width. Vectors of
         concepts and relations have length 1 on average."""
         parts = [self._modules[name] for name in ("graph", "scorer") if name in self._modules]
-        inside = any(module is each for part in parts if part is not None for each in part.modules())
+        inside = any(module is inner for part in parts if part is not None for inner in part.modules())
         if inside and isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.concept_size**-0.5)
         elif inside and isinstance(module, (nn.Linear, nn.LSTM)):

@@ -44,7 +44,7 @@ _LAYER = "layers.*"
 _PROJECTIONS = rule("encoder.layers.*.qkv", *(f"{_LAYER}.attn.{part}_proj" for part in "qkv"))
 NAMES = replace(
     ENCODER_NAMES,
-    base=tuple(_PROJECTIONS if each.ours == _PROJECTIONS.ours else each for each in ENCODER_NAMES.base),
+    base=tuple(_PROJECTIONS if base_rule.ours == _PROJECTIONS.ours else base_rule for base_rule in ENCODER_NAMES.base),
     heads=(
         rule("lm_head.decoder", "decoder"),
         rule("lm_head.head", "lm_head"),

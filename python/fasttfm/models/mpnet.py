@@ -94,7 +94,7 @@ class BiasedLayer(PackedLayer):
         return self._after_attention(context, x, cu_seqlens, (self.norm1, self.norm2), rates, seeds)
 
     def attention_weights(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, bias: Tensor | None = None) -> Tensor:
-        """As ``PackedLayer``'s, with ``forward``'s ``bias``."""
+        """``PackedLayer``'s weights, with ``forward``'s ``bias``."""
         q, k, _ = self.project(x).unbind(-3)
         return ops.attention_weights(q, k, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, bias=bias)
 

@@ -20,6 +20,7 @@ from fasttfm.models.bert import (
 )
 from fasttfm.models.checkpoint_names import Names, rule, untied
 from fasttfm.models.family import Family, Head
+from fasttfm.models.objectives import MaskedLM
 from fasttfm.models.rotary import rotation
 from fasttfm.models.rotary_bert import RotaryBertModel, module_names
 from fasttfm.nn.rotation import Theta
@@ -104,6 +105,10 @@ FAMILY = Family(
         Head.MASKED_LM: NomicBertForMaskedLM,
         Head.SEQUENCE_CLASSIFICATION: NomicBertForSequenceClassification,
         Head.TOKEN_CLASSIFICATION: NomicBertForTokenClassification,
+        Head.PRETRAINING: NomicBertForMaskedLM,
     },
+    pretraining=MaskedLM,
+    sequences="single",
     tokenizer="wordpiece",
+    patching="nomic_bert",
 )

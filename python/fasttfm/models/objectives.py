@@ -47,24 +47,24 @@ class Pretraining(nn.Module):
     def flops(self, batch: Any) -> float:
         """The FLOPs of a step's GEMMs: the forward's, and twice as many in the backward."""
         lengths = batch.cu_seqlens.clamp(max=batch.tokens).diff().double()  # padding follows the data
-        encoders = [each for each in self.modules() if isinstance(each, PackedTransformer)]
+        encoders = [module for module in self.modules() if isinstance(module, PackedTransformer)]
         tokens, scores = float(lengths.sum()), float(lengths.square().sum())
-        return 3.0 * (sum(_encoder_flops(each, tokens, scores) for each in encoders) + self.head_flops(batch))
+        return 3.0 * (sum(_encoder_flops(encoder, tokens, scores) for encoder in encoders) + self.head_flops(batch))
 
     def head_flops(self, batch: Any) -> float:
         head = self.model.lm_head
-        products = sum(each.weight.numel() for each in head.modules() if isinstance(each, nn.Linear))
+        products = sum(module.weight.numel() for module in head.modules() if isinstance(module, nn.Linear))
         return 2.0 * products * batch.predictions
 
 
 def _encoder_flops(encoder: PackedTransformer, tokens: float, scores: float) -> float:
     layers = encoder.in_order()
     share = 0.5 if layers and layers[0].window[1] == 0 else 1.0  # causal: half of the scores
-    return sum(2.0 * tokens * _matrix_elements(each) + share * 4.0 * scores * each.width for each in layers)
+    return sum(2.0 * tokens * _matrix_elements(layer) + share * 4.0 * scores * layer.width for layer in layers)
 
 
 def _matrix_elements(layer: PackedLayer) -> int:
-    return sum(each.weight.numel() for each in (layer.qkv, layer.out, layer.up, layer.down))
+    return sum(linear.weight.numel() for linear in (layer.qkv, layer.out, layer.up, layer.down))
 
 
 class MaskedLM(Pretraining):
@@ -145,7 +145,7 @@ class ReplacedTokenDetection(Pretraining):
 
     def head_flops(self, batch: Any) -> float:
         head = self.model.generator.lm_head
-        products = sum(each.weight.numel() for each in head.modules() if isinstance(each, nn.Linear))
+        products = sum(module.weight.numel() for module in head.modules() if isinstance(module, nn.Linear))
         dense = self.model.discriminator.discriminator_head.dense.weight.numel()
         return 2.0 * (products * batch.predictions + dense * batch.tokens)
 

@@ -28,6 +28,7 @@ from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.models.relative_bias import RelativeBias
 from fasttfm.models.text_model import Encoded, TextModel
 from fasttfm.nn import PackedBatch, PackedLayer, PackedTransformer, RMSNorm, RotaryLayer, RotaryTransformer
+from fasttfm.nn.disentangled_layer import DisentangledLayer, Relative, ShiftedLayer
 from fasttfm.nn.rotary_layer import rotary_tables
 from fasttfm.nn.rotation import is_scaled_by_length
 
@@ -64,7 +65,7 @@ def export_onnx(model: PretrainedModel, path: str | Path, *, opset_version: int 
     except ImportError:
         raise ImportError("export_onnx: torch exports with onnxscript: pip install onnx onnxscript") from None
     names = ["input_ids", "attention_mask"]
-    if _base(model).embeddings.segment is not None:
+    if _base(model).has_segments:
         names.append("token_type_ids")
     choices = any(head in type(model).__name__ for head in ("MultipleChoice", "DoubleHeads"))
     dimensions = ("batch", "choices", "sequence") if choices else ("batch", "sequence")
@@ -80,14 +81,14 @@ def export_onnx(model: PretrainedModel, path: str | Path, *, opset_version: int 
     try:
         with torch.no_grad(), _plain(model.eval()):
             plain = _PlainModel(model).eval()  # a new module is in training mode, and export_onnx warns of that
-            found = _output_names(plain.called(*inputs))
+            output_names = _output_names(plain.called(*inputs))
             with atomic_write(path) as partial:
                 torch.onnx.export(
                     plain,
                     inputs,
                     partial,
                     input_names=names,
-                    output_names=found,
+                    output_names=output_names,
                     dynamic_shapes=tuple(dict(sizes) for _ in names),
                     opset_version=opset_version,
                     dynamo=True,
@@ -96,7 +97,7 @@ def export_onnx(model: PretrainedModel, path: str | Path, *, opset_version: int 
                 )
     finally:
         model.train(training)
-    return found
+    return output_names
 
 
 def _output_names(output: ModelOutput) -> list[str]:
@@ -114,9 +115,9 @@ def _check(model: PretrainedModel, path: Path) -> None:
     if "JointPreTraining" in name:
         raise ValueError(f"export_onnx: model: expected one of its two models, got {name}; export its parts")
     needed = [
-        each.name
-        for each in signature(model.forward).parameters.values()
-        if each.kind is each.KEYWORD_ONLY and each.default is each.empty
+        parameter.name
+        for parameter in signature(model.forward).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
     ]
     if needed:
         raise ValueError(
@@ -124,9 +125,9 @@ def _check(model: PretrainedModel, path: Path) -> None:
         )
     base = _base(model)
     if not _is_plain_stack(base):
-        expected = "BERT's, GPT's or rotary layers"
+        expected = "BERT's, GPT's, DeBERTa's, XLNet's or rotary layers"
         raise ValueError(f"export_onnx: model: expected {expected}, got {name}, whose layers are others")
-    if any(is_scaled_by_length(getattr(each, "theta", None), sys.maxsize) for each in base.encoder.in_order()):
+    if any(is_scaled_by_length(getattr(layer, "theta", None), sys.maxsize) for layer in base.encoder.in_order()):
         raise ValueError(f"export_onnx: model: expected a rotation for all lengths, got {name} with rope_type dynamic")
     for key, parameter in model.named_parameters():
         if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
@@ -139,13 +140,20 @@ def _check(model: PretrainedModel, path: Path) -> None:
 
 
 def _is_plain_stack(base: TextModel) -> bool:
-    own = (type(base).encode_packed, type(base).run_layers) != (TextModel.encode_packed, TextModel.run_layers)
+    is_overridden = (type(base).encode_packed, type(base).run_layers) != (TextModel.encode_packed, TextModel.run_layers)
     if type(base.encoder) is RotaryTransformer:
         return all(type(layer) is RotaryLayer for layer in base.encoder.layers)
+    if _reads_distances(base):
+        return all(type(layer) in (DisentangledLayer, ShiftedLayer) for layer in base.encoder.layers)
     if type(base).run_layers is RelativeBias.run_layers and type(base.encoder) is PackedTransformer:
         return all(type(layer) is BiasedLayer for layer in base.encoder.layers)
     plain = type(base.encoder) is PackedTransformer and all(type(layer) is PackedLayer for layer in base.encoder.layers)
-    return not own and plain
+    return not is_overridden and plain
+
+
+def _reads_distances(base: TextModel) -> bool:
+    """Whether its layers are DeBERTa's or XLNet's."""
+    return type(base.encoder) is PackedTransformer and isinstance(base.encoder.layers[0], DisentangledLayer)
 
 
 def _base(model: PretrainedModel) -> TextModel:
@@ -196,8 +204,8 @@ def _plain(model: PretrainedModel) -> Iterator[None]:
         output_attentions: bool | None = None,
         **layout: Any,
     ) -> Encoded:
-        wanted = base.outputs(output_hidden_states, output_attentions)
-        return _encoded(base, input_ids, attention_mask, token_type_ids, *wanted)
+        returned = base.outputs(output_hidden_states, output_attentions)
+        return _encoded(base, input_ids, attention_mask, token_type_ids, *returned)
 
     hook = register_module_forward_pre_hook(lambda module, inputs: None)
     norms: list[Any] = [module for module in model.modules() if isinstance(module, RMSNorm)]
@@ -270,15 +278,23 @@ def _encoded(
     positions = base.positions(input_ids, input_ids, None, batch)
     if positions is None:
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    x = base.embeddings(input_ids, position_ids=positions, segment_ids=token_type_ids)
+    of_layers = base.reads_segments
+    x = base.embeddings(input_ids, position_ids=positions, segment_ids=None if of_layers else token_type_ids)
     relative: Tensor | float = 0.0
     if isinstance(base, RelativeBias):
         relative = base.bias_at(torch.arange(input_ids.shape[1], device=input_ids.device)[None])
+    distances: Relative | None = None
+    if _reads_distances(base):
+        distances = base.attention_options(batch, 0, **({"segments": token_type_ids} if of_layers else {}))["relative"]
     states, weights = [], []
     for layer in base.encoder.in_order():
         states.append(x)
         bias = _bias(layer, attention_mask) + relative
-        q, k, v = _heads(layer, x)
+        if distances is None:
+            q, k, v = _heads(layer, x)
+        else:
+            q, k, v, added = _disentangled(layer, x, distances)
+            bias = bias + added
         weights.append(_weights(layer, q, k, bias))
         x = _layer(layer, x, _context(weights[-1], v))
     if base.encoder.final_norm is not None:
@@ -316,8 +332,18 @@ def _heads(layer: PackedLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if layer.theta is None:
         return q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     tables = rotary_tables(layer.theta, torch.arange(x.shape[1], device=x.device), layer.head_dim, like=x)
-    k, v = (each.repeat_interleave(groups, 1) for each in (_rotated(k, *tables), v))
+    k, v = (heads.repeat_interleave(groups, 1) for heads in (_rotated(k, *tables), v))
     return _rotated(q, *tables), k, v
+
+
+def _disentangled(layer: Any, x: Tensor, distances: Relative) -> tuple[Tensor, ...]:
+    """Queries, keys and values [B, H, S, D] of a layer of DeBERTa or XLNet, and what it adds to scaled scores."""
+    heads, token = layer.project(x), torch.arange(x.shape[1], device=x.device)
+    if distances.table is None or not layer.distances.terms:
+        return (*(tensor.transpose(1, 2) for tensor in heads.unbind(2)), x.new_zeros(()))
+    inputs = layer.token_inputs(heads, distances)
+    rows = distances.rows[token[:, None] - token + (x.shape[1] - 1)][None, None]
+    return (*(inputs[name].transpose(1, 2) for name in "qkv"), layer.padded_bias(inputs, rows, distances))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -328,7 +354,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _weights(layer: PackedLayer, q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
     """The attention weights [B, H, S, S]."""
-    stated = layer.scale if isinstance(layer, RotaryLayer) else None
+    stated = layer.scale if isinstance(layer, (RotaryLayer, DisentangledLayer)) else None
     scale = 1 / math.sqrt(q.shape[-1]) if stated is None else stated
     return (torch.einsum("bhqd,bhkd->bhqk", q, k) * scale + bias).softmax(-1)
 

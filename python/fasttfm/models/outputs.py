@@ -108,7 +108,7 @@ class ClassifierOutput(ModelOutput):
 
 @dataclass
 class AuxiliaryClassifierOutput(ClassifierOutput):
-    """With GPT-1's losses, whose weighted sum is ``loss``."""
+    """GPT-1's losses, whose weighted sum is ``loss``."""
 
     classification_loss: Tensor | None = None
     lm_loss: Tensor | None = None

@@ -23,6 +23,7 @@ from fasttfm.models.checkpoint_names import Names, checkpoint_shapes, from_check
 from fasttfm.models.config import ModelConfig
 from fasttfm.models.directories import checkpoint_directory
 from fasttfm.nn import PackedTransformer
+from fasttfm.nn.lora import AdaptedLinear
 
 COLBERT = "HF_ColBERT"  # the architecture of checkpoints whose projection is next to the encoder's weights
 COLBERT_PROJECTION = "linear.weight"
@@ -53,7 +54,7 @@ class PretrainedModel(nn.Module):
         first = next(self.parameters(), None)
         if first is None:
             return self.config.model_type
-        count = sum(each.numel() for each in self.parameters())
+        count = sum(parameter.numel() for parameter in self.parameters())
         return f"{self.config.model_type}, {count:,} parameters, {str(first.dtype)[6:]} on {first.device}"
 
     def generate(self, *_: Any, **__: Any) -> Any:
@@ -194,6 +195,9 @@ class PretrainedModel(nn.Module):
         """Writes a directory that ``from_pretrained``, here and in transformers, reads with the same bits. An existing
         checkpoint is replaced when the new one is complete; if the save fails, it is unchanged."""
         self._check_tied()
+        if any(isinstance(module, AdaptedLinear) for module in self.modules()):
+            expected = "a model without an adapter (models.save_adapter, models.merge_added_adapter)"
+            raise ValueError(f"save_pretrained: expected {expected}, got one")
         tensors = self.checkpoint_tensors(dict(self.state_dict()))
         self._describe()
         write_tensors(Path(directory), tensors, shard_bytes, config=self.config.to_dict())
@@ -212,11 +216,11 @@ class PretrainedModel(nn.Module):
         """Converts tensors with our parameters' names, such as gradients, to the names of a checkpoint of this
         model."""
         tied, repeated = self.tied(), self.repeated()
-        own = {name: value for name, value in tensors.items() if name not in tied}
-        own.update((name, tensors[source]) for name, source in repeated.items() if source in tensors)
-        found = to_checkpoint(self.names, {self._full(name): value for name, value in own.items()})
+        untied = {name: value for name, value in tensors.items() if name not in tied}
+        untied.update((name, tensors[source]) for name, source in repeated.items() if source in tensors)
+        converted = to_checkpoint(self.names, {self._full(name): value for name, value in untied.items()})
         prefix = f"{self.names.prefix}."
-        return {name.removeprefix(prefix): value for name, value in found.items()} if self.base else found
+        return {name.removeprefix(prefix): value for name, value in converted.items()} if self.base else converted
 
     def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Converts tensors with the names of a checkpoint of this model to our parameters' names."""
@@ -258,21 +262,21 @@ class PretrainedModel(nn.Module):
             (other,), (main,) = (self.names.find(name)[0] for name in (alias, source))
             if main not in keys and other in keys:
                 keys[main] = keys[other]
-        wanted = {name: value.shape for name, value in self.state_dict().items() if name not in self.tied()}
-        self._check_nothing_left(reader, keys, [*wanted, *self.tied()])
-        new = self._heads_to_draw(wanted, keys, directory, new_head)
-        for name, shape in wanted.items():
+        shapes = {name: value.shape for name, value in self.state_dict().items() if name not in self.tied()}
+        self._check_nothing_left(reader, keys, [*shapes, *self.tied()])
+        new = self._heads_to_draw(shapes, keys, directory, new_head)
+        for name, shape in shapes.items():
             if name in new:
                 continue
             for theirs, expected in checkpoint_shapes(self.names, self._full(name), shape).items():
-                found = reader.shape(keys[theirs])
-                if found != expected:
+                shape_in_file = reader.shape(keys[theirs])
+                if shape_in_file != expected:
                     where = f"{reader.files[keys[theirs]]}: {keys[theirs]}"
-                    raise CheckpointError(f"{where}: expected shape {expected}, got {found}")
+                    raise CheckpointError(f"{where}: expected shape {expected}, got {shape_in_file}")
         self._check_repeated(reader, keys)
         state = {
             name: from_checkpoint(self.names, self._full(name), lambda theirs: reader.tensor(keys[theirs]))
-            for name in wanted
+            for name in shapes
             if name not in new
         }
         return state, new
@@ -299,7 +303,7 @@ class PretrainedModel(nn.Module):
     def _check_repeated(self, reader: CheckpointReader, keys: dict[str, str]) -> None:
         """Raises if the checkpoint's copies of a shared parameter are not equal."""
         for name, source in self.repeated().items():
-            copies, originals = (self.names.find(self._full(each))[0] for each in (name, source))
+            copies, originals = (self.names.find(self._full(parameter))[0] for parameter in (name, source))
             for copy, original in zip(copies, originals, strict=True):
                 if copy not in keys:
                     raise CheckpointError(f"{reader.files[keys[original]]}: {copy}: missing")
@@ -326,13 +330,13 @@ class PretrainedModel(nn.Module):
             yield name, key
 
     def _heads_to_draw(
-        self, wanted: dict[str, torch.Size], keys: dict[str, str], directory: Path, new_head: str | None
+        self, shapes: dict[str, torch.Size], keys: dict[str, str], directory: Path, new_head: str | None
     ) -> list[str]:
         """The parameters of heads that the checkpoint lacks, and with ``new_head`` also of those that it has. Raises if
         anything else is missing."""
         missing: dict[str, list[str]] = {}
         present = set()
-        for name in wanted:
+        for name in shapes:
             head = self._head(name)
             absent = [theirs for theirs in self.names.find(self._full(name))[0] if theirs not in keys]
             if absent:
@@ -351,7 +355,7 @@ class PretrainedModel(nn.Module):
         if replaced:
             warnings.warn(f"{directory}: {new_head}: the head is randomly initialized, to be trained", stacklevel=4)
         self.new_heads = (*missing, *sorted(replaced))
-        return [name for name in wanted if self._head(name) in self.new_heads]
+        return [name for name in shapes if self._head(name) in self.new_heads]
 
     def _head(self, name: str) -> str:
         """The head, or optional part of the base model, that a parameter belongs to; empty for the rest of the base

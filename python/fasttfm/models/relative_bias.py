@@ -55,5 +55,5 @@ class RelativeBias(_Base):
         states: Tensor = self.encoder(x, batch.cu_seqlens, batch.max_seqlen, hidden_states=hidden_states, bias=bias)
         return states
 
-    def attention_options(self, batch: PackedBatch, longest: int) -> dict[str, Any]:
+    def attention_options(self, batch: PackedBatch, longest: int, **others: Any) -> dict[str, Any]:
         return {"bias": self.bias(batch, longest)}

@@ -161,8 +161,8 @@ class RotaryPositions(TextModel):
         if position_ids is not None and self.outputs(None, layout.get("output_attentions"))[1]:
             expected = "None with output_attentions (weights are computed for each token's own index)"
             raise ValueError(f"{type(self).__name__}: position_ids: expected {expected}, got a tensor")
-        given = None if position_ids is None else position_ids.expand_as(input_ids)
-        return super().encode_packed(input_ids, attention_mask, token_type_ids, rotary_positions=given, **layout)
+        positions = None if position_ids is None else position_ids.expand_as(input_ids)
+        return super().encode_packed(input_ids, attention_mask, token_type_ids, rotary_positions=positions, **layout)
 
     def positions(self, input_ids: Tensor, ids: Tensor, position_ids: Any, batch: PackedBatch) -> Tensor | None:
         return None  # the embeddings have none

@@ -15,14 +15,19 @@ from fasttfm.nn.parts import layer_norm
 from fasttfm.nn.plain import is_watched
 
 
-class Layout(TypedDict, total=False):
+class Outputs(TypedDict, total=False):
+    """Additional outputs of a call."""
+
+    output_hidden_states: bool | None  # the configuration's if None
+    output_attentions: bool | None
+
+
+class Layout(Outputs, total=False):
     """Alternatives to an ``attention_mask`` (nn.PackedBatch.of), and additional outputs."""
 
     lengths: Sequence[int] | Tensor | None
     cu_seqlens: Tensor | None
     max_seqlen: int | None
-    output_hidden_states: bool | None  # the configuration's if None
-    output_attentions: bool | None
 
 
 # For callers that only read the states of the last layer, whatever the configuration says.
@@ -56,14 +61,15 @@ class BaseModel(PretrainedModel):
 
     def outputs(self, hidden_states: bool | None, attentions: bool | None) -> tuple[bool, bool]:
         """Whether a call returns hidden states and attention weights: as it says, else as the configuration says."""
-        found = self.config.output_hidden_states if hidden_states is None else hidden_states
-        return bool(found), bool(self.config.output_attentions if attentions is None else attentions)
+        with_states = self.config.output_hidden_states if hidden_states is None else hidden_states
+        return bool(with_states), bool(self.config.output_attentions if attentions is None else attentions)
 
-    def attentions(self, states: list[Tensor], batch: PackedBatch) -> tuple[Tensor, ...]:
-        """Every layer's attention weights [sequences, H, S, S], for inspection; padding is at the end."""
+    def attentions(self, states: list[Tensor], batch: PackedBatch, **others: Any) -> tuple[Tensor, ...]:
+        """Every layer's attention weights [sequences, H, S, S], for inspection; padding is at the end. ``others`` are
+        the additional inputs of the layers."""
         longest = batch.max_seqlen if batch.shape is None else batch.shape[1]
         layers: list[Any] = self.encoder.in_order()
-        options = self.attention_options(batch, longest)
+        options = self.attention_options(batch, longest, **others)
         inputs = [  # a layer may have no norm before its attention
             layer_norm(layer.norm1, x) if layer.norm_first and layer.norm1 is not None else x
             for layer, x in zip(layers, states, strict=True)
@@ -73,7 +79,7 @@ class BaseModel(PretrainedModel):
             for layer, x in zip(layers, inputs, strict=True)
         )
 
-    def attention_options(self, batch: PackedBatch, longest: int) -> dict[str, Any]:
+    def attention_options(self, batch: PackedBatch, longest: int, **others: Any) -> dict[str, Any]:
         """The arguments of layers' ``attention_weights``, in addition to the states and sizes."""
         return {}
 
@@ -86,7 +92,13 @@ class TextModel(BaseModel):
     """
 
     embeddings: Embeddings
+    reads_segments: ClassVar[bool] = False  # in its layers; embeddings may have segments, too
     layer_inputs: ClassVar[tuple[str, ...]] = ()  # the names of additional arguments of run_layers
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether a call reads ``token_type_ids``."""
+        return self.reads_segments or self.embeddings.segment is not None
 
     def encode(
         self,
@@ -147,7 +159,7 @@ class TextModel(BaseModel):
             if first is not None:
                 return Encoded(first, batch, None, None, only_first=True)
         x = self.run_layers(x, batch, states, **others)
-        attentions = self.attentions(states, batch) if states is not None and output_attentions else None
+        attentions = self.attentions(states, batch, **others) if states is not None and output_attentions else None
         hidden = (*states, x) if states is not None and output_hidden_states else None
         return Encoded(x, batch, None if hidden is None else tuple(batch.unpack(state) for state in hidden), attentions)
 

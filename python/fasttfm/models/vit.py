@@ -11,7 +11,7 @@ GEMM. The layers are those of the other families: all images of a batch have the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,15 @@ from fasttfm.models.config import ModelConfig
 from fasttfm.models.family import Family, Head
 from fasttfm.models.outputs import BaseModelOutput, ClassifierOutput, MaskedImageOutput
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.models.text_model import BaseModel, Encoded
+from fasttfm.models.text_model import BaseModel, Encoded, Outputs
 from fasttfm.nn import PackedBatch, PackedLayer, PackedTransformer, PatchEmbeddings
 from fasttfm.nn.losses import classification_loss
 from fasttfm.nn.patch_embeddings import MaskToken, PatchProjection
 from fasttfm.nn.plain import is_watched
 from fasttfm.ops import linear
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def _sizes(width: int, layers: int, heads: int, **others: Any) -> dict[str, Any]:
@@ -116,7 +119,7 @@ class ViTParts(PretrainedModel):
     names = NAMES
 
     def initialise(self, module: nn.Module) -> None:
-        """As in transformers: truncated normal weights, with the same standard deviation for all linear layers."""
+        """Draws weights as transformers does: truncated normal, with one standard deviation for all linear layers."""
         if isinstance(module, PatchEmbeddings):
             for table in (module.cls_token, module.position):
                 self._draw_weight(table)
@@ -170,13 +173,10 @@ class ViTModel(ViTParts, BaseModel):
         pixel_values: Tensor,
         bool_masked_pos: Tensor | None = None,
         interpolate_pos_encoding: bool | None = None,
-        *,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
+        **options: Unpack[Outputs],
     ) -> BaseModelOutput:
         """Runs the model over ``pixel_values`` [B, channels, height, width]. ``bool_masked_pos`` [B, patches] is true
         for patches that the mask token replaces; ``interpolate_pos_encoding`` allows images of other sizes."""
-        options = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         encoded = self.encode_packed(pixel_values, bool_masked_pos, interpolate_pos_encoding, **options)
         states = encoded.batch.unpack(encoded.x)
         pooled = None if self.pooler is None else torch.tanh(self.pooler(states[:, 0]))
@@ -237,17 +237,9 @@ class ViTForImageClassification(ViTHead):
         pixel_values: Tensor,
         labels: Tensor | None = None,
         interpolate_pos_encoding: bool | None = None,
-        *,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
+        **options: Unpack[Outputs],
     ) -> ClassifierOutput:
-        encoded = self.vit.encode(
-            pixel_values,
-            None,
-            interpolate_pos_encoding,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
+        encoded = self.vit.encode(pixel_values, None, interpolate_pos_encoding, **options)
         logits = self.classifier(encoded.batch.first_tokens(encoded.x))
         loss = None if labels is None else classification_loss(logits, labels, self.config.problem_type)
         return ClassifierOutput(loss, logits, **encoded.returned())
@@ -279,22 +271,14 @@ class ViTForMaskedImageModeling(ViTHead):
         pixel_values: Tensor,
         bool_masked_pos: Tensor | None = None,
         interpolate_pos_encoding: bool | None = None,
-        *,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
+        **options: Unpack[Outputs],
     ) -> MaskedImageOutput:
         """With ``bool_masked_pos`` the loss is the mean of |pixel - reconstruction| over masked patches."""
         stride, patch = self.config.encoder_stride, self.config.patch()
         if bool_masked_pos is not None and patch != (stride, stride):
             expected = f"{stride}, as encoder_stride, for a loss"
             raise ValueError(f"ViTForMaskedImageModeling: patch_size: expected {expected}, got {patch}")
-        encoded = self.vit.encode(
-            pixel_values,
-            bool_masked_pos,
-            interpolate_pos_encoding,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
+        encoded = self.vit.encode(pixel_values, bool_masked_pos, interpolate_pos_encoding, **options)
         rows = self.decoder(encoded.batch.unpack(encoded.x)[:, 1:])
         grid = (pixel_values.shape[2] // patch[0], pixel_values.shape[3] // patch[1])
         reconstruction = functional.pixel_shuffle(rows.mT.unflatten(2, grid), stride)

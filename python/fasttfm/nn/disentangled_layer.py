@@ -1,4 +1,7 @@
-"""``DisentangledLayer``: a transformer layer of DeBERTa, whose attention reads contents and distances separately."""
+"""``DisentangledLayer``: a transformer layer of DeBERTa, whose attention reads contents and distances separately.
+
+``ShiftedLayer`` is XLNet's, in which only queries read distances.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch.nn import functional
 from fasttfm import ops
 from fasttfm.nn.packed_batch import PackedBatch
 from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
-from fasttfm.nn.parts import layer_norm, linear_layer
+from fasttfm.nn.parts import layer_norm, linear_activation, linear_layer, product
 from fasttfm.ops import linear
 
 # The activations of convolutions and poolers, in plain torch.
@@ -56,6 +59,7 @@ class Relative(NamedTuple):
     batch: PackedBatch
     table: Tensor | None  # [2 span, C]
     rows: Tensor  # int32 [2 S - 1]: the row of the table for each distance from 1 - S to S - 1
+    segments: Tensor | None = None  # [T], of models whose attention reads them (XLNet)
 
 
 class DisentangledLayer(PackedLayer):
@@ -65,9 +69,9 @@ class DisentangledLayer(PackedLayer):
     def __init__(self, width: int, heads: int, intermediate: int, *, distances: Distances, **options: Any) -> None:
         super().__init__(width, heads, intermediate, **options)
         self.distances = distances
-        own = distances.used and not distances.shared
-        self.position_key = nn.Linear(width, width) if own and distances.content_to_position else None
-        self.position_query = nn.Linear(width, width) if own and distances.position_to_content else None
+        has_projections = distances.used and not distances.shared
+        self.position_key = nn.Linear(width, width) if has_projections and distances.content_to_position else None
+        self.position_query = nn.Linear(width, width) if has_projections and distances.position_to_content else None
 
     def forward(
         self,
@@ -107,12 +111,17 @@ class DisentangledLayer(PackedLayer):
             return context
         options["position_keys"], options["position_queries"] = self.position_heads(relative.table)
         batch = relative.batch
+        inputs: dict[str, Any] = self.token_inputs(heads, relative)
         if batch.columns() is None:
-            q, k, v = heads.unbind(1)
-            return ops.disentangled_attention(q, k, v, relative.rows, **packed, **options)
+            return ops.disentangled_attention(**inputs, distance_rows=relative.rows, **packed, **options)
         there = batch.unpack(torch.ones(len(heads), dtype=torch.bool, device=heads.device))
-        q, k, v = batch.unpack(heads).unbind(2)
-        return batch.pack(ops.disentangled_attention(q, k, v, relative.rows, mask=there, **options))
+        inputs = {name: batch.unpack(x) for name, x in inputs.items()}
+        return batch.pack(ops.disentangled_attention(**inputs, distance_rows=relative.rows, mask=there, **options))
+
+    def token_inputs(self, heads: Tensor, relative: Relative) -> dict[str, Tensor]:
+        """The arguments of ``ops.disentangled_attention`` with a row for each token, of queries, keys and values
+        [..., 3, H, D]."""
+        return dict(zip("qkv", heads.unbind(-3), strict=True))
 
     @property
     def scale(self) -> float:
@@ -125,42 +134,100 @@ class DisentangledLayer(PackedLayer):
         if distances.shared:
             query, key, _ = self.project(table).unbind(1)
             return key if distances.content_to_position else None, query if distances.position_to_content else None
-        own = (self.position_key, self.position_query)
-        keys, queries = (None if each is None else linear_layer(each, table) for each in own)
+        projections = (self.position_key, self.position_query)
+        keys, queries = (None if projection is None else linear_layer(projection, table) for projection in projections)
         heads = (-1, (self.heads, self.width // self.heads))
         return None if keys is None else keys.unflatten(*heads), None if queries is None else queries.unflatten(*heads)
 
-    def bias(self, heads: Tensor, relative: Relative | None) -> Tensor | None:
-        """What distances add to the scores, [sequences, H, S, S], of queries, keys and values [T, 3, H, D]."""
-        if relative is None or relative.table is None or not self.distances.terms:
-            return None
-        position_key, position_query = self.position_heads(relative.table)
+    def bias(self, inputs: dict[str, Tensor], relative: Relative) -> Tensor:
+        """What distances and segments add to the scores, [sequences, H, S, S], of ``token_inputs``."""
         batch, longest = relative.batch, len(relative.rows) // 2 + 1
-        columns, every = batch.columns(), torch.arange(batch.max_seqlen, device=heads.device)
+        columns, every = batch.columns(), torch.arange(batch.max_seqlen, device=relative.rows.device)
         places = every[None] if columns is None else ops.unpack(columns, batch.cu_seqlens, batch.max_seqlen)
         rows = relative.rows[places[..., :, None] - places[..., None, :] + (longest - 1)][:, None]
-        q, k, _ = ops.unpack(heads, batch.cu_seqlens, batch.max_seqlen).unbind(2)
-        total: Any = 0
+        inputs = {name: ops.unpack(x, batch.cu_seqlens, batch.max_seqlen) for name, x in inputs.items()}
+        return self.padded_bias(inputs, rows, relative).contiguous()
+
+    def padded_bias(self, inputs: dict[str, Tensor], rows: Tensor, relative: Relative) -> Tensor:
+        """``bias`` of inputs [B, S, ...], with the table's row of each query and key [1 or B, 1, S, S]."""
+        assert relative.table is not None
+        position_key, position_query = self.position_heads(relative.table)
+        q, k, total = inputs["q"], inputs["k"], torch.zeros((), dtype=inputs["q"].dtype, device=rows.device)
         if position_key is not None:
             scores = torch.einsum("bihd,rhd->bhir", q, position_key)
             total = total + scores.gather(-1, rows.expand(*scores.shape[:-1], -1))
         if position_query is not None:
             scores = torch.einsum("bjhd,rhd->bhjr", k, position_query)
             total = total + scores.gather(-1, rows.mT.expand(*scores.shape[:-1], -1)).mT
-        found: Tensor = (total * self.scale).contiguous()
-        return found
+        if "key_bias" in inputs:
+            total = total + inputs["key_bias"].mT[:, :, None]
+        if "segment_bias" in inputs:
+            segments = inputs["segments"]
+            others = (segments[:, :, None] != segments[:, None, :])[:, None]
+            total = total + inputs["segment_bias"].mT[..., None] * others
+        biases: Tensor = total * self.scale
+        return biases
 
     def attention_weights(
         self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, relative: Relative | None = None
     ) -> Tensor:
         heads = self.project(x)
-        q, k, _ = heads.unbind(-3)
-        options: dict[str, Any] = {"bias": self.bias(heads, relative), "scale": self.scale}
-        return ops.attention_weights(q, k, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, **options)
+        options: dict[str, Any] = {"scale": self.scale, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        if relative is None or relative.table is None or not self.distances.terms:
+            q, k, _ = heads.unbind(-3)
+            return ops.attention_weights(q, k, **options)
+        inputs = self.token_inputs(heads, relative)
+        return ops.attention_weights(inputs["q"], inputs["k"], bias=self.bias(inputs, relative), **options)
 
     def is_fusable(self, next_norm: nn.Module | None = None) -> bool:
         """False: the layer is several ops."""
         return False
+
+
+class ShiftedLayer(DisentangledLayer):
+    """A layer of XLNet (Transformer-XL's attention, with segments). Of query i, key j and the sinusoids r of distances,
+
+        s_ij = ((q_i + b_w) k_j + (q_i + b_r) R r_(i-j) + [g_i != g_j] (q_i + b_s) (e_1 - e_0)) / sqrt(D)
+
+    but for a term that is the same for all keys of a query. It has no biases but those of its feed-forward block, which
+    also has dropout inside. Arguments are ``PackedLayer``'s."""
+
+    def __init__(self, width: int, heads: int, intermediate: int, **options: Any) -> None:
+        distances = Distances(1, None, position_to_content=False)
+        super().__init__(width, heads, intermediate, distances=distances, qkv_bias=False, **options)
+        self.out = nn.Linear(width, width, bias=False)
+        self.position_key = nn.Linear(width, width, bias=False)
+        of_heads = (heads, width // heads)
+        self.content_bias, self.position_bias, self.segment_bias = (
+            nn.Parameter(self.out.weight.new_zeros(of_heads)) for _ in range(3)
+        )
+        self.segment = nn.Parameter(self.out.weight.new_zeros(2, *of_heads))
+
+    @property
+    def scale(self) -> float:
+        return 1 / math.sqrt(self.width // self.heads)
+
+    def token_inputs(self, heads: Tensor, relative: Relative) -> dict[str, Tensor]:
+        """Queries have the bias of distances; what that of contents adds to it is a bias of keys."""
+        (heads, content, position, segment, table) = linear.autocast(
+            heads, self.content_bias, self.position_bias, self.segment_bias, self.segment
+        )
+        q, k, v = heads.unbind(-3)
+        inputs = {"q": q + position, "k": k, "v": v}
+        inputs["key_bias"] = torch.einsum("...hd,hd->...h", k, content - position)
+        if relative.segments is not None:
+            other = table[1] - table[0]
+            inputs["segment_bias"] = torch.einsum("...hd,hd->...h", q + segment, other)
+            inputs["segments"] = relative.segments
+        return inputs
+
+    def position_heads(self, table: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The keys [2 S - 1, H, D] of distances, of their sinusoids [2 S - 1, C]."""
+        return linear_layer(self.position_key, table).unflatten(-1, (self.heads, -1)), None
+
+    def feed_forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden = linear_activation(self.up, self.activation, x)
+        return product(self.down, functional.dropout(hidden, self.dropout, self.training))
 
 
 class Convolution(nn.Module):
@@ -175,9 +242,9 @@ class Convolution(nn.Module):
     def forward(self, x: Tensor, y: Tensor, batch: PackedBatch) -> Tensor:
         """[T, C]. A neighbour that is padding, or outside of the sequence, counts as 0."""
         padded = batch.unpack(x) if batch.shape is not None else ops.unpack(x, batch.cu_seqlens, batch.max_seqlen)
-        found = self.conv(padded.mT).mT
-        found = batch.pack(found) if batch.shape is not None else ops.pack(found, batch.cu_seqlens, total=batch.tokens)
-        return layer_norm(self.norm, y + self.function(functional.dropout(found, self.dropout, self.training)))
+        out = self.conv(padded.mT).mT
+        out = batch.pack(out) if batch.shape is not None else ops.pack(out, batch.cu_seqlens, total=batch.tokens)
+        return layer_norm(self.norm, y + self.function(functional.dropout(out, self.dropout, self.training)))
 
 
 class ConvolvedLayer(DisentangledLayer):

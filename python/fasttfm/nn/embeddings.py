@@ -81,10 +81,11 @@ class Embeddings(nn.Module):
         By default positions are the tokens' indices in their sequences, and segments are 0; if segments are token ids,
         they are not added by default.
         """
-        own: dict[str, Any] = self._modules  # faster than the module's attributes
-        word, position, norm, projection = own["word"], own.get("position"), own.get("norm"), own.get("projection")
-        segment = word if self.word_segments and segment_ids is not None else own.get("segment")
-        others = [each for each in (position, segment) if each is not None and each is not word]
+        modules: dict[str, Any] = self._modules  # faster than the module's attributes
+        word, position = modules["word"], modules.get("position")
+        norm, projection = modules.get("norm"), modules.get("projection")
+        segment = word if self.word_segments and segment_ids is not None else modules.get("segment")
+        others = [table for table in (position, segment) if table is not None and table is not word]
         if self.norm_last or not _is_fusable(word, others, norm):
             x = self._scaled(self._call_modules(ids, cu_seqlens, segment, position_ids, segment_ids, seed))
             return x if projection is None or self.norm_last else projection(x)

@@ -12,8 +12,9 @@ from torch import nn
 from fasttfm.nn.packed_layer import PackedLayer
 from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.plain import Uncopied
-from fasttfm.ops import checks, fp8
-from fasttfm.ops.fp8 import Fp8Linear, LayerFp8, Scales
+from fasttfm.ops import fp8
+from fasttfm.ops.core import checks
+from fasttfm.ops.fp8 import Fp8Linear, LayerFp8, Scales, Slot
 
 _NAME = "Fp8Training"
 
@@ -67,14 +68,14 @@ class Fp8Training:
             raise checks.bad_value(_NAME, "gradients", f"one of {', '.join(fp8.FORMATS)}", repr(gradients))
         if history < 1:
             raise checks.bad_value(_NAME, "history", "at least 1", history)
-        layers = [each for each in model.modules() if type(each) is PackedLayer]
+        layers: list[Any] = [module for module in model.modules() if self.is_layer(module)]
         end = len(layers) - skip_last
         self._layers = layers[skip_first:end] if 0 <= skip_first <= end <= len(layers) else []
         if not self._layers:
             got = f"{type(model).__name__} with {len(layers)} of them, skip_first={skip_first}, skip_last={skip_last}"
             raise checks.bad_value(_NAME, "model", "one with PackedLayers to compute in FP8", got)
         for layer in self._layers:
-            check_layer(_NAME, layer, plain=layer.is_fusable())
+            self.check(layer)
         device = self._layers[0].qkv.weight.device
         if (reason := fp8.missing(device)) is not None:
             raise RuntimeError(f"{_NAME}: {reason}")
@@ -84,12 +85,25 @@ class Fp8Training:
         self._linears: list[Fp8Linear] = []
         self._table: Any = None  # the arguments of the launch that casts all weights
         for layer in self._layers:
-            own = [Fp8Linear(each.weight, (next(slots), next(slots), next(slots))) for each in linears_of(layer)]
-            layer.fp8 = _Fp8(LayerFp8(*own))
-            self._linears += own
-        for stack in (each for each in model.modules() if isinstance(each, PackedTransformer)):
+            linears = [self.make_linear(m, (next(slots), next(slots), next(slots))) for m in linears_of(layer)]
+            layer.fp8 = _Fp8(LayerFp8(*linears))
+            self._linears += linears
+        for stack in (m for m in model.modules() if isinstance(m, PackedTransformer)):
             _note_successors(stack)
         self.refresh()
+
+    @staticmethod
+    def is_layer(module: nn.Module) -> bool:
+        """Whether a module is a layer that can compute in FP8."""
+        return type(module) is PackedLayer
+
+    def check(self, layer: PackedLayer) -> None:
+        """Raises ValueError if a layer cannot compute in FP8."""
+        check_layer(_NAME, layer, plain=layer.is_fusable())
+
+    def make_linear(self, module: nn.Linear, slots: tuple[Slot, Slot, Slot]) -> Fp8Linear:
+        """The FP8 weight of a module; ``train.fp8_all_gather`` has another kind."""
+        return Fp8Linear(module.weight, slots)
 
     def update(self, *, reduce: bool = False) -> None:
         """Ends a step: computes the scales of the next step and casts the weights with them. With ``reduce`` all
@@ -102,8 +116,8 @@ class Fp8Training:
     def refresh(self) -> None:
         """Casts the weights that have changed since the last ``update``, according to torch's version counters, which
         optimizer steps advance. The forward does this too, but not when a CUDA graph is replayed."""
-        for each in self._linears:
-            each.refresh_changed()
+        for linear in self._linears:
+            linear.refresh_changed()
 
     def remove(self) -> None:
         """Undoes the constructor: the layers compute in the activations' dtype again."""
@@ -122,7 +136,7 @@ class Fp8Training:
 
 def _note_successors(stack: PackedTransformer) -> None:
     """Tells each FP8 layer which FP8 layer reads its output, if that is always the same one."""
-    layers = [each for each in stack.in_order() if isinstance(each, PackedLayer)]
+    layers = [layer for layer in stack.in_order() if isinstance(layer, PackedLayer)]
     readers: dict[PackedLayer, set[PackedLayer]] = {}
     for layer, reader in itertools.pairwise(layers):
         readers.setdefault(layer, set()).add(reader)
@@ -141,8 +155,8 @@ def check_layer(name: str, layer: PackedLayer, *, plain: bool) -> None:
     of its modules has to be called."""
     if not plain:
         raise checks.bad_value(name, "model", "layers of plain modules", "one with hooks, LoRA or another replacement")
-    for each in linears_of(layer):
-        weight = each.weight
+    for linear in linears_of(layer):
+        weight = linear.weight
         if not weight.is_contiguous():
             got = f"strides {weight.stride()} of shape {tuple(weight.shape)}"
             raise checks.bad_value(name, "model", "contiguous parameters", got)

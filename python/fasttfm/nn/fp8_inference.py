@@ -14,8 +14,9 @@ from torch import Tensor
 from fasttfm.nn.fp8 import check_layer, linears_of
 from fasttfm.nn.packed_transformer import PackedTransformer, are_described
 from fasttfm.nn.plain import Uncopied, is_watched
-from fasttfm.ops import checks, fp8
-from fasttfm.ops.fp8_inference import (
+from fasttfm.ops import fp8
+from fasttfm.ops.core import checks
+from fasttfm.ops.fp8.inference import (
     LINEARS,
     StaticLayer,
     addresses_of,
@@ -48,7 +49,7 @@ class _Stack(Uncopied):
         tables: Mapping[Any, tuple[Tensor, Tensor]] = MappingProxyType({}),
         positions: Tensor | None = None,
     ) -> Tensor:
-        """As ``PackedTransformer.forward``."""
+        """Runs the layers: the arguments are those of ``PackedTransformer.forward``."""
         described = self._encoder.described([*tables])
         if described is None:
             raise RuntimeError(f"{_NAME}: model: expected layers of plain modules, got one that has to be called")
@@ -77,7 +78,7 @@ class _Stack(Uncopied):
 class _Fp8Stack(_Stack):
     def __init__(self, encoder: PackedTransformer, amax: Tensor) -> None:
         super().__init__(encoder)
-        weights = [[each.weight for each in linears_of(layer)] for layer in encoder.layers]  # type: ignore[arg-type]
+        weights = [[linear.weight for linear in linears_of(layer)] for layer in encoder.layers]  # type: ignore[arg-type]
         layers = static_layers(weights, amax)
         self._static: list[StaticLayer] = [layers[index] for index in encoder.order]
         self._addresses = addresses_of(self._static)
@@ -124,13 +125,13 @@ def use_fp8(encoder: PackedTransformer, amax: Tensor) -> None:
 
 def _check_layers(encoder: PackedTransformer) -> None:
     if not are_described(list(encoder.layers)) or not len(encoder.layers):
-        kinds = ", ".join(sorted({type(each).__name__ for each in encoder.layers})) or "none"
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in encoder.layers})) or "none"
         raise checks.bad_value(
             _NAME, "model", "one whose layers are PackedLayers or RotaryLayers", f"layers of {kinds}"
         )
-    for each in dict.fromkeys(encoder.in_order()):
-        check_layer(_NAME, each, plain=each.has_plain_modules())
-        if is_watched(each):
+    for layer in dict.fromkeys(encoder.in_order()):
+        check_layer(_NAME, layer, plain=layer.has_plain_modules())
+        if is_watched(layer):
             raise checks.bad_value(_NAME, "model", "layers that are not watched", "one with hooks or another forward")
 
 

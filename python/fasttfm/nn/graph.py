@@ -43,7 +43,7 @@ class Triples(NamedTuple):
 
     @staticmethod
     def of(triples: Any, steps: Sequence[int], nodes: int) -> Triples:
-        """From the triples [M, 3] that the first direction reads; the second reads each path in reverse order."""
+        """Made of the triples [M, 3] that the first direction reads; the second reads each path in reverse order."""
         counts = np.array(steps, dtype=np.int64)
         paths = np.arange(max(steps, default=0))
         backwards = (counts[:, None] > paths).sum(0) - 1 - np.arange(len(steps))[:, None]  # [steps, paths]
@@ -76,11 +76,11 @@ class Slots(NamedTuple):
         )
         members = np.full(count * size, len(groups), dtype=np.int64)
         members[slot_of_member] = np.arange(len(groups))
-        found = torch.from_numpy(members).view(count, size)
+        by_slot = torch.from_numpy(members).view(count, size)
         scores = torch.zeros(count, 1, size, dtype=torch.float32, device="cpu").masked_fill(
-            (found == len(groups)).unsqueeze(1), _NO_MEMBER
+            (by_slot == len(groups)).unsqueeze(1), _NO_MEMBER
         )
-        return Slots(found, scores, torch.from_numpy(slot_of_member))
+        return Slots(by_slot, scores, torch.from_numpy(slot_of_member))
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class GraphBatch:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> GraphBatch:
         changed: dict[str, Any] = {}
-        for name, value in ((each.name, getattr(self, each.name)) for each in fields(self)):
+        for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):
             if isinstance(value, Tensor):
                 changed[name] = change(value)
             elif isinstance(value, (Triples, Slots)):
@@ -246,8 +246,8 @@ class GraphReasoner(nn.Module):
         both = both.index_select(0, members.flatten()).view(*members.shape, self.output_size)
         query = self.pair_query(statements)
         pair_weights = _softmax(both[..., -query.shape[1] :], query, batch.pair_slots)  # [graphs, 1, size]
-        found = (pair_weights, batch.pair_slots), (path_weights, batch.path_slots)
-        of_pairs, of_paths = (weights.flatten().index_select(0, slots.slot_of_member) for weights, slots in found)
+        weighted = (pair_weights, batch.pair_slots), (path_weights, batch.path_slots)
+        of_pairs, of_paths = (weights.flatten().index_select(0, slots.slot_of_member) for weights, slots in weighted)
         return Reasoned(torch.bmm(pair_weights, both).squeeze(1), of_paths, of_pairs)
 
     def convolved(self, batch: GraphBatch) -> Tensor:
@@ -262,12 +262,12 @@ class GraphReasoner(nn.Module):
         with 0: [P, size, path_size]. The LSTM runs in ``dtype``."""
         if not batch.steps:
             return h.new_zeros(*batch.path_slots.members.shape, self.path_query.out_features)
-        found = _PathVectors.apply(h, self.relations.weight, batch, dtype, *self.path_encoder.parameters())
-        if found.grad_fn is not None:
+        vectors = _PathVectors.apply(h, self.relations.weight, batch, dtype, *self.path_encoder.parameters())
+        if vectors.grad_fn is not None:
             # Autograd runs the node with the largest number first. With 0, the backward of paths and nodes is launched
             # after that of the statements' encoder, while the GPU is busy with it.
-            found.grad_fn._set_sequence_nr(0)
-        return cast("Tensor", found)
+            vectors.grad_fn._set_sequence_nr(0)
+        return cast("Tensor", vectors)
 
 
 class _PathVectors(torch.autograd.Function):
@@ -283,7 +283,7 @@ class _PathVectors(torch.autograd.Function):
     ) -> Tensor:
         weights, recurrent, biases = _both_directions(parameters, dtype)
         # On Arm CPUs, bmm takes 1.4 times as long if a factor is transposed and the result is strided.
-        transposed = [each.mT.contiguous() for each in (weights, recurrent)]
+        transposed = [weight.mT.contiguous() for weight in (weights, recurrent)]
         steps, slots, size = batch.steps, batch.path_slots.members, recurrent.shape[2]
         x = torch.cat([h, relations]).to(dtype).index_select(0, batch.triples.rows).view(2, sum(steps), -1)
         gates = x.new_empty(x.shape[1], 2, 4 * size)
@@ -291,16 +291,16 @@ class _PathVectors(torch.autograd.Function):
         c = x.new_zeros(2 * steps[0], size)
         kept, last = [c], [c[:2].view(1, -1)]  # a row of zeros for missing paths
         states: list[Tensor] = []
-        for step, (count, own) in enumerate(zip(steps, gates.split(steps), strict=True)):
+        for step, (count, of_step) in enumerate(zip(steps, gates.split(steps), strict=True)):
             if step == 0:
                 others = biases.expand(count, 2, -1).contiguous()
             else:
                 last.append(states[-1][count:].view(-1, 2 * size))
                 states[-1] = states[-1][:count]
-                others = torch.empty_like(own)
+                others = torch.empty_like(of_step)
                 of_states = states[-1].transpose(0, 1), transposed[1]
                 torch.baddbmm(biases.unsqueeze(1), *of_states, out=others.transpose(0, 1))
-            after, c, activated = _lstm_cell(own.view(2 * count, -1), others.view(2 * count, -1), c[: 2 * count])
+            after, c, activated = _lstm_cell(of_step.view(2 * count, -1), others.view(2 * count, -1), c[: 2 * count])
             states.append(after.view(count, 2, size))
             kept += [activated, c]
         last.append(states.pop().view(-1, 2 * size))
@@ -319,11 +319,11 @@ class _PathVectors(torch.autograd.Function):
         dc, parts = None, []
         for step in reversed(range(len(steps))):
             count, (c, activated, after) = steps[step], kept[2 * step : 2 * step + 3]
-            own = dstates[:count].view(-1, size)
-            dgates, dc = _lstm_cell_backward(own, dc, c[: 2 * count], after, activated)
+            dh = dstates[:count].view(-1, size)
+            dgates, dc = _lstm_cell_backward(dh, dc, c[: 2 * count], after, activated)
             parts.append(dgates.view(count, 2, -1))
             if step:
-                torch.bmm(parts[-1].transpose(0, 1), recurrent, out=own.view(count, 2, size).transpose(0, 1))
+                torch.bmm(parts[-1].transpose(0, 1), recurrent, out=dh.view(count, 2, size).transpose(0, 1))
                 dc = functional.pad(dc, (0, 0, 0, 2 * (steps[step - 1] - count)))
         dgates = torch.cat(parts[::-1])
         directions = dgates.transpose(0, 1)
@@ -336,7 +336,7 @@ class _PathVectors(torch.autograd.Function):
             before = torch.cat(states).transpose(0, 1)
             drecurrent = torch.bmm(directions[:, steps[0] :].mT, before).to(dtype).unbind()
         of_directions = zip(dweights, drecurrent, dbiases, dbiases, strict=True)
-        return *dtable, None, None, *(each for direction in of_directions for each in direction)
+        return *dtable, None, None, *(gradient for direction in of_directions for gradient in direction)
 
     @staticmethod
     def table_gradients(ctx: Any, dx: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -356,10 +356,10 @@ class _PathVectors(torch.autograd.Function):
 
 def _both_directions(parameters: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
     """The LSTM's weights [2, 4 size, inputs], recurrent weights [2, 4 size, size] and biases [2, 4 size]."""
-    own = parameters[::4], parameters[1::4], torch._foreach_add(parameters[2::4], parameters[3::4])
-    found = [pair[0].new_empty(2, *pair[0].shape, dtype=dtype) for pair in own]
-    torch._foreach_copy_([each for both in found for each in both.unbind()], [each for pair in own for each in pair])
-    return found
+    pairs = parameters[::4], parameters[1::4], torch._foreach_add(parameters[2::4], parameters[3::4])
+    stacked = [pair[0].new_empty(2, *pair[0].shape, dtype=dtype) for pair in pairs]
+    torch._foreach_copy_([w for both in stacked for w in both.unbind()], [w for pair in pairs for w in pair])
+    return stacked
 
 
 def _lstm_cell(gates: Tensor, others: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -368,8 +368,8 @@ def _lstm_cell(gates: Tensor, others: Tensor, c: Tensor) -> tuple[Tensor, Tensor
         return cast("tuple[Tensor, Tensor, Tensor]", torch.ops.aten._thnn_fused_lstm_cell.default(gates, others, c))
     activated = gates + others
     i, f, g, o = activated.chunk(4, 1)
-    for each in (i, f, o):
-        each.sigmoid_()
+    for gate in (i, f, o):
+        gate.sigmoid_()
     c = f * c + i * g.tanh_()
     return o * c.tanh(), c, activated
 

@@ -27,9 +27,10 @@ from fasttfm.nn.packed_layer import PackedLayer
 from fasttfm.nn.packed_transformer import PackedTransformer
 from fasttfm.nn.parts import packed_residual_norm, product
 from fasttfm.nn.plain import is_plain_linear, is_plain_norm
-from fasttfm.ops import checks, linear
-from fasttfm.ops.knowledge_block import SEEDS, Alignment, KnowledgeOptions, knowledge_block, padded_head_dim
-from fasttfm.ops.transformer_block import BlockParameters
+from fasttfm.ops import linear
+from fasttfm.ops.core import checks
+from fasttfm.ops.layers.knowledge_block import SEEDS, Alignment, KnowledgeOptions, knowledge_block, padded_head_dim
+from fasttfm.ops.layers.transformer_block import BlockParameters
 
 _NAME = "KnowledgeLayer"
 
@@ -80,14 +81,14 @@ class AlignedEntities:
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Any) -> AlignedEntities:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: change(value) for name, value in values.items() if isinstance(value, Tensor)})
 
 
 class KnowledgeLayer(PackedLayer):
     """A post-LN layer that mixes tokens and entities. The parameters of the token stream are ``PackedLayer``'s.
 
-    It is one autograd node (ops/knowledge_block.py) while its linear layers and LayerNorms are plain (plain.py);
+    It is one autograd node (ops/layers/knowledge_block.py) while its linear layers and LayerNorms are plain (plain.py);
     otherwise its modules are called. The entity stream has one row per aligned token.
 
     Args:
@@ -161,15 +162,15 @@ class KnowledgeLayer(PackedLayer):
             where = Alignment(cu_seqlens, aligned.cu_seqlens, aligned.positions)
             options, parameters = self._knowledge_options(max_seqlen, aligned), _of(self._knowledge_modules())
             return knowledge_block(x, entities, where, seeds, options, parameters)
-        own = (None,) * SEEDS if seeds is None else seeds.split(1)
-        x = self._attend(x, cu_seqlens, max_seqlen, own)
-        entities = self._attend_to_entities(entities, aligned, own)
-        return self._fuse(x, entities, cu_seqlens, aligned, own)
+        seed_of_dropout = (None,) * SEEDS if seeds is None else seeds.split(1)
+        x = self._attend(x, cu_seqlens, max_seqlen, seed_of_dropout)
+        entities = self._attend_to_entities(entities, aligned, seed_of_dropout)
+        return self._fuse(x, entities, cu_seqlens, aligned, seed_of_dropout)
 
     def is_plain(self) -> bool:
         """Whether ``forward`` calls none of the layer's modules, because all are plain."""
-        qkv, out, norm1, up, down, norm2, *own = self._knowledge_modules()
-        entity_qkv, entity_out, entity_norm1, entity_up, entity_down, entity_norm2 = own
+        qkv, out, norm1, up, down, norm2, *of_entities = self._knowledge_modules()
+        entity_qkv, entity_out, entity_norm1, entity_up, entity_down, entity_norm2 = of_entities
         attention = () if entity_qkv is None else (entity_qkv, entity_out)
         norms = () if entity_norm1 is None else (entity_norm1,)
         return is_plain_linear(qkv, out, up, down, *attention, entity_up, entity_down) and is_plain_norm(
@@ -178,9 +179,9 @@ class KnowledgeLayer(PackedLayer):
 
     def _knowledge_modules(self) -> tuple[nn.Module | None, ...]:
         """The modules of the tokens, then those of the entities, both in the order of ``BlockParameters``."""
-        own = self._modules
+        modules = self._modules
         names = ("qkv", "out", "norm1", "up", "down", "norm2")
-        return *(own[name] for name in names), *(own.get(f"entity_{name}") for name in names)
+        return *(modules[name] for name in names), *(modules.get(f"entity_{name}") for name in names)
 
     def _knowledge_options(self, max_seqlen: int, aligned: AlignedEntities) -> KnowledgeOptions:
         tokens = self.block_options(max_seqlen, None)
@@ -262,7 +263,7 @@ def draw_knowledge_seeds(device: torch.device, layers: int | None = None) -> Ten
 def _of(modules: tuple[Any, ...]) -> tuple[BlockParameters, BlockParameters]:
     """The parameters of the tokens and of the entities; None for absent modules."""
     values: list[Any] = [
-        None if each is None else each._parameters[name] for each in modules for name in ("weight", "bias")
+        None if module is None else module._parameters[name] for module in modules for name in ("weight", "bias")
     ]
     half = len(values) // 2
     return BlockParameters(*values[:half]), BlockParameters(*values[half:])
@@ -320,4 +321,4 @@ def _stacked(layers: list[nn.Module]) -> Iterator[nn.Module]:
 
 def _is_knowledge_layer(module: nn.Module) -> bool:
     """Whether a module is a knowledge layer, or a wrapper around one."""
-    return any(isinstance(each, KnowledgeLayer) for each in module.modules())
+    return any(isinstance(inner, KnowledgeLayer) for inner in module.modules())

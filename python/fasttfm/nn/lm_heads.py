@@ -11,7 +11,7 @@ from torch.nn import functional
 from fasttfm import ops
 from fasttfm.nn.parts import known_activation, masked_lm_transform
 from fasttfm.nn.plain import is_plain, register_plain_class
-from fasttfm.ops import checks
+from fasttfm.ops.core import checks
 
 IGNORED = -100  # the label of tokens without a prediction
 
@@ -92,11 +92,11 @@ class MaskedLMHead(nn.Module):
         positions, labels, missed = _predicted(labels, positions, max_predictions)
         rows, decoder = x.index_select(0, positions), self.decoder
         if is_plain(self):
-            found = ops.linear_cross_entropy(
+            fused = ops.linear_cross_entropy(
                 self.transform(rows), decoder.weight, labels, decoder.bias, reduction=reduction
             )
-            assert isinstance(found, Tensor)
-            loss = found
+            assert isinstance(fused, Tensor)
+            loss = fused
         else:
             loss = _loss_of_logits(self(rows), labels, reduction)
         return loss if missed is None else torch.where(missed, torch.nan, loss)
@@ -112,11 +112,11 @@ class MaskedLMHead(nn.Module):
         rows = self.transform(x.index_select(0, positions))
         everything = torch.arange(len(positions), device=x.device)
         decoder = self.decoder
-        found = ops.masked_lm_loss(rows, decoder.weight, decoder.bias, labels, positions=everything, sample=True)
-        assert not isinstance(found, Tensor)
-        assert found.samples is not None
-        loss = found.loss if missed is None else torch.where(missed, torch.nan, found.loss)
-        return Sampled(loss, positions, labels, found.samples)
+        result = ops.masked_lm_loss(rows, decoder.weight, decoder.bias, labels, positions=everything, sample=True)
+        assert not isinstance(result, Tensor)
+        assert result.samples is not None
+        loss = result.loss if missed is None else torch.where(missed, torch.nan, result.loss)
+        return Sampled(loss, positions, labels, result.samples)
 
     def transform(self, x: Tensor) -> Tensor:
         """Dense layer, activation and LayerNorm, if the head has them."""
@@ -197,6 +197,6 @@ def _predicted(labels: Tensor, positions: Tensor | None, most: int | None) -> tu
         positions = labelled.nonzero().squeeze(1)
         return positions, labels.index_select(0, positions), None
     positions = torch.nonzero_static(labelled, size=min(most, len(labels)), fill_value=-1).squeeze(1)
-    found = positions >= 0
+    present = positions >= 0
     positions = positions.clamp(min=0)
-    return positions, labels.index_select(0, positions).where(found, IGNORED), labelled.sum() > most
+    return positions, labels.index_select(0, positions).where(present, IGNORED), labelled.sum() > most

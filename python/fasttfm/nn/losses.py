@@ -30,7 +30,7 @@ def classification_loss(logits: Tensor, labels: Tensor, problem_type: str | None
 def _targets(logits: Tensor, labels: Tensor) -> Tensor:
     """The labels of a regression in the logits' shape; one label per sequence may have any shape."""
     if labels.shape != logits.shape and (logits.shape[-1] > 1 or labels.numel() != logits.numel()):
-        expected, got = (f"shape {tuple(each.shape)}" for each in (logits, labels))
+        expected, got = (f"shape {tuple(tensor.shape)}" for tensor in (logits, labels))
         raise ValueError(f"classification_loss: labels: expected {expected} for a regression, got {got}")
     return labels.float().reshape(logits.shape)
 

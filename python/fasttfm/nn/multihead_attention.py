@@ -69,9 +69,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         inputs = (query, key, value)
         q, k, v = (self._batch_first(name, x) for name, x in zip(("query", "key", "value"), inputs, strict=True))
         masks = _ARGUMENTS.resolve(self.num_heads, q, k, attn_mask, key_padding_mask, causal=is_causal)
-        own = query is key and key is value
-        context = self_attention(self, masks.enter(q), masks) if own else self._cross_attention(q, k, v, masks)
-        if own or masks.causal:
+        is_self = query is key and key is value
+        context = self_attention(self, masks.enter(q), masks) if is_self else self._cross_attention(q, k, v, masks)
+        if is_self or masks.causal:
             context = masks.leave(context)
         out = self.out_proj(context)
         if query.dim() == 2:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fasttfm import ops
-from fasttfm.ops import checks
-from fasttfm.ops.library import is_plain
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.library import is_plain
 from fasttfm.ops.pack import PACK, UNPACK, layout_of_mask
 
 _NAME = "PackedBatch"
@@ -86,9 +86,9 @@ class PackedBatch:
         shape = (mask.shape[0], mask.shape[1])
         if not is_plain((mask,)):
             return _from_traced_mask(mask.bool())
-        found = layout_of_mask(mask) if mask.is_cuda else None
-        if found is not None and found[2]:
-            boundaries, tokens, _ = found
+        layout = layout_of_mask(mask) if mask.is_cuda else None
+        if layout is not None and layout[2]:
+            boundaries, tokens, _ = layout
             return PackedBatch(boundaries, shape[1], tokens, shape)
         there = mask.bool().cpu().numpy()
         if there.all():

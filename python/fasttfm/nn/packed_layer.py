@@ -10,16 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from fasttfm import ops
+from fasttfm.nn.lora import AdaptedLinear
 from fasttfm.nn.parts import known_activation, layer_norm, linear_activation, packed_residual_norm, product
 from fasttfm.nn.plain import is_plain_linear, is_plain_norm
-from fasttfm.ops import checks, linear
+from fasttfm.ops import linear
 from fasttfm.ops.attention import window_bounds
-from fasttfm.ops.backends import requested
-from fasttfm.ops.fp8_block import fp8_block
-from fasttfm.ops.layers.spec import Attention, FeedForward, LayerSpec, Norm
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.backends import requested
+from fasttfm.ops.fp8.block import fp8_block
+from fasttfm.ops.layers.lora import LINEARS
+from fasttfm.ops.layers.spec import FIELDS, Attention, FeedForward, LayerSpec, Norm, Specs
+from fasttfm.ops.layers.stack import run_stack
+from fasttfm.ops.layers.torch_executor import Inputs
+from fasttfm.ops.layers.transformer_block import BlockOptions, BlockParameters, transformer_block
 from fasttfm.ops.linear import dense
-from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
-from fasttfm.ops.transformer_stack import transformer_stack
 
 _NAME = "PackedLayer"
 NO_NORM = nn.LayerNorm(1, elementwise_affine=False)  # of a layer without this norm
@@ -31,7 +35,7 @@ class PackedLayer(nn.Module):
     """Attention and feed-forward block, each with dropout, residual connection and LayerNorm.
 
     It is one autograd node while its linear layers and LayerNorms are plain (plain.py); modules with hooks and replaced
-    ones (LoRA) are called. Dropout probabilities are attributes and not modules; they apply if the layer is in training
+    ones are called. Dropout probabilities are attributes and not modules; they apply if the layer is in training
     mode.
 
     Args:
@@ -61,6 +65,7 @@ class PackedLayer(nn.Module):
     # The attributes that determine what ``spec`` returns, in addition to the epsilons of the norms.
     spec_settings: ClassVar[Any] = operator.itemgetter(
         *("training", "dropout", "feed_forward_dropout", "attention_dropout", "heads", "window", "activation"),
+        *("recompute", "keep_activation"),
     )
 
     def __init__(
@@ -141,23 +146,29 @@ class PackedLayer(nn.Module):
         norm_a, norm_b = (self.norm2, next_norm) if self.norm_first else (self.norm1, self.norm2)
         if not self.is_fusable(next_norm):
             return self._call_modules(x, residual, cu_seqlens, max_seqlen, (norm_a, norm_b), rates, seeds)
-        options, parameters = self.block_options(max_seqlen, next_norm), self.block_parameters(next_norm)
+        parameters = self.block_parameters(next_norm)
         if self.uses_fp8():
-            own = self.fp8
-            y, z = fp8_block(x, residual, cu_seqlens, seeds, options, parameters, own.linears, own.following)
+            fp8, options = self.fp8, self.block_options(max_seqlen, next_norm)
+            y, z = fp8_block(x, residual, cu_seqlens, seeds, options, parameters, fp8.linears, fp8.following)
+        elif torch.compiler.is_dynamo_compiling():
+            y, z = transformer_block(
+                x, residual, cu_seqlens, seeds, self.block_options(max_seqlen, next_norm), parameters
+            )
         else:
             seeds = None if seeds is None else seeds.view(1, SEEDS)
-            y, z = transformer_stack(x, residual, cu_seqlens, seeds, options, [parameters])
+            present = frozenset(name for name, p in zip(FIELDS, parameters, strict=False) if p is not None)
+            specs = Specs.of([self.spec(next_norm, None, present)])
+            y, z = run_stack(specs, Inputs(x, residual, cu_seqlens, max_seqlen, seeds), [*parameters, None, None])
         return (z, None) if norm_b is None and z is not None else (y, z)
 
     def block_modules(self, next_norm: nn.LayerNorm | None) -> tuple[Any, ...]:
         """The modules of qkv, out, norm a, up, down and norm b, in the order of ``BlockParameters``. Without a
         ``next_norm``, a pre-LN layer's y is not used."""
-        own: dict[str, Any] = self._modules  # faster than the module's attributes
-        norm_a, norm_b = own["norm1"], own["norm2"]
+        modules: dict[str, Any] = self._modules  # faster than the module's attributes
+        norm_a, norm_b = modules["norm1"], modules["norm2"]
         if self.norm_first:
             norm_a, norm_b = norm_b, NO_NORM if next_norm is None else next_norm
-        return own["qkv"], own["out"], norm_a, own["up"], own["down"], norm_b
+        return modules["qkv"], modules["out"], norm_a, modules["up"], modules["down"], norm_b
 
     def block_parameters(self, next_norm: nn.LayerNorm | None) -> BlockParameters:
         """The layer's parameters of the op."""
@@ -188,6 +199,7 @@ class PackedLayer(nn.Module):
     def spec(self, next_norm: nn.LayerNorm | None, table: int | None, present: frozenset[str]) -> LayerSpec:
         """What the layer computes, as data. ``table`` is the index of the tables that rotate queries and keys, and
         ``present`` are the parameters that the layer has."""
+        known_activation(_NAME, self.activation)
         attention_p, p_a, p_b = self.rates()
         _, _, norm_a, _, _, norm_b, *_ = self.block_modules(next_norm)
         return LayerSpec(
@@ -200,7 +212,13 @@ class PackedLayer(nn.Module):
             present=present,
             dropout_a=p_a,
             dropout_b=p_b,
+            recomputed=self._recomputed(),
         )
+
+    def _recomputed(self) -> frozenset[str]:
+        """What the backward computes again, of the names in ``LayerSpec``."""
+        again = {"y1": self.recompute, "a": not self.keep_activation and not self.has_gate}
+        return frozenset(name for name, is_recomputed in again.items() if is_recomputed)
 
     def has_spec(self) -> bool:
         """Whether ``spec`` describes everything that the layer computes with its current settings."""
@@ -229,15 +247,22 @@ class PackedLayer(nn.Module):
 
     def has_plain_modules(self, next_norm: nn.Module | None = None) -> bool:
         """Whether the layer's linear layers and LayerNorms, and ``next_norm``, are plain."""
-        own = self._modules
-        linears = is_plain_linear(own["qkv"], own["out"], own["up"], own["down"])
+        modules = self._modules
+        linears = is_plain_linear(modules["qkv"], modules["out"], modules["up"], modules["down"])
         return linears and self.has_plain_norms(next_norm)
+
+    def has_readable_modules(self, next_norm: nn.Module | None = None) -> bool:
+        """Whether a plan may read the parameters of the layer's modules: they are plain, or have adapters, which say at
+        each call whether they may be read."""
+        modules = self._modules
+        linears = [modules[name] for name in LINEARS if not isinstance(modules[name], AdaptedLinear)]
+        return is_plain_linear(*linears) and self.has_plain_norms(next_norm)
 
     def has_plain_norms(self, next_norm: nn.Module | None) -> bool:
         """Whether its norms and ``next_norm`` are plain, and of the kind that ``spec`` names."""
-        own = self._modules
-        norm = next_norm if self.norm_first else own["norm1"]
-        norms = (own["norm2"],) if norm is None else (own["norm2"], norm)
+        modules = self._modules
+        norm = next_norm if self.norm_first else modules["norm1"]
+        norms = (modules["norm2"],) if norm is None else (modules["norm2"], norm)
         return is_plain_norm(*norms)
 
     def is_described(self) -> bool:
@@ -280,13 +305,13 @@ class PackedLayer(nn.Module):
         heads = (self.heads, self.width // self.heads)
         q = dense(stream, weights[0], biases[0]).unflatten(-1, heads)
         k, v = dense(x, weights[1], biases[1]).unflatten(-1, (2, *heads)).unbind(1)
-        own = torch.arange(len(cu_seqlens), dtype=torch.int32, device=x.device)
+        query_cu_seqlens = torch.arange(len(cu_seqlens), dtype=torch.int32, device=x.device)
         attention_p, _, _ = rates = self.rates()
         context = ops.attention(
             q,
             k,
             v,
-            cu_seqlens=own,
+            cu_seqlens=query_cu_seqlens,
             cu_seqlens_k=cu_seqlens,
             max_seqlen=1,
             max_seqlen_k=max_seqlen,
@@ -294,7 +319,7 @@ class PackedLayer(nn.Module):
             seed=None if seeds is None else seeds[:1],
         )
         assert isinstance(context, Tensor)
-        return self._after_attention(context, stream, own, (self.norm1, self.norm2), rates, seeds)[0]
+        return self._after_attention(context, stream, query_cu_seqlens, (self.norm1, self.norm2), rates, seeds)[0]
 
     def _after_attention(
         self,
@@ -352,9 +377,9 @@ class PackedLayer(nn.Module):
             raise checks.bad_value(_NAME, "x", f"a contiguous [T, {width}]", got)
         checks.check_cu_seqlens(_NAME, cu_seqlens, like=x)
         known_activation(_NAME, self.activation)
-        for name, given in (("residual", residual), ("next_norm", next_norm)):
-            if given is not None and not self.norm_first:
-                raise checks.bad_value(_NAME, name, "None in a post-LN model", type(given).__name__)
+        for name, argument in (("residual", residual), ("next_norm", next_norm)):
+            if argument is not None and not self.norm_first:
+                raise checks.bad_value(_NAME, name, "None in a post-LN model", type(argument).__name__)
         checks.check_shape(_NAME, "residual", residual, x.shape)
 
     def extra_repr(self) -> str:

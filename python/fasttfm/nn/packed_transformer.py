@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fasttfm.nn.packed_layer import PackedLayer, draw_seeds
+from fasttfm.nn.lora import SelectedLinear, adapted_modules
+from fasttfm.nn.packed_layer import NO_NORM, PackedLayer, draw_seeds
 from fasttfm.nn.parts import layer_norm
 from fasttfm.nn.plain import Tree, Uncopied, is_watched, plain_parameters
 from fasttfm.ops import linear
 from fasttfm.ops.attention import window_bounds
-from fasttfm.ops.backends import Explanation, explain, requested
-from fasttfm.ops.layers.spec import FIELDS, LayerSpec, Specs
+from fasttfm.ops.core.backends import Explanation
+from fasttfm.ops.core.library import is_plain
+from fasttfm.ops.layers import stack
+from fasttfm.ops.layers.explain import explain
+from fasttfm.ops.layers.spec import FIELDS, Adapter, Specs
 from fasttfm.ops.layers.torch_executor import Inputs
-from fasttfm.ops.library import is_plain
-from fasttfm.ops.transformer_block import BlockOptions
-from fasttfm.ops.transformer_native import PARAMETERS, layers_in
-from fasttfm.ops.transformer_stack import run_layers
 
-Group = tuple[BlockOptions, list[Tensor | None]]  # consecutive layers with the same options, and their parameters
+Call = tuple[Specs, Inputs, list[Tensor | None]]  # the arguments of run_stack
 
 # If the multiply-adds of a layer's [C, C] GEMM are fewer, the ops of ``first_tokens`` take longer than the rows that it
 # saves.
@@ -44,7 +45,7 @@ class PackedTransformer(nn.Module):
 
     layer_class: ClassVar[type[PackedLayer]] = PackedLayer
     fp8: Any = None  # fp8_inference sets it
-    int8: Any = None  # a session in int8 sets it
+    int8: Any = None  # a session in int8, or in bf16 on a CPU, sets it
 
     def __init__(self, layers: Sequence[PackedLayer], final_norm: nn.LayerNorm | None = None) -> None:
         super().__init__()
@@ -75,11 +76,11 @@ class PackedTransformer(nn.Module):
         ``with_last``, after the last one, before the final LayerNorm of a pre-LN model. ``inputs`` are additional
         arguments of layers of other classes."""
         if self.fp8 is not None and not self.training and not torch.is_grad_enabled():
-            found: Tensor = self.fp8.run(x, cu_seqlens, max_seqlen, hidden_states, with_last, **inputs)
-            return found
-        groups = self.groups(max_seqlen) if hidden_states is None and not inputs else None
-        if groups is not None:
-            return self._run_whole(x, cu_seqlens, groups)
+            states: Tensor = self.fp8.run(x, cu_seqlens, max_seqlen, hidden_states, with_last, **inputs)
+            return states
+        call = self.call_of(x, cu_seqlens, max_seqlen) if hidden_states is None and not inputs else None
+        if call is not None:
+            return stack.run_stack(*call)[0]
         if self.int8 is not None and hidden_states is None and not inputs:
             whole: Tensor | None = self.int8.run(x, cu_seqlens, max_seqlen)
             if whole is not None:
@@ -106,15 +107,29 @@ class PackedTransformer(nn.Module):
             hidden_states.append(x if residual is None else residual)
         return x
 
-    def groups(self, max_seqlen: int) -> list[Group] | None:
-        """The op's arguments for the whole stack; None if the layers have to run one by one: one of them is not plain
-        or has FP8 GEMMs, gradient checkpointing is on, or the call is compiled."""
+    def call_of(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        tables: Mapping[Any, tuple[Tensor, Tensor]] = MappingProxyType({}),
+        positions: Tensor | None = None,
+    ) -> Call | None:
+        """The arguments of ``run_stack`` for all layers; None if they have to run one by one: one of them is not plain
+        or has FP8 GEMMs, gradient checkpointing is on, or the call is compiled. ``tables`` and ``positions`` are for
+        layers that rotate queries and keys."""
         if (self.checkpointing and self.training) or torch.compiler.is_dynamo_compiling():
             return None
-        if self.training and any(isinstance(each, PackedLayer) and each.uses_fp8() for each in self.layers):
+        if self.training and any(isinstance(layer, PackedLayer) and layer.uses_fp8() for layer in self.layers):
             return None
-        plan = self.plain_layers()
-        return None if plan is None else plan.groups(max_seqlen)
+        described = self.described([*tables])
+        if described is None:
+            return None
+        specs, parameters = described
+        inputs = self.inputs_of(x, cu_seqlens, max_seqlen, tables, positions)
+        (x,) = linear.autocast(inputs.x)
+        seeds = draw_seeds(x.device, len(specs)) if specs.drop else None
+        return specs, inputs._replace(x=x, seeds=seeds), parameters
 
     def described(self, keys: Sequence[Any] = ()) -> tuple[Specs, list[Tensor | None]] | None:
         """The layers as data, and their parameters, the FIELDS of each in one list; None if they have to run one by
@@ -123,11 +138,12 @@ class PackedTransformer(nn.Module):
         parameters = None if plain is None else plain.fields()
         if plain is None or parameters is None:
             return None
-        absent = [each is None for each in parameters]
-        settings = ([each.spec_settings(each.__dict__) for each, _ in plain.layers], absent, keys, plain.epsilons())
+        absent = [parameter is None for parameter in parameters]
+        of_layers = [layer.spec_settings(layer.__dict__) for layer, _ in plain.layers]
+        settings = (of_layers, absent, keys, plain.epsilons(), plain.adapters())
         known: Any = self.__dict__.get("_specs")
         if known is None or known.settings != settings:
-            known = self.__dict__["_specs"] = _Specs(settings, specs_of(plain.layers, keys, absent))
+            known = self.__dict__["_specs"] = _Specs(settings, specs_of(plain.layers, keys, absent, settings[-1]))
         return None if known.specs is None else (known.specs, parameters)
 
     def inputs_of(
@@ -139,7 +155,10 @@ class PackedTransformer(nn.Module):
         if residual is not None and first.norm1 is not None:
             x = layer_norm(first.norm1, x)
         first.check(x, cu_seqlens, residual, None)
-        return Inputs(x, residual, cu_seqlens.contiguous(), max_seqlen, None, tuple(tables.values()), positions)
+        inputs = Inputs(x, residual, cu_seqlens.contiguous(), max_seqlen, None, tuple(tables.values()), positions)
+        plain = self.plain_layers()
+        adapted = plain is not None and bool(plain.adapted)
+        return plain.with_adapters(inputs) if adapted and plain is not None else inputs
 
     def rotations(self) -> dict[Any, int]:
         """The head size of the layers, by what the tables that rotate their queries and keys depend on."""
@@ -153,7 +172,7 @@ class PackedTransformer(nn.Module):
             if not tree.is_unchanged():  # something watches a module
                 return None
             plan = self.__dict__["_plan"] = PlainLayers(tree, self._modules_in_order(), self.final_norm)
-        return plan if plan.fusable else None
+        return plan if plan.fusable and plan.is_readable() else None
 
     def first_tokens(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
         """The rows of ``forward``'s result that belong to the first tokens of the sequences, ``[sequences, C]``, of a
@@ -162,53 +181,28 @@ class PackedTransformer(nn.Module):
         sizable = x.is_cpu and x.numel() * x.shape[-1] >= _SIZABLE
         if not sizable or self.final_norm is not None or not is_plain((x, cu_seqlens)):
             return None
-        groups = self.groups(max_seqlen)
-        if groups is None:
-            return None
         last = self.in_order()[-1]
-        if last.window != window_bounds(causal=False, window=None):
+        full = last.window == window_bounds(causal=False, window=None)
+        call = self.call_of(x, cu_seqlens, max_seqlen) if full else None
+        if call is None or call[1].pairs:
             return None
-        return self._run_whole(x, cu_seqlens, groups, first_tokens_of=last)
+        specs, inputs, parameters = call
+        x = inputs.x
+        if len(specs) > 1:
+            x, _ = stack.run_stack(specs.without_last, inputs, parameters[: -len(FIELDS)])
+        return last.first_tokens(x, cu_seqlens, max_seqlen, None if inputs.seeds is None else inputs.seeds[-1])
 
-    def _run_whole(
-        self, x: Tensor, cu_seqlens: Tensor, groups: list[Group], *, first_tokens_of: PackedLayer | None = None
-    ) -> Tensor:
-        """Runs the layers by one op for each group of layers with the same options. The last layer, where it is given
-        as ``first_tokens_of``, computes only the first tokens' states."""
-        first: Any = next(iter(self.layers))
-        residual: Tensor | None = None
-        if self.final_norm is not None:
-            residual, x = x, layer_norm(first.norm1, x)
-        (x,) = linear.autocast(x)
-        first.check(x, cu_seqlens, residual, None)
-        drops = any(options.attention_p or options.p_a or options.p_b for options, _ in groups)
-        layers = sum(len(given) for _, given in groups) // PARAMETERS
-        seeds = draw_seeds(x.device, layers) if drops else None
-        longest = groups[-1][0].max_seqlen
-        if first_tokens_of is not None:
-            groups = [*groups[:-1], (groups[-1][0], groups[-1][1][:-PARAMETERS])]
-        start = 0
-        for options, given in groups:
-            end = start + len(given) // PARAMETERS
-            if given:
-                own = None if seeds is None else seeds[start:end]
-                x, residual = run_layers(x, residual, cu_seqlens, own, options, given)
-            start = end
-        if first_tokens_of is not None:
-            return first_tokens_of.first_tokens(x, cu_seqlens, longest, None if seeds is None else seeds[-1])
-        return x
+    def explain(self, x: Tensor, max_seqlen: int) -> Any:
+        """How ``forward`` runs the layers for ``x`` [T, C]: by which plan, or one by one. Nothing is computed."""
+        cu_seqlens = torch.tensor((0, x.shape[0]), dtype=torch.int32, device=x.device)
+        call = self.call_of(x, cu_seqlens, max_seqlen, *self.angles(x, max_seqlen))
+        if call is None:
+            return Explanation("transformer_layers", "modules", {"core": NOT_WHOLE, "modules": None}, "modules")
+        return explain(*call)
 
-    def explain(self, x: Tensor, max_seqlen: int) -> Explanation:
-        """Which implementation ``forward`` uses for ``x`` [T, C], and why not the others: "cpu", "cuda" or
-        "cuda_few_rows" is one native call, "ops" runs a layer's ops one by one. Nothing is computed."""
-        groups = self.groups(max_seqlen)
-        if groups is None:
-            reasons = {"cpu": NOT_WHOLE, "cuda_few_rows": NOT_WHOLE, "cuda": NOT_WHOLE, "ops": None}
-            return Explanation("transformer_stack", "ops", reasons, "ops")
-        residual = None if self.final_norm is None else x
-        (normalised,) = linear.autocast(x)
-        parameters = layers_in([each for _, given in groups for each in given])
-        return explain("transformer_stack", normalised, residual, groups[0][0], parameters)
+    def angles(self, x: Tensor, max_seqlen: int) -> tuple[Any, ...]:
+        """The arguments of ``call_of`` for layers that rotate queries and keys."""
+        return ()
 
     @property
     def order(self) -> list[int]:
@@ -234,8 +228,8 @@ class PackedTransformer(nn.Module):
         """
         if self.final_norm is None:
             return [None] * (len(layers) + 1)
-        own = [type(module) is not self.layer_class or is_watched(module) for module in modules]
-        norms = [None if each else layer.norm1 for each, layer in zip(own, layers, strict=True)]
+        is_called = [type(module) is not self.layer_class or is_watched(module) for module in modules]
+        norms = [None if called else layer.norm1 for called, layer in zip(is_called, layers, strict=True)]
         return [*norms, self.final_norm]
 
     def _modules_in_order(self) -> list[nn.Module]:
@@ -243,13 +237,9 @@ class PackedTransformer(nn.Module):
         return [held[index] for index in self.order]
 
 
-# The attributes that determine a layer's options, in addition to the epsilons of its norms.
-_settings_of = operator.itemgetter(
-    *("training", "dropout", "feed_forward_dropout", "attention_dropout"),
-    *("heads", "window", "activation", "recompute", "keep_activation"),
-)
 _epsilon_of = operator.itemgetter("eps")
-_BLOCK_VALUES = 12  # weights and biases of a layer's linear layers and norms, without norms of heads
+_BLOCK_MODULES = 6  # linear layers and norms of a layer, without norms of heads
+_NO_HEAD_NORMS: dict[str, Any] = {"weight": None, "bias": None}  # in place of the parameters of two norms
 
 
 class _Specs(Uncopied):
@@ -271,19 +261,23 @@ def with_next_norms(layers: Sequence[Any], final_norm: nn.Module | None) -> list
     return list(zip(layers, [*(layer.norm1 for layer in layers[1:]), final_norm], strict=True))
 
 
-def specs_of(layers: Sequence[tuple[Any, Any]], keys: Sequence[Any], absent: list[bool]) -> Specs | None:
+def specs_of(
+    layers: Sequence[tuple[Any, Any]],
+    keys: Sequence[Any],
+    absent: list[bool],
+    adapters: Sequence[tuple[Adapter, ...]] = (),
+) -> Specs | None:
     """The layers as data, each with its next norm; None if a description does not cover one of them. ``absent``: which
-    FIELDS of each layer are None."""
-    specs: dict[LayerSpec, LayerSpec] = {}  # equal ones once
-    found = []
+    FIELDS of each layer are None; ``adapters``: those of each layer, if there are any."""
+    layer_specs = []
     for index, (layer, norm) in enumerate(layers):
         if not layer.has_spec():
             return None
         of_layer = absent[index * len(FIELDS) : (index + 1) * len(FIELDS)]
         present = frozenset(name for name, missing in zip(FIELDS, of_layer, strict=True) if not missing)
         described = layer.spec(norm, keys.index(layer.table_key()) if keys else None, present)
-        found.append(specs.setdefault(described, described))
-    return Specs(found)
+        layer_specs.append(replace(described, adapters=adapters[index]) if adapters else described)
+    return Specs.of(layer_specs)
 
 
 class PlainLayers(Uncopied):
@@ -293,67 +287,64 @@ class PlainLayers(Uncopied):
         self.tree = tree
         known = are_described(layers)
         self.layers = with_next_norms(layers, final_norm if known else None)
-        self.fusable = known and bool(layers) and all(layer.has_plain_modules(norm) for layer, norm in self.layers)
+        self.fusable = known and bool(layers) and all(layer.has_readable_modules(norm) for layer, norm in self.layers)
+        # For each layer, its linear layers that have adapters, by their names; empty if no layer has any.
+        modules_of_layers = [adapted_modules(layer) for layer in layers] if known else []
+        self.adapted = modules_of_layers if any(modules_of_layers) else []
         modules = [layer.block_modules(norm) for layer, norm in self.layers] if self.fusable else []
-        self._owners = [each._parameters for own in modules for each in own]
-        self._layers = [layer.__dict__ for layer in layers]
+        # The owners of the parameters are in the order of FIELDS; a norm of heads has no bias.
+        self._has_head_norms = any(m is not NO_NORM for of_layer in modules for m in of_layer[_BLOCK_MODULES:])
+        self._owners: list[dict[str, Any]] = []
+        for of_layer in modules:
+            heads = [m._parameters for m in of_layer[_BLOCK_MODULES:]] if self._has_head_norms else [_NO_HEAD_NORMS]
+            self._owners += [*(m._parameters for m in of_layer[:_BLOCK_MODULES]), *heads]
         # norm_a, norm_b, and the norms of heads where layers have them
-        self._norms = [norm.__dict__ for own in modules for norm in (own[2], *own[5:])]
-        # Settings, and what follows from them: the options of consecutive layers, and which parameters are theirs.
-        self._known: tuple[Any, list[tuple[BlockOptions, slice]]] = (None, [])
-
-    def parameters(self) -> list[Tensor | None] | None:
-        """The layers' parameters now; None if some are missing or not plain tensors."""
-        return plain_parameters(self._owners)
+        self._norms = [norm.__dict__ for of_layer in modules for norm in (of_layer[2], *of_layer[5:])]
 
     def fields(self) -> list[Tensor | None] | None:
-        """The same in the order of ``FIELDS``; norms of heads have no bias."""
-        values = self.parameters()
-        if values is None:
-            return None
-        count = len(values) // len(self.layers)
+        """The layers' parameters now, the FIELDS of each in one list; None if some are missing or not plain tensors."""
+        values = plain_parameters(self._owners)
+        if values is None or not self._has_head_norms:
+            return values
+        count, block = len(values) // len(self.layers), 2 * _BLOCK_MODULES
         fields: list[Tensor | None] = []
         for first in range(0, len(values), count):
-            end = first + _BLOCK_VALUES
-            heads = values[end : first + count : 2] or [None] * (len(FIELDS) - _BLOCK_VALUES)
-            fields += [*values[first:end], *heads]
+            fields += [*values[first : first + block], *values[first + block : first + count : 2]]
         return fields
+
+    def is_readable(self) -> bool:
+        """Whether the adapters may be read now."""
+        return all(linear.is_readable() for of_layer in self.adapted for linear in of_layer.values())
+
+    def adapters(self) -> list[tuple[Adapter, ...]]:
+        """The adapters of each layer as data; empty if no token has one."""
+        adapters = [
+            tuple(adapter for name, linear in of_layer.items() if (adapter := linear.adapter(name)) is not None)
+            for of_layer in self.adapted
+        ]
+        return adapters if any(adapters) else []
+
+    def with_adapters(self, inputs: Inputs) -> Inputs:
+        """The inputs with the parameters of ``adapters``, and with the adapter of each token, if there are several."""
+        if not self.adapters():
+            return inputs
+        modules = [m for of_layer in self.adapted for m in of_layer.values() if isinstance(m, SelectedLinear)]
+        selected = modules[0].selection.adapters if modules else None
+        pairs = [tuple(linear.pair() for linear in of_layer.values()) for of_layer in self.adapted]
+        return inputs._replace(pairs=pairs, adapters=selected)
 
     def epsilons(self) -> list[float]:
         """The current epsilons of all norms."""
         return [*map(_epsilon_of, self._norms)]
-
-    def groups(self, max_seqlen: int) -> list[Group] | None:
-        """The layers' options and parameters now; None if parameters are missing or not plain tensors."""
-        values = self.parameters()
-        if values is None:
-            return None
-        settings = (requested(None), [*map(_settings_of, self._layers)], self.epsilons())
-        known, groups = self._known
-        if settings != known:
-            groups = self._grouped(max_seqlen)
-            self._known = (settings, groups)
-        return [(_with_length(options, max_seqlen), values[own]) for options, own in groups]
-
-    def _grouped(self, max_seqlen: int) -> list[tuple[BlockOptions, slice]]:
-        found, end = [], 0
-        for options, group in itertools.groupby(layer.block_options(max_seqlen, norm) for layer, norm in self.layers):
-            start, end = end, end + PARAMETERS * len(list(group))
-            found.append((options, slice(start, end)))
-        return found
-
-
-def _with_length(options: BlockOptions, max_seqlen: int) -> BlockOptions:
-    return options if options.max_seqlen == max_seqlen else options._replace(max_seqlen=max_seqlen)
 
 
 def layer_in(module: nn.Module) -> PackedLayer:
     """The layer itself, or the layer inside a wrapper (torch.compile, checkpoint_wrapper)."""
     if isinstance(module, PackedLayer):
         return module
-    for each in module.modules():
-        if isinstance(each, PackedLayer):
-            return each
+    for inner in module.modules():
+        if isinstance(inner, PackedLayer):
+            return inner
     raise TypeError(
         f"PackedTransformer: layers: expected a PackedLayer, or a module around one, got {type(module).__name__}"
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fasttfm import ops
 from fasttfm.nn.plain import activation_name, dropout_rate, is_plain_dropout, is_plain_linear, is_plain_norm
 from fasttfm.nn.residual import add_norm, add_then_norm
-from fasttfm.ops import checks
+from fasttfm.ops.core import checks
 from fasttfm.ops.linear import dense, is_widened
 
 Activation = str | Callable[[Tensor], Tensor]  # a key of ops.ACTIVATIONS, a function or a module

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fasttfm.nn.embeddings import autocast_type
-from fasttfm.ops import checks, linear
+from fasttfm.ops import linear
+from fasttfm.ops.core import checks
 
 _NAME = "PatchEmbeddings"
 

@@ -23,7 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fasttfm import ops
 from fasttfm.nn.layer_norm import LayerNorm, RMSNorm
-from fasttfm.ops.library import PLAIN_TENSORS
+from fasttfm.ops.core.library import PLAIN_TENSORS
 
 Condition = Callable[[Any], bool] | None  # None for no condition
 
@@ -73,15 +73,26 @@ def is_plain(*modules: Any) -> bool:
         kind = type(module)
         if kind not in _CLASSES or is_watched(module):
             return False
-        for parameter in module._parameters.values():
-            if type(parameter) not in _PARAMETERS:
-                return False
-        if "weight" in module.__dict__ or "bias" in module.__dict__:  # a tensor that has replaced a parameter
+        if not _are_plain_tensors(module):
             return False
         condition = _CLASSES[kind]
         if condition is not None and not condition(module):
             return False
     return True
+
+
+def has_plain_tensors(module: nn.Module) -> bool:
+    """Whether a fused op may read the tensors of a module of a class that it knows, instead of calling it."""
+    return not _has_any_global_hook() and not is_watched(module) and _are_plain_tensors(module)
+
+
+def _are_plain_tensors(module: nn.Module) -> bool:
+    attributes = module.__dict__  # where a tensor is that has replaced a parameter
+    return (
+        "weight" not in attributes
+        and "bias" not in attributes
+        and all(type(tensor) in _PARAMETERS for tensor in attributes["_parameters"].values())
+    )
 
 
 def is_plain_linear(*modules: Any) -> bool:
@@ -110,14 +121,14 @@ def is_plain_dropout(*modules: Any) -> bool:
 def is_watched(module: nn.Module) -> bool:
     """Whether a call of a module does more than its class's forward: it has hooks, a compiled call or a replaced
     forward."""
-    own = module.__dict__
+    attributes = module.__dict__
     return bool(
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-        or "_compiled_call_impl" in own
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
+        or "_compiled_call_impl" in attributes
     )
 
 
@@ -153,8 +164,8 @@ class Tree(Uncopied):
     def __init__(self, root: nn.Module, is_idle: Callable[[dict[int, Any]], bool] = lambda hooks: False) -> None:
         self._root, self._is_idle = weakref.ref(root), is_idle  # weakly, because a module holds its snapshot
         self._children = dict(root._modules)
-        modules = [each for each in root.modules() if each is not root]
-        self._nodes = [(each, each.__dict__, type(each), dict(each._modules)) for each in modules]
+        modules = [module for module in root.modules() if module is not root]
+        self._nodes = [(module, module.__dict__, type(module), dict(module._modules)) for module in modules]
 
     @property
     def root(self) -> Any:
@@ -165,16 +176,16 @@ class Tree(Uncopied):
         root = self._root()
         if _has_any_global_hook() or root is None or root._modules != self._children:
             return False
-        for module, own, kind, children in self._nodes:  # a loop without calls: it runs before every forward
+        for module, attributes, kind, children in self._nodes:  # a loop without calls: it runs before every forward
             if (
                 module.__class__ is not kind
-                or (own["_forward_hooks"] and not self._is_idle(own["_forward_hooks"]))
-                or own["_forward_pre_hooks"]
-                or own["_backward_hooks"]
-                or own["_backward_pre_hooks"]
-                or own["_modules"] != children
-                or "forward" in own
-                or "_compiled_call_impl" in own
+                or (attributes["_forward_hooks"] and not self._is_idle(attributes["_forward_hooks"]))
+                or attributes["_forward_pre_hooks"]
+                or attributes["_backward_hooks"]
+                or attributes["_backward_pre_hooks"]
+                or attributes["_modules"] != children
+                or "forward" in attributes
+                or "_compiled_call_impl" in attributes
             ):
                 return False
         return True

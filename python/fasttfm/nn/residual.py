@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,51 +15,19 @@ def norm(layer_norm: torch.nn.LayerNorm, x: Tensor) -> Tensor:
     return ops.layer_norm(x, layer_norm.weight, layer_norm.bias, eps=layer_norm.eps)
 
 
-def add_norm(
-    layer_norm: torch.nn.LayerNorm,
-    branch: Tensor,
-    residual: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """``layer_norm(residual + dropout(branch + linear_bias))``: the end of a post-LN block."""
-    y = ops.dropout_add_layer_norm(
-        branch,
-        residual,
-        layer_norm.weight,
-        layer_norm.bias,
-        linear_bias=linear_bias,
-        p=p,
-        eps=layer_norm.eps,
-        cu_seqlens=cu_seqlens,
-    )
+def add_norm(layer_norm: torch.nn.LayerNorm, branch: Tensor, residual: Tensor, **options: Any) -> Tensor:
+    """``layer_norm(residual + dropout(branch + linear_bias))``: the end of a post-LN block. ``options`` are those of
+    ``ops.dropout_add_layer_norm``."""
+    parameters = (layer_norm.weight, layer_norm.bias)
+    y = ops.dropout_add_layer_norm(branch, residual, *parameters, eps=layer_norm.eps, **options)
     assert isinstance(y, Tensor)
     return y
 
 
 def add_then_norm(
-    layer_norm: torch.nn.LayerNorm,
-    branch: Tensor,
-    residual: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    p: float = 0.0,
-    cu_seqlens: Tensor | None = None,
-    seed: Tensor | None = None,
+    layer_norm: torch.nn.LayerNorm, branch: Tensor, residual: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """The same, and the sum before LayerNorm, the residual stream of pre-LN blocks."""
-    y, z = ops.dropout_add_layer_norm(
-        branch,
-        residual,
-        layer_norm.weight,
-        layer_norm.bias,
-        linear_bias=linear_bias,
-        p=p,
-        eps=layer_norm.eps,
-        prenorm=True,
-        cu_seqlens=cu_seqlens,
-        seed=seed,
-    )
+    parameters = (layer_norm.weight, layer_norm.bias)
+    y, z = ops.dropout_add_layer_norm(branch, residual, *parameters, eps=layer_norm.eps, prenorm=True, **options)
     return y, z

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,17 +15,16 @@ from torch.nn import functional
 from fasttfm import ops
 from fasttfm.nn.layer_norm import OffsetRMSNorm, RMSNorm
 from fasttfm.nn.packed_layer import NO_NORM, PackedLayer, biased_backend, draw_seeds
-from fasttfm.nn.packed_transformer import NOT_WHOLE, PackedTransformer, layer_in
+from fasttfm.nn.packed_transformer import Call, PackedTransformer, layer_in
 from fasttfm.nn.parts import layer_norm, linear_activation, linear_layer, packed_residual_norm, product
 from fasttfm.nn.plain import is_plain_norm, is_plain_rms_norm
 from fasttfm.nn.rotation import Theta, at_length, is_scaled_by_length, longest_of, rates
-from fasttfm.ops import checks, linear
-from fasttfm.ops.backends import Explanation, requested
+from fasttfm.ops import linear
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.backends import requested
+from fasttfm.ops.core.library import is_plain
 from fasttfm.ops.layers import stack
-from fasttfm.ops.layers.explain import explain
-from fasttfm.ops.layers.spec import Attention, LayerSpec
-from fasttfm.ops.layers.torch_executor import Inputs
-from fasttfm.ops.library import is_plain
+from fasttfm.ops.layers.spec import Attention
 
 Table = tuple[Tensor, Tensor]  # cosines and sines [positions, D / 2]
 Tables = dict[Any, Table]  # by ``RotaryLayer.table_key``
@@ -145,8 +145,8 @@ class RotaryLayer(PackedLayer):
         self.scale = scale
         of_heads = "rms" if norm == "layer" else norm
         more: list[Any] = [
-            rotary_norm(kind, columns, eps, bias=False, **factory) if wanted else None
-            for kind, columns, wanted in ((of_heads, self.head_dim, head_norm), (norm, width, block_norms))
+            rotary_norm(kind, columns, eps, bias=False, **factory) if is_present else None
+            for kind, columns, is_present in ((of_heads, self.head_dim, head_norm), (norm, width, block_norms))
             for _ in range(2)
         ]
         self.q_norm, self.k_norm, self.attention_norm, self.feed_forward_norm = more
@@ -271,8 +271,8 @@ class RotaryLayer(PackedLayer):
         return False
 
     def has_spec(self) -> bool:
-        """Not if it drops elements inside of its feed-forward block, or its norms of heads have different epsilons; nor
-        with a bias or dropout in a sum before an RMSNorm, which plans add in the GEMM."""
+        """There is none if it drops elements inside of its feed-forward block, or its norms of heads have different
+        epsilons; nor with a bias or dropout in a sum before an RMSNorm, which plans add in the GEMM."""
         drops = self.training and self.intermediate_dropout
         if self.norm == "rms":
             _, p_a, p_b = self.rates()
@@ -285,18 +285,18 @@ class RotaryLayer(PackedLayer):
         return type(self).forward is RotaryLayer.forward and self.theta is not None
 
     def has_plain_norms(self, next_norm: nn.Module | None) -> bool:
-        own = self._modules
-        norm = next_norm if self.norm_first else own["norm1"]
-        norms = (own["norm2"],) if norm is None else (own["norm2"], norm)
-        heads = [own[name] for name in ("q_norm", "k_norm") if own.get(name) is not None]
-        plain = own.get("attention_norm") is None and own.get("feed_forward_norm") is None
+        modules = self._modules
+        norm = next_norm if self.norm_first else modules["norm1"]
+        norms = (modules["norm2"],) if norm is None else (modules["norm2"], norm)
+        heads = [modules[name] for name in ("q_norm", "k_norm") if modules.get(name) is not None]
+        plain = modules.get("attention_norm") is None and modules.get("feed_forward_norm") is None
         kind = is_plain_rms_norm if self.norm == "rms" else is_plain_norm
         return plain and is_plain_rms_norm(*heads) and kind(*norms)
 
     def block_modules(self, next_norm: nn.LayerNorm | None) -> tuple[Any, ...]:
         """The modules of ``PackedLayer``, then the norms of the heads of queries and keys."""
         heads = (self._modules.get(name) for name in ("q_norm", "k_norm"))
-        return *super().block_modules(next_norm), *(NO_NORM if each is None else each for each in heads)
+        return *super().block_modules(next_norm), *(NO_NORM if norm is None else norm for norm in heads)
 
     def _attention_spec(self, dropout: float, table: int | None) -> Attention:
         return Attention(
@@ -401,8 +401,9 @@ class RotaryTransformer(PackedTransformer):
         positions: Tensor | None = None,
         **inputs: Any,
     ) -> Tensor:
-        """As ``PackedTransformer.forward``. ``positions`` int64 [T] are by default the tokens' indices in their
-        sequences. For given ones, which may be any numbers, the call computes the cosines and sines of each token."""
+        """Runs the layers, as ``PackedTransformer`` does. ``positions`` int64 [T] are by default the tokens' indices in
+        their sequences. For given ones, which may be any numbers, the call computes the cosines and sines of each
+        token."""
         longest = longest_of(self.rotations(), cu_seqlens, max_seqlen)
         if positions is None:
             positions = ops.position_ids_from_cu_seqlens(cu_seqlens, total=x.shape[0])
@@ -413,50 +414,29 @@ class RotaryTransformer(PackedTransformer):
             positions = torch.arange(len(positions), device=positions.device)
         angles: dict[str, Any] = {"tables": tables, "positions": positions}
         if hidden_states is None and not inputs:
-            run = self._run_described if self.int8 is None else self.int8.run
-            whole: Tensor | None = run(x, cu_seqlens, max_seqlen, tables, positions)
-            if whole is not None:
-                return whole
+            call = self.call_of(x, cu_seqlens, max_seqlen, tables, positions)
+            if call is not None:
+                return stack.run_stack(*call)[0]
+            if self.int8 is not None:
+                whole: Tensor | None = self.int8.run(x, cu_seqlens, max_seqlen, tables, positions)
+                if whole is not None:
+                    return whole
         return super().forward(x, cu_seqlens, max_seqlen, hidden_states=hidden_states, **angles, **inputs)
 
-    def groups(self, max_seqlen: int) -> None:
-        """None: the layers are described by ``LayerSpec``."""
+    def call_of(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        tables: Mapping[Any, Table] = MappingProxyType({}),
+        positions: Tensor | None = None,
+    ) -> Call | None:
+        """The result is also None if another backend is requested than the core's."""
+        special = self.fp8 is not None or self.int8 is not None or requested(None) is not None
+        return None if special or not tables else super().call_of(x, cu_seqlens, max_seqlen, tables, positions)
 
-    def _run_described(
-        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, tables: Tables, positions: Tensor
-    ) -> Tensor | None:
-        """The result by the plan of all layers; None if they have to run one by one."""
-        call = self._call(x, cu_seqlens, max_seqlen, tables, positions)
-        return None if call is None else stack.run_stack(*call)[0]
-
-    def explain(self, x: Tensor, max_seqlen: int) -> Any:
-        """How ``forward`` runs the layers for ``x`` [T, C]: by which plan, or one by one. Nothing is computed."""
-        cu_seqlens = torch.tensor((0, x.shape[0]), dtype=torch.int32, device=x.device)
-        call = self._call(x, cu_seqlens, max_seqlen, self.tables(x, max_seqlen), None)
-        if call is None:
-            return Explanation("transformer_layers", "modules", {"core": NOT_WHOLE, "modules": None}, "modules")
-        return explain(*call)
-
-    def _call(
-        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, tables: Tables, positions: Tensor | None
-    ) -> tuple[tuple[LayerSpec, ...], Inputs, list[Tensor | None]] | None:
-        """The arguments of ``run_stack``; None if the layers have to run one by one: one is not plain or drops elements
-        inside of its feed-forward block, gradient checkpointing is on, or the call is compiled."""
-        special = self.fp8 is not None or self.int8 is not None or (self.checkpointing and self.training)
-        if special or torch.compiler.is_dynamo_compiling() or requested(None) is not None:
-            return None
-        layers: Any = self.layers
-        if self.training and any(layer.fp8 is not None and layer.uses_fp8() for layer in layers):
-            return None
-        described = self.described([*tables])
-        if described is None:
-            return None
-        specs, parameters = described
-        inputs = self.inputs_of(x, cu_seqlens, max_seqlen, tables, positions)
-        (x,) = linear.autocast(inputs.x)
-        drops = any(each.dropout_a or each.dropout_b or each.attention.dropout for each in specs)
-        seeds = draw_seeds(x.device, len(specs)) if drops else None
-        return specs, inputs._replace(x=x, seeds=seeds), parameters
+    def angles(self, x: Tensor, max_seqlen: int) -> tuple[Any, ...]:
+        return self.tables(x, max_seqlen), None
 
     def tables(self, x: Tensor, max_seqlen: int) -> Tables:
         """The tables of the positions up to ``max_seqlen``. A call that is traced or transformed computes them, because
@@ -475,8 +455,10 @@ class RotaryTransformer(PackedTransformer):
     @torch.no_grad()
     def make_tables(self, x: Tensor, positions: Tensor, longest: int | Tensor) -> Tables:
         """The tables of these positions, for ``x``'s device and dtype and texts of up to ``longest`` tokens."""
-        rotations = {each: (at_length(each, columns, longest), columns) for each, columns in self.rotations().items()}
-        return {each: rotary_tables(at, positions, columns, like=x) for each, (at, columns) in rotations.items()}
+        rotations = {
+            theta: (at_length(theta, columns, longest), columns) for theta, columns in self.rotations().items()
+        }
+        return {theta: rotary_tables(at, positions, columns, like=x) for theta, (at, columns) in rotations.items()}
 
     def rotations(self) -> dict[Theta, int]:
         """The head size of the layers, by ``theta``."""

@@ -85,7 +85,7 @@ def at_length(theta: Theta, columns: int, longest: int | Tensor) -> Theta | Tens
 
 def longest_of(thetas: Iterable[Theta | None], cu_seqlens: Tensor, max_seqlen: int) -> int | Tensor:
     """The number of tokens of the longest text: exact if one of the rotations depends on it, otherwise the bound."""
-    return cu_seqlens.diff().max() if any(is_scaled_by_length(each, max_seqlen) for each in thetas) else max_seqlen
+    return cu_seqlens.diff().max() if any(is_scaled_by_length(theta, max_seqlen) for theta in thetas) else max_seqlen
 
 
 def is_scaled_by_length(theta: Theta | None, longest: int) -> bool:

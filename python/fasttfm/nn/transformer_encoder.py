@@ -33,7 +33,7 @@ class TransformerEncoder(torch.nn.TransformerEncoder):
         enable_nested_tensor: bool = True,
         mask_check: bool = True,
     ) -> None:
-        if not any(isinstance(each, TransformerEncoderLayer) for each in encoder_layer.modules()):
+        if not any(isinstance(module, TransformerEncoderLayer) for module in encoder_layer.modules()):
             got = f"{type(encoder_layer).__module__}.{type(encoder_layer).__qualname__}"
             raise TypeError(f"{_NAME}: encoder_layer: expected a fasttfm.nn.TransformerEncoderLayer, got {got}")
         layer: Any = encoder_layer
@@ -65,4 +65,4 @@ def _share_their_masks(layers: list[Any]) -> bool:
         return False
     first = layers[0].self_attn
     heads, batch_first = first.num_heads, first.batch_first
-    return all(each.self_attn.num_heads == heads and each.self_attn.batch_first == batch_first for each in layers)
+    return all(layer.self_attn.num_heads == heads and layer.self_attn.batch_first == batch_first for layer in layers)

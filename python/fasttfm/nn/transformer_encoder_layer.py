@@ -79,7 +79,7 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
     def _sa_block(
         self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool = False
     ) -> Tensor:
-        if not any(isinstance(each, MultiheadAttention) for each in self.self_attn.modules()):
+        if not any(isinstance(module, MultiheadAttention) for module in self.self_attn.modules()):
             # Another attention module gets the masks that torch's layer passes.
             if is_causal and attn_mask is None:
                 length = x.shape[1 if self.self_attn.batch_first and x.dim() == 3 else 0]
@@ -121,12 +121,12 @@ class TransformerEncoderLayer(torch.nn.TransformerEncoderLayer):
 
 def is_fusable(layer: TransformerEncoderLayer) -> bool:
     """Whether everything in a layer is plain, so that ``encode`` computes what calls of its modules would."""
-    kind, own, modules = type(layer), layer.__dict__, layer._modules
+    kind, attributes, modules = type(layer), layer.__dict__, layer._modules
     return (
         kind._sa_block is TransformerEncoderLayer._sa_block
         and kind._ff_block is TransformerEncoderLayer._ff_block
-        and "_sa_block" not in own
-        and "_ff_block" not in own
+        and "_sa_block" not in attributes
+        and "_ff_block" not in attributes
         and activation_name(layer.activation) is not None
         and is_plain(modules["self_attn"])
         and is_plain_linear(modules["linear1"], modules["linear2"])

@@ -13,22 +13,24 @@ from fasttfm.kernels.attention import reference
 from fasttfm.kernels.attention.problem import AttentionProblem, of_sequences, window_bounds
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.rows import contiguous_like, empty_output
-from fasttfm.ops import attention_choice, attention_native, checks
+from fasttfm.ops import attention_choice, attention_native
 from fasttfm.ops.attention_checks import Options, Window, bounds_of, check_call, check_values
-from fasttfm.ops.backends import (
+from fasttfm.ops.column_sum import column_sum_op
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import Gradient, Output, checked, converted, fields, outputs
+from fasttfm.ops.core.backends import (
     Backend,
     BackendRefused,
-    BackendTable,
     always,
+    from_triton,
     requested,
     triton_absent,
 )
-from fasttfm.ops.column_sum import column_sum_op
-from fasttfm.ops.declare import KnownCalls, Selected
-from fasttfm.ops.library import OpFunction, any_requires_grad, needs_gradient, register, schema_of, unshared
+from fasttfm.ops.core.declare import KnownCalls, Op, Selected, define
+from fasttfm.ops.core.library import OpFunction, any_requires_grad, needs_gradient, unshared
 from fasttfm.ops.linear import autocast
 
-OP = "attention"
+NAME = "attention"
 _WEIGHTS = "attention_weights"
 
 
@@ -158,37 +160,37 @@ def _call(
     q, k, v = autocast(q, k, v)
     p, seed = options.dropout_p, options.seed
     if type(p) is not float or not 0.0 <= p <= 1.0:
-        checks.check_number(OP, "dropout_p", p, low=0.0, high=1.0)
+        checks.check_number(NAME, "dropout_p", p, low=0.0, high=1.0)
     key, calls = None, CALLS if p == 0 else DROPOUT_CALLS
     if options.are_common() and (k is None) is (v is None):
-        kinds, given = ("fcns", (q,)) if k is None else ("qkvcns", (q, k, v))
-        key = calls.key(kinds, *given, options.cu_seqlens, options.lengths, seed)
+        kinds, tensors = ("fcns", (q,)) if k is None else ("qkvcns", (q, k, v))
+        key = calls.key(kinds, *tensors, options.cu_seqlens, options.lengths, seed)
     selected = calls.find(key, asked)
     if selected is None:
-        check_call(OP, q, k, v, options)
+        check_call(NAME, q, k, v, options)
     if p != 0 and seed is None:
         options = options._replace(seed=philox.draw_seed(q.device))
     elif p == 0 and seed is not None:
         options = options._replace(seed=None)  # from here on, a seed means dropout
-    outputs: tuple[Tensor, Tensor]
+    results: tuple[Tensor, Tensor]
     problem = _problem(q, k, options)
     if key is None:
         apply = _Attention.apply if needs_gradient(q, k, v, options.bias) else forward_op
-        outputs = apply(q, k, v, *problem, asked)
-        return outputs
+        results = apply(q, k, v, *problem, asked)
+        return results
     problem = _bounded(q, k, problem)
     if selected is None:
         selected = calls.add(
             key, asked, TABLE.select(asked, *_separate(q, k, v), **attention_choice.options_of(problem))
         )
     if torch.is_grad_enabled() and any_requires_grad(q, k, v):
-        outputs = _PlainAttention.apply_plain(q, k, v, problem, selected)
+        results = _PlainAttention.apply_plain(q, k, v, problem, selected)
     elif with_lse or selected.backend.infer is None:
-        outputs = _run_forward(selected.backend, q, k, v, problem)
+        results = _run_forward(selected.backend, q, k, v, problem)
     else:
         _check_given_values(q, k, v, problem)
         return selected.backend.infer(q, k, v, problem), None
-    return outputs
+    return results
 
 
 def _problem(q: Tensor, k: Tensor | None, options: Options) -> AttentionProblem:
@@ -226,7 +228,7 @@ def _check_values(op: str, q: Tensor, k: Tensor, problem: AttentionProblem) -> N
 
 
 class _Attention(OpFunction):
-    op = OP
+    op = NAME
     instead = "torch.nn.functional.scaled_dot_product_attention with SDPBackend.MATH"
 
     @staticmethod
@@ -253,12 +255,12 @@ class _Attention(OpFunction):
             gradients[:3] = backward_op(dout, *saved, *ctx.numbers)
         if dout is not None and any(ctx.needs_input_grad[_BIAS : _BIAS + 1]):  # common calls have none
             gradients[_BIAS] = bias_backward_op(dout, *saved, *ctx.numbers)
-        wanted = zip(gradients, ctx.needs_input_grad, strict=True)
-        return tuple(gradient if want else None for gradient, want in wanted)
+        needed = zip(gradients, ctx.needs_input_grad, strict=True)
+        return tuple(gradient if want else None for gradient, want in needed)
 
 
 class _PlainAttention(_Attention):
-    """Of calls that the dispatcher need not see."""
+    """The function of calls that bypass the dispatcher: it gets the problem as one argument."""
 
     @staticmethod
     def forward(
@@ -287,32 +289,31 @@ def _run_forward(
     chosen: Backend, q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem
 ) -> tuple[Tensor, Tensor]:
     _check_given_values(q, k, v, problem)
-    outputs: tuple[Tensor, Tensor] = chosen.forward(q, k, v, problem)
-    return outputs
+    results: tuple[Tensor, Tensor] = chosen.forward(q, k, v, problem)
+    return results
 
 
 def _check_given_values(q: Tensor, k: Tensor | None, v: Tensor | None, problem: AttentionProblem) -> None:
     if problem.cu_seqlens is not None or problem.lengths is not None or problem.lengths_k is not None:
-        _check_values(OP, *_separate(q, k, v)[:2], problem)
+        _check_values(NAME, *_separate(q, k, v)[:2], problem)
 
 
-def _forward_fake(q: Tensor, k: Tensor | None, v: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+def _make_outputs(q: Tensor, k: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
     return attention_native.outputs_like(q.select(-3, 0) if k is None else q)
 
 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     *others, backend = options
-    gradients = _backward_fake(dout, q, k, v)
+    gradients = tuple(gradient.make(dout, q, k, v) for gradient in _GRADIENTS)
     dq, dk, dv = gradients[0].unbind(-3) if k is None else gradients
     q, k, v = _separate(q, k, v)
-    problem = _bounded(q, k, AttentionProblem(*others))
-    _write_gradients(backend, dout.contiguous(), q, k, v, out, lse, problem, dq, dk, dv)
+    write_gradients(backend, dout.contiguous(), q, k, v, out, lse, AttentionProblem(*others), dq, dk, dv)
     return gradients
 
 
-def _write_gradients(
+def write_gradients(
     requested: str | None,
     dout: Tensor,
     q: Tensor,
@@ -328,6 +329,7 @@ def _write_gradients(
 
     Returns whether the backend has also written ``column_sums``, which not every one can.
     """
+    problem = _bounded(q, k, problem)
     call, choice = (q, k, v), attention_choice.options_of(problem)
     arguments: tuple[Any, ...] = (dout, *call, out, lse, problem, *gradients)
     chosen = TABLE.select_backward(requested, *call, **choice)
@@ -340,16 +342,22 @@ def _write_gradients(
         following = TABLE.backward_after(chosen, *call, **choice) if requested is None else None
         if following is None:
             reason = f"backend {chosen.name!r} does not support the backward of this call: {error}"
-            raise BackendRefused(f"{OP}: {reason}") from error
+            raise BackendRefused(f"{NAME}: {reason}") from error
         following.backward(*arguments)
     return False
 
 
-def _backward_fake(
-    dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (empty_output(q) if tensor is None else contiguous_like(tensor) for tensor in (q, k, v))
-    return dq, dk, dv
+def _gradient(name: str, index: int) -> Gradient:
+    """dq, dk or dv; one that is a part of qkv's is empty."""
+
+    def make(dout: Tensor, *saved: Any) -> Tensor:
+        q, tensor = saved[0], saved[index]
+        return empty_output(q) if tensor is None else contiguous_like(tensor)
+
+    return Gradient(name, make)
+
+
+_GRADIENTS = [_gradient(name, index) for index, name in enumerate("qkv")]
 
 
 def _bias_backward(
@@ -359,7 +367,7 @@ def _bias_backward(
     q, k, v = _separate(q, k, v)
     problem = _bounded(q, k, AttentionProblem(*others))
     chosen = TABLE.select_backward(backend, q, k, v, **attention_choice.options_of(problem))
-    dbias = _bias_backward_fake(dout, q, k, v, out, lse, *options)
+    dbias = contiguous_like(options[_LAYOUT])
     whole = dbias[None] if dbias.dim() == 3 else dbias
     if chosen.name == "triton":
         from fasttfm.kernels.attention import triton
@@ -370,29 +378,16 @@ def _bias_backward(
     return dbias
 
 
-def _bias_backward_fake(
-    dout: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, lse: Tensor, *options: Any
-) -> Tensor:
-    return contiguous_like(options[_LAYOUT])
-
-
 def _qkv_backward(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, sums_dtype: torch.dtype, *options: Any
 ) -> tuple[Tensor, Tensor]:
     *others, backend = options
     dqkv, sums = contiguous_like(qkv), _column_sums_like(qkv, sums_dtype)
     q, k, v = _separate(qkv, None, None)
-    gradients = dqkv.unbind(-3)
-    problem = _bounded(q, k, AttentionProblem(*others))
-    if _write_gradients(backend, dout.contiguous(), q, k, v, out, lse, problem, *gradients, column_sums=sums):
+    gradients, problem = dqkv.unbind(-3), AttentionProblem(*others)
+    if write_gradients(backend, dout.contiguous(), q, k, v, out, lse, problem, *gradients, column_sums=sums):
         return dqkv, sums
     return dqkv, column_sum_op(dqkv.flatten(-3), sums_dtype, None)
-
-
-def _qkv_backward_fake(
-    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, sums_dtype: torch.dtype, *_: Any
-) -> tuple[Tensor, Tensor]:
-    return contiguous_like(qkv), _column_sums_like(qkv, sums_dtype)
 
 
 def _column_sums_like(qkv: Tensor, dtype: torch.dtype) -> Tensor:
@@ -412,62 +407,36 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-_OPTIONS = f"{schema_of(AttentionProblem)}, str? backend"
-forward_op = register(
-    f"attention_forward(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> (Tensor out, Tensor lse)",
-    _forward,
-    _forward_fake,
-)
-backward_op = register(
-    f"attention_backward(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor lse, {_OPTIONS})"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
-    _backward,
-    _backward_fake,
-)
-
-bias_backward_op = register(
-    f"attention_bias_backward(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor lse, {_OPTIONS})"
-    " -> Tensor",
-    _bias_backward,
-    _bias_backward_fake,
-)
-
-# Of one qkv: also the sums of its gradient over all tokens, which are the bias gradient of the product that made it.
-# Summed up from gradients before or after they are rounded, as the backend can.
-qkv_backward_op = register(
-    f"attention_qkv_backward(Tensor dout, Tensor qkv, Tensor out, Tensor lse, ScalarType sums_dtype, {_OPTIONS})"
-    " -> (Tensor dqkv, Tensor sums)",
-    _qkv_backward,
-    _qkv_backward_fake,
-)
-
-
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
 def _forward_triton(*args: Any) -> tuple[Tensor, Tensor]:
     from fasttfm.kernels.attention import triton
 
-    outputs: tuple[Tensor, Tensor] = triton.attention_fwd_triton(*_separate(*args[:3]), args[3])
-    return outputs
+    results: tuple[Tensor, Tensor] = triton.attention_fwd_triton(*_separate(*args[:3]), args[3])
+    return results
 
 
 def _forward_reference(*args: Any) -> tuple[Tensor, Tensor]:
-    outputs: tuple[Tensor, Tensor] = reference.attention_forward(*_separate(*args[:3]), args[3])
-    return outputs
+    results: tuple[Tensor, Tensor] = reference.attention_forward(*_separate(*args[:3]), args[3])
+    return results
 
 
-def _backward_triton(*args: Any) -> None:
-    from fasttfm.kernels.attention import triton
-
-    triton.attention_bwd_triton(*args)
-
-
+_PROBLEM: Any = fields(AttentionProblem)
 # The CPU core comes before Triton, so that Triton's interpreter runs on CPU tensors only if it is requested by name.
 # The GPU backends save the same tensors for the backward, so each can compute the backward of the other.
-TABLE = BackendTable(
-    OP,
-    (
+OP = Op(
+    NAME,
+    inputs=(checked("q"), checked("k", optional=True), checked("v", optional=True), *_PROBLEM[:_TENSORS]),
+    options=_PROBLEM[_TENSORS:],
+    outputs=outputs("out", "lse", make=_make_outputs),
+    saves=("q", "k", "v", "out", "lse", *AttentionProblem._fields[:_TENSORS]),
+    backward_options=AttentionProblem._fields[_TENSORS:],
+    gradients=_GRADIENTS,
+    function=_Attention,
+    run_forward=_forward,
+    run_backward=_backward,
+    backends=(
         Backend(
             "cpu",
             _native.missing,
@@ -492,11 +461,29 @@ TABLE = BackendTable(
             triton_absent,
             attention_choice.refuse_triton,
             _forward_triton,
-            _backward_triton,
+            from_triton(NAME, "attention_bwd_triton"),
             refuse_backward=attention_choice.refuse_triton_backward,
         ),
         Backend("reference", always, attention_choice.refuse_nothing, _forward_reference, reference.attention_backward),
     ),
 )
-# A backend may support a call without dropout, but not with dropout.
-CALLS, DROPOUT_CALLS = KnownCalls(TABLE), KnownCalls(TABLE)
+TABLE, CALLS = OP.table, OP.known
+DROPOUT_CALLS = KnownCalls(TABLE)  # a backend may support a call without dropout, but not with dropout
+forward_op, backward_op = OP.forward, OP.backward
+bias_backward_op = define(
+    f"{NAME}_bias_backward",
+    OP.backward_arguments,
+    (Output("dbias", lambda *passed: contiguous_like(passed[6 + _LAYOUT])),),
+    _bias_backward,
+)
+# For one qkv, it also returns the sums of its gradient over all tokens: the gradient of the projection's bias.
+# Summed up from gradients before or after they are rounded, as the backend can.
+qkv_backward_op = define(
+    f"{NAME}_qkv_backward",
+    (*(checked(name) for name in ("dout", "qkv", "out", "lse")), converted("sums_dtype", "ScalarType"), *_PROBLEM),
+    (
+        Output("dqkv", lambda dout, qkv, *_: contiguous_like(qkv)),
+        Output("sums", lambda dout, qkv, out, lse, dtype, *_: _column_sums_like(qkv, dtype)),
+    ),
+    _qkv_backward,
+)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fasttfm.ops import checks
-from fasttfm.ops.backends import dtype_name
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.backends import dtype_name
 
 FUSED = 3  # q, k and v in one tensor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from fasttfm.kernels.attention import tuning
 from fasttfm.kernels.attention.problem import UNLIMITED, AttentionProblem, window_bounds
 from fasttfm.kernels.common.launch import block_memory, is_hopper, multiprocessors
 from fasttfm.ops.attention_checks import Window, bounds_of
-from fasttfm.ops.backends import dtype_name, refuse_native_cpu
-from fasttfm.ops.backends import refuse_triton as refuse_triton_tensor
+from fasttfm.ops.core.backends import dtype_name, refuse_native_cpu
+from fasttfm.ops.core.backends import refuse_triton as refuse_triton_tensor
 
 
 def sequences_of(q: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -25,7 +26,7 @@ _HEAD_DIMS = range(16, 257, 8)
 _CUDA_HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 # Above 512 queries, Hopper's backward for heads of 64 keeps the queries of a tile of keys on chip: fits_ring() in
-# kernels/attention/hopper/window.h.
+# kernels/attention/hopper/shared/window.h.
 _WINDOW_QUERIES, _WINDOW_KEYS = 512, 321
 
 
@@ -156,21 +157,35 @@ def yield_cuda_backward(
     blocks share a head by its tiles of 128 keys, so that nearly all SMs have work; with a window, by chunks of 512
     keys.
     """
-    if q.shape[-1] > 64:
+    rows = math.prod(q.shape[: -3 if k is None else -2])
+    bounds = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
+    sequences, sides = sequences_of(q, cu_seqlens), window_bounds(causal, window)
+    return slower_backward(q.shape[-2:], sequences, rows, bounds, sides, multiprocessors(q))
+
+
+def slower_backward(
+    heads: Sequence[int],
+    sequences: int,
+    rows: int,
+    bounds: tuple[int, int],
+    window: tuple[int, int],
+    processors: int,
+) -> str | None:
+    """The same in numbers: the heads of q and their columns, the sequences and rows of q, the longest sequences of q
+    and k, and the SMs."""
+    (count, columns), (longest, longest_k) = heads, bounds
+    if columns > 64:
         return None
-    longest, longest_k = bounds_of(q, k, cu_seqlens_k, max_seqlen, max_seqlen_k)
-    sequences, heads, processors = sequences_of(q, cu_seqlens), q.shape[-2], multiprocessors(q)
-    if q.shape[-1] == 64 and max(longest, longest_k) <= 128:
+    if columns == 64 and max(bounds) <= 128:
         return f"is slower backward up to 128 queries and keys, got {longest} and {longest_k}"
-    units = sequences * heads
+    units = sequences * count
     if 256 < longest <= 512 and 2 * units < processors:
         return f"is slower backward below {processors // 2} heads of all sequences, above 256 queries, got {units}"
-    if _is_window(*window_bounds(causal, window)):
-        tokens = math.prod(q.shape[: -3 if k is None else -2])
-        chunks = heads * (sequences if longest_k <= 512 else tokens // 512)
+    if _is_window(*window):
+        chunks = count * (sequences if longest_k <= 512 else rows // 512)
         few = f"is slower backward with windows below {processors // 2} chunks of 512 keys, got {chunks}"
         return few if 2 * chunks < processors else None
-    if longest > 512 and _efficiency(sequences, heads, longest, longest_k, processors) < 800:
+    if longest > 512 and _efficiency(sequences, count, longest, longest_k, processors) < 800:
         return f"is slower backward above 512 queries where it cannot use all SMs, got {units} heads"
     return None
 

@@ -41,7 +41,7 @@ def infer(
     else:
         out = contiguous_like(q)
     workspace = empty_numbers(q, 1) if q.is_cuda else None  # the core allocates the CPU's
-    _native.core().attention_forward(q, k, v, *_arguments(problem), out, lse, workspace)
+    _native.core().attention_forward(q, k, v, _arguments(problem), out, lse, workspace)
     return out
 
 
@@ -102,7 +102,7 @@ def _run_backward(
     column_sums: Tensor | None = None,
 ) -> None:
     workspace, parts = _workspaces(q, k, problem, problem.sequences(q), with_sums=column_sums is not None)
-    saved = (contiguous_rows(dout), q, k, v, *_arguments(problem), out, lse)
+    saved = (contiguous_rows(dout), q, k, v, _arguments(problem), out, lse)
     _native.core().attention_backward(*saved, *gradients, workspace, column_sums, parts)
 
 
@@ -137,8 +137,8 @@ def backward_fp8(
     assert cu_seqlens is not None
     workspace, parts = _workspaces(qkv, None, problem, cu_seqlens.shape[0] - 1, with_sums=column_sums is not None)
     core, (_, _, rows, columns, _) = _native.core(), cast
-    saved = (contiguous_rows(dout), qkv, *_arguments(problem), out, lse)
-    core.attention_backward_fp8_cuda(*saved, *cast, workspace, column_sums, parts)
+    saved = (contiguous_rows(dout), qkv, _arguments(problem), out, lse)
+    core.attention_backward_fp8_cuda(*saved, cast, workspace, column_sums, parts)
     core.fp8_transpose_cuda(rows, columns, cu_seqlens)  # of sequences that the kernel writes no columns of
 
 
@@ -163,7 +163,7 @@ def sums_columns(q: Tensor, problem: AttentionProblem) -> bool:
 
 
 def _arguments(problem: AttentionProblem) -> tuple[Any, ...]:
-    """PROBLEM in csrc/attention.cpp."""
+    """The fields of AttentionProblem in csrc/attention.cpp."""
     cu_seqlens, cu_seqlens_k, lengths, lengths_k, _, _, seed, *numbers, p = problem
     threshold = philox.threshold(p)
     return (

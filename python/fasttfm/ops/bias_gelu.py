@@ -13,8 +13,9 @@ from fasttfm.kernels.bias_gelu import reference
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.launch import multiprocessors
 from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, empty_output, gradient_like, readable_rows
-from fasttfm.ops.backends import native_cpu, native_cuda, torch_reference, triton_kernels
-from fasttfm.ops.declare import Op, choice, like_first, parameter, rows
+from fasttfm.ops.core.arguments import choice, like_first, parameter, rows
+from fasttfm.ops.core.backends import native_cpu, native_cuda, torch_reference, triton_kernels
+from fasttfm.ops.core.declare import Op
 
 # The names of activations in model configurations, and the formula of each (kernels/common/activation.py).
 ACTIVATIONS: Mapping[str, str] = MappingProxyType(
@@ -58,7 +59,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu"
 
 def _forward_native(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
     y = contiguous_like(x)
-    _native.core().bias_gelu_forward(readable_rows(x), _parameter(x, bias), y, CODES[kind])
+    _native.core().bias_gelu_forward(readable_rows(x), readable_parameter(x, bias), y, CODES[kind])
     return y
 
 
@@ -70,7 +71,7 @@ def _backward_native(
     dbias = gradient_like(bias, want_dbias, x)
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
     total = dbias if x.is_cuda else dbias.float()
-    read, x, workspace = _parameter(x, bias), readable_rows(x), None
+    read, x, workspace = readable_parameter(x, bias), readable_rows(x), None
     parts = _cuda_parts(x) if x.is_cuda else 0
     if want_dbias:
         floats = core.bias_gelu_backward_workspace(x, parts)
@@ -80,7 +81,7 @@ def _backward_native(
     return dx, total.to(dbias.dtype), y
 
 
-def _parameter(x: Tensor, bias: Tensor | None) -> Tensor | None:
+def readable_parameter(x: Tensor, bias: Tensor | None) -> Tensor | None:
     """The bias as the kernels read it: on the CPU in fp32."""
     return bias if bias is None or x.is_cuda else _native.as_parameter(bias, torch.float32)
 

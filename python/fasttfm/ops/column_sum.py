@@ -10,10 +10,12 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.column_sum import reference
 from fasttfm.kernels.common.rows import readable_rows
-from fasttfm.ops import checks
-from fasttfm.ops.backends import (
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import checked, converted
+from fasttfm.ops.core.backends import (
     Backend,
     dtype_name,
+    from_triton,
     refuse_cuda,
     refuse_cuda_rows,
     refuse_native_cpu,
@@ -21,7 +23,7 @@ from fasttfm.ops.backends import (
     torch_reference,
     triton_absent,
 )
-from fasttfm.ops.declare import LinearOp, checked, converted
+from fasttfm.ops.core.declare import LinearOp
 
 NAME = "column_sum"
 
@@ -64,13 +66,6 @@ def _forward_native(x: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
-def _forward_triton(x: Tensor, dtype: torch.dtype) -> Tensor:
-    from fasttfm.kernels.column_sum import triton
-
-    total: Tensor = triton.column_sum_triton(x, dtype)
-    return total
-
-
 def _refuse_cuda(x: Tensor, *_: Any) -> str | None:
     return refuse_cuda(x) or refuse_cuda_rows((x,))
 
@@ -88,7 +83,7 @@ OP = LinearOp(
     backends=(
         Backend("cpu", _native.missing, refuse_native_cpu, _forward_native, _backward),
         Backend("cuda", _native.missing_cuda, _refuse_cuda, _forward_native, _backward),
-        Backend("triton", triton_absent, refuse_triton, _forward_triton, _backward),
+        Backend("triton", triton_absent, refuse_triton, from_triton(NAME, "column_sum_triton"), _backward),
         torch_reference(reference.column_sum, _backward),
     ),
 )

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.vocabulary.cross_entropy import Loss
-from fasttfm.ops import checks, linear, vocabulary
-from fasttfm.ops.backends import BackendTable, requested
-from fasttfm.ops.library import is_plain
-from fasttfm.ops.linear_cross_entropy import BACKENDS, Call, CountedLoss, vocabulary_loss
+from fasttfm.ops import linear, vocabulary
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.backends import requested
+from fasttfm.ops.core.library import is_plain
+from fasttfm.ops.linear_cross_entropy import OP as LINEAR_CROSS_ENTROPY
+from fasttfm.ops.linear_cross_entropy import Call, CountedLoss, vocabulary_loss
 
-OP = "contrastive_loss"
+NAME = "contrastive_loss"
 
 
 def contrastive_loss(
@@ -65,7 +67,7 @@ def contrastive_loss(
     queries, keys, negatives = linear.autocast(queries, keys, negatives)
     _check(queries, keys, negatives, labels, temperature)
     _check_options(queries, keys, labels, symmetric, counts, reduction)
-    TABLE.check_name(backend)
+    OP.table.check_name(backend)
     # Without labels every query counts: the divisor of the mean is known, and nothing counts labels on the device.
     total = len(queries) if labels is None and reduction == "mean" else None
     offset = 0
@@ -80,14 +82,14 @@ def contrastive_loss(
     else:  # a row that is not one of this rank's keys names no candidate, so that the kernels refuse it on a GPU, too
         named = torch.where((labels >= 0) & (labels < len(keys)), labels + offset, len(candidates))
         labels = torch.where(labels == -100, labels, named)
-    call = Call(OP, _loss(temperature, counts), reduction, requested(backend))
+    call = Call(NAME, _loss(temperature, counts), reduction, requested(backend))
     result = vocabulary_loss(queries, candidates, None, labels, call, total=total)
-    found = result.loss
+    loss = result.loss
     if symmetric:
         others = queries if group is None else _Gathered.apply(queries, group)
-        back = Call(OP, _loss(temperature, False), reduction, requested(backend))
-        found = (found + vocabulary_loss(keys, others, None, labels, back, total=total).loss) / 2
-    return CountedLoss(found, result.predictions, result.correct) if counts else found
+        back = Call(NAME, _loss(temperature, False), reduction, requested(backend))
+        loss = (loss + vocabulary_loss(keys, others, None, labels, back, total=total).loss) / 2
+    return CountedLoss(loss, result.predictions, result.correct) if counts else loss
 
 
 def _loss(temperature: float, counts: bool) -> Loss:
@@ -109,41 +111,41 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        own = gradient.new_empty(ctx.rows, *gradient.shape[1:])
-        torch.distributed.reduce_scatter_tensor(own, gradient.contiguous(), group=ctx.group)
-        return own, None
+        local = gradient.new_empty(ctx.rows, *gradient.shape[1:])
+        torch.distributed.reduce_scatter_tensor(local, gradient.contiguous(), group=ctx.group)
+        return local, None
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check(queries: Any, keys: Any, negatives: Any, labels: Any, temperature: Any) -> None:
-    checks.check_floating(OP, "queries", queries)
+    checks.check_floating(NAME, "queries", queries)
     if queries.dim() != 2 or queries.shape[1] == 0:
-        raise checks.bad_value(OP, "queries", "shape (B, D) with a column", f"shape {tuple(queries.shape)}")
-    linear.check_weight(OP, "keys", keys, queries.shape[1], queries, like="queries")
+        raise checks.bad_value(NAME, "queries", "shape (B, D) with a column", f"shape {tuple(queries.shape)}")
+    linear.check_weight(NAME, "keys", keys, queries.shape[1], queries, like="queries")
     if negatives is not None:
         rows = negatives.flatten(0, -2) if isinstance(negatives, Tensor) and negatives.dim() > 2 else negatives
-        linear.check_weight(OP, "negatives", rows, queries.shape[1], queries, like="queries")
+        linear.check_weight(NAME, "negatives", rows, queries.shape[1], queries, like="queries")
     if labels is not None:
-        vocabulary.check_indices(OP, "labels", labels, (len(queries),), like=queries)
+        vocabulary.check_indices(NAME, "labels", labels, (len(queries),), like=queries)
         if is_plain((labels,)):
-            vocabulary.check_values(OP, "labels", labels, len(keys), ignored=-100)
+            vocabulary.check_values(NAME, "labels", labels, len(keys), ignored=-100)
     elif len(keys) < len(queries):
-        raise checks.bad_value(OP, "keys", f"at least the queries' {len(queries)} rows", f"{len(keys)} rows")
-    checks.check_number(OP, "temperature", temperature, low=0.0, high=float("inf"), low_open=True)
+        raise checks.bad_value(NAME, "keys", f"at least the queries' {len(queries)} rows", f"{len(keys)} rows")
+    checks.check_number(NAME, "temperature", temperature, low=0.0, high=float("inf"), low_open=True)
 
 
 def _check_options(queries: Tensor, keys: Tensor, labels: Any, symmetric: Any, counts: Any, reduction: Any) -> None:
     for name, value in (("symmetric", symmetric), ("counts", counts)):
         if not isinstance(value, bool):
-            raise checks.bad_type(OP, name, "True or False", type(value).__name__)
+            raise checks.bad_type(NAME, name, "True or False", type(value).__name__)
     if symmetric and labels is not None:
-        raise checks.bad_value(OP, "symmetric", "False with labels", "True")
+        raise checks.bad_value(NAME, "symmetric", "False with labels", "True")
     if symmetric and len(keys) != len(queries):
         expected = f"the queries' {len(queries)} rows with symmetric"
-        raise checks.bad_value(OP, "keys", expected, f"{len(keys)} rows")
-    vocabulary.check_reduction(OP, reduction, None, like=queries)
+        raise checks.bad_value(NAME, "keys", expected, f"{len(keys)} rows")
+    vocabulary.check_reduction(NAME, reduction, None, like=queries)
 
 
-TABLE = BackendTable(OP, BACKENDS)
+OP = LINEAR_CROSS_ENTROPY.sharing(NAME)

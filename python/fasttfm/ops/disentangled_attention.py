@@ -1,9 +1,9 @@
-"""``disentangled_attention``: DeBERTa's attention, whose scores also compare queries and keys with distances."""
+"""``disentangled_attention``: DeBERTa's and XLNet's attention, whose scores also compare queries with distances."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +15,11 @@ from fasttfm.kernels.common.linear import accumulate, without_autocast
 from fasttfm.kernels.common.rows import empty_numbers, empty_output
 from fasttfm.kernels.disentangled_attention import reference
 from fasttfm.kernels.disentangled_attention.problem import Problem
-from fasttfm.ops import checks
-from fasttfm.ops.backends import Backend, always, dtype_name, refuse_native_cpu, torch_reference, triton_kernels
-from fasttfm.ops.declare import Op, Output, checked, converted, indices, like_first, number
-from fasttfm.ops.library import is_plain
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import Output, checked, converted, indices, like_first, number
+from fasttfm.ops.core.backends import Backend, always, dtype_name, refuse_native_cpu, torch_reference, triton_kernels
+from fasttfm.ops.core.declare import Op
+from fasttfm.ops.core.library import is_plain
 from fasttfm.ops.linear import autocast
 
 NAME = "disentangled_attention"
@@ -34,6 +35,9 @@ def disentangled_attention(
     *,
     position_keys: Tensor | None = None,
     position_queries: Tensor | None = None,
+    key_bias: Tensor | None = None,
+    segments: Tensor | None = None,
+    segment_bias: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     mask: Tensor | None = None,
@@ -44,6 +48,8 @@ def disentangled_attention(
 ) -> Tensor:
     """softmax(scale (q_i k_j + q_i position_keys_d + k_j position_queries_d)) v, d the row of the distance i - j.
 
+    Before they are scaled, scores may also have a bias of the key, and a bias of the query for keys of other segments.
+
     Args:
         q, k, v: ``[B, S, H, D]``, or packed ``[T, H, D]`` with ``cu_seqlens``: fp32, bf16 or fp16 (fp64 on the
             reference backend).
@@ -51,6 +57,9 @@ def disentangled_attention(
             ``max_seqlen`` or S tokens (``log_distance_rows``).
         position_keys, position_queries: ``[rows, H, D]``, in the type of q: keys and queries of distances. Without one
             its product is 0.
+        key_bias: ``[T, H]`` or ``[B, S, H]``, in the type of q: added to all scores of a key.
+        segments: Integers ``[T]`` or ``[B, S]``, next to ``segment_bias``.
+        segment_bias: Of ``key_bias``'s shape and type: added to a query's scores of the keys of other segments.
         cu_seqlens: int32 ``[sequences + 1]``, the first row of each packed sequence, and the row count.
         max_seqlen: No packed sequence has more tokens; by default T, or L if it is less.
         mask: Booleans or integers ``[B, S]``, for dense tensors: tokens with 0 are neither queries nor keys. They may
@@ -63,14 +72,16 @@ def disentangled_attention(
     Returns:
         Of q's shape and type, contiguous; 0 where there is no token. Gradients have a fixed order of summation.
     """
-    q, k, v, position_keys, position_queries = autocast(q, k, v, position_keys, position_queries)
+    q, k, v, *others = autocast(q, k, v, position_keys, position_queries, key_bias, segment_bias)
     _check_tensors(q, k, v, cu_seqlens)
-    tables = (position_keys, position_queries)
+    tables, biases = others[:2], others[2:]
     _check_tables(q, *tables)
+    segments = _check_biases(q, biases, segments)
     longest = _longest(q, distance_rows, cu_seqlens, max_seqlen)
     mask = _checked_mask(q, mask, cu_seqlens)
     if scale is None:
-        scale = (int(q.shape[-1]) * (1 + sum(each is not None for each in tables))) ** -0.5  # an int also in jit.trace
+        terms = 1 + sum(table is not None for table in tables)
+        scale = (int(q.shape[-1]) * terms) ** -0.5  # an int also in jit.trace
     checks.check_number(NAME, "scale", scale, low=-math.inf, high=math.inf)
     checks.check_number(NAME, "dropout_p", dropout_p, low=0.0, high=1.0)
     checks.check_seed(NAME, seed, like=q)
@@ -79,7 +90,8 @@ def disentangled_attention(
     elif seed is None:
         seed = philox.draw_seed(q.device)
     options = (longest, float(scale), float(dropout_p))
-    out: Tensor = OP.apply(q, k, v, *tables, distance_rows.int(), cu_seqlens, mask, seed, *options, backend=backend)
+    indices = (distance_rows.int(), segments, cu_seqlens, mask)
+    out: Tensor = OP.apply(q, k, v, *tables, *biases, *indices, seed, *options, backend=backend)
     return out
 
 
@@ -136,8 +148,27 @@ def _check_tables(q: Tensor, position_keys: Any, position_queries: Any) -> None:
         _check_like(name, table, q, (rows, *q.shape[-2:]))
 
 
+def _check_biases(q: Tensor, biases: Sequence[Any], segments: Any) -> Tensor | None:
+    """The segments as int32."""
+    key_bias, segment_bias = biases
+    for name, bias in (("key_bias", key_bias), ("segment_bias", segment_bias)):
+        if bias is not None:
+            checks.check_floating(NAME, name, bias)
+            _check_like(name, bias, q, q.shape[:-1])
+    if segment_bias is None and segments is None:
+        return None
+    if segment_bias is None or segments is None:
+        got = "only " + ("segments" if segment_bias is None else "segment_bias")
+        raise checks.bad_value(NAME, "segments", "segments and segment_bias, or neither", got)
+    checks.check_index(NAME, "segments", segments)
+    checks.check_shape(NAME, "segments", segments, q.shape[:-2])
+    checks.check_device(NAME, "segments", segments, like=q)
+    segments_int32: Tensor = segments.int().contiguous()
+    return segments_int32
+
+
 def _longest(q: Tensor, distance_rows: Any, cu_seqlens: Tensor | None, max_seqlen: Any) -> int:
-    """No sequence has more tokens."""
+    """The length that no sequence exceeds."""
     checks.check_index(NAME, "distance_rows", distance_rows)
     checks.check_device(NAME, "distance_rows", distance_rows, like=q)
     if distance_rows.dim() != 1 or distance_rows.shape[0] % 2 == 0:
@@ -180,12 +211,12 @@ def _checked_mask(q: Tensor, mask: Any, cu_seqlens: Tensor | None) -> Tensor | N
 
 def _check_values(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> None:
     """On the CPU: boundaries and rows are inside of their tensors. On a GPU kernels stay inside for all values."""
-    position_keys, position_queries, distance_rows, cu_seqlens, _, _, max_seqlen, *_ = others
+    position_keys, position_queries, _, _, distance_rows, _, cu_seqlens, _, _, max_seqlen, *_ = others
     if cu_seqlens is not None and is_plain((cu_seqlens,)):
         checks.check_cu_seqlens_values(NAME, cu_seqlens, q.shape[0], max_seqlen)
     table = position_queries if position_keys is None else position_keys
     if table is not None and distance_rows.is_cpu and is_plain((distance_rows,)):
-        least, most = (int(each) for each in distance_rows.aminmax())
+        least, most = (int(bound) for bound in distance_rows.aminmax())
         if least < 0 or most >= table.shape[0]:
             raise checks.bad_value(NAME, "distance_rows", f"rows in [0, {table.shape[0]})", f"{least} to {most}")
 
@@ -204,10 +235,19 @@ class _Group(NamedTuple):
 
     def heads(self, x: Tensor) -> Tensor:
         """Packed ``x`` [T, H, D] in the type of sums, [n, H, L, D]; 0 where there is no token."""
-        found = accumulate(x.index_select(0, self.tokens.flatten())).unflatten(0, self.tokens.shape)
+        rows = accumulate(x.index_select(0, self.tokens.flatten())).unflatten(0, self.tokens.shape)
         if self.present is not None:
-            found = found.masked_fill_(~self.present[..., None, None], 0.0)
-        return found.transpose(1, 2).contiguous()
+            rows = rows.masked_fill_(~self.present[..., None, None], 0.0)
+        return rows.transpose(1, 2).contiguous()
+
+    def numbers(self, x: Tensor) -> Tensor:
+        """Packed ``x`` [T, H] in the type of sums, [n, H, L]; 0 where there is no token."""
+        return self.heads(x[..., None])[..., 0]
+
+    def others(self, segments: Tensor) -> Tensor:
+        """bool [n, 1, L, L]: whether query and key are of different segments, of packed ``segments`` [T]."""
+        segment_of_token = segments[self.tokens]
+        return (segment_of_token[:, :, None] != segment_of_token[:, None, :])[:, None]
 
     def write(self, x: Tensor, heads: Tensor) -> None:
         """Writes [n, H, L, ...] to the rows of ``x`` [T, H, ...]."""
@@ -222,7 +262,7 @@ def _groups(q: Tensor, problem: Problem) -> Iterator[_Group]:
     heads, cu_seqlens, mask = q.shape[-2], problem.cu_seqlens, problem.mask
     if cu_seqlens is None:
         count, longest = q.shape[:2]
-        starts, lengths = [longest * each for each in range(count)], [longest] * count
+        starts, lengths = [longest * index for index in range(count)], [longest] * count
     else:
         starts, lengths = cu_seqlens[:-1].tolist(), cu_seqlens.diff().tolist()
     alike: dict[int, list[int]] = {}
@@ -236,16 +276,16 @@ def _groups(q: Tensor, problem: Problem) -> Iterator[_Group]:
             some = members[first : first + most]
             token = torch.arange(longest, device=q.device)
             sizes, firsts = (
-                torch.tensor([each[sequence] for sequence in some], dtype=torch.int64, device=q.device)[:, None]
-                for each in (lengths, starts)
+                torch.tensor([values[sequence] for sequence in some], dtype=torch.int64, device=q.device)[:, None]
+                for values in (lengths, starts)
             )
             present, tokens = token < sizes, token + firsts
             if mask is not None:
                 present = mask[some]
             whole = bool(present.all())
             tokens = tokens if whole else tokens.where(present, 0)
-            own = torch.tensor(some, dtype=torch.int64, device=q.device)
-            yield _Group(tokens, None if whole else present, own)
+            numbers = torch.tensor(some, dtype=torch.int64, device=q.device)
+            yield _Group(tokens, None if whole else present, numbers)
 
 
 def _bias_view(products: Tensor, step: int) -> Tensor:
@@ -272,14 +312,20 @@ def _tables(problem: Problem, longest: int) -> list[tuple[Tensor, Tensor] | None
 
 
 def _group_weights(
-    group: _Group, q: Tensor, k: Tensor, tables: list[tuple[Tensor, Tensor] | None], scale: float
+    group: _Group, q: Tensor, k: Tensor, tables: list[tuple[Tensor, Tensor] | None], problem: Problem
 ) -> Tensor:
     """P [n, H, S, S], 0 where there is no query or key."""
     scores = q @ k.mT
     for heads, table, step in zip((q, k), tables, (1, -1), strict=True):
         if table is not None:
             scores += _bias_view(heads @ table[1].mT, step)
-    scores *= scale
+    if problem.key_bias is not None:
+        scores += group.numbers(problem.key_bias.flatten(0, -2))[:, :, None]
+    if problem.segment_bias is not None:
+        assert problem.segments is not None
+        bias = group.numbers(problem.segment_bias.flatten(0, -2))
+        scores += bias[..., None] * group.others(problem.segments.flatten())
+    scores *= problem.scale
     if group.present is None:
         return scores.softmax(-1)
     weights = scores.masked_fill_(~group.present[:, None, None, :], -torch.inf).softmax(-1)
@@ -304,7 +350,7 @@ def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor,
         for group in _groups(q, problem):
             heads = [group.heads(x) for x in rows]
             tables = _tables(problem, heads[0].shape[2])
-            weights = _group_weights(group, heads[0], heads[1], tables, problem.scale)
+            weights = _group_weights(group, heads[0], heads[1], tables, problem)
             kept = _kept(group, weights, problem)
             group.write(out, (weights if kept is None else weights.mul_(kept)) @ heads[2])
     return out.view(q.shape), _make_lse(q).zero_()  # which the backward does not read
@@ -312,18 +358,20 @@ def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor,
 
 def _backward_cpu(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *options, want_dkeys, want_dqueries = others
+) -> tuple[Tensor, ...]:
+    options, wants = others[: len(Problem._fields)], others[len(Problem._fields) :]
     problem = Problem(*options)
     rows = [x.flatten(0, -3) for x in (q, k, v, dout)]
     gradients = [torch.zeros_like(rows[0], memory_format=torch.contiguous_format) for _ in range(3)]
-    given = (problem.position_keys, problem.position_queries)
-    dtables = [None if each is None else accumulate(torch.zeros_like(each)) for each in given]
+    position_tables = (problem.position_keys, problem.position_queries)
+    dtables = [None if table is None else accumulate(torch.zeros_like(table)) for table in position_tables]
+    biases = (problem.key_bias, problem.segment_bias)
+    dbiases = [None if bias is None else rows[0].new_zeros(rows[0].shape[:-1]) for bias in biases]
     with without_autocast(q):
         for group in _groups(q, problem):
             heads = [group.heads(x) for x in rows]
             tables = _tables(problem, heads[0].shape[2])
-            weights = _group_weights(group, heads[0], heads[1], tables, problem.scale)
+            weights = _group_weights(group, heads[0], heads[1], tables, problem)
             dscores = heads[3] @ heads[2].mT
             kept = _kept(group, weights, problem)
             dropped = weights
@@ -331,37 +379,42 @@ def _backward_cpu(
                 dscores, dropped = dscores.mul_(kept), weights * kept
             dv = dropped.mT @ heads[3]
             dscores = torch._softmax_backward_data(dscores, weights, -1, weights.dtype).mul_(problem.scale)
-            own = [dscores @ heads[1], dscores.mT @ heads[0]]
+            group_gradients = [dscores @ heads[1], dscores.mT @ heads[0]]
             for index, (table, dtable, step) in enumerate(zip(tables, dtables, (1, -1), strict=True)):
                 if table is None or dtable is None:
                     continue
                 products = dscores.new_zeros(*dscores.shape[:3], 2 * dscores.shape[3] - 1)
                 _bias_view(products, step).copy_(dscores)
-                own[index] += products @ table[1]
+                group_gradients[index] += products @ table[1]
                 dtable.index_add_(0, table[0], (products.mT @ heads[index]).sum(0).transpose(0, 1))
-            for gradient, found in zip(gradients, (*own, dv), strict=True):
-                group.write(gradient, found)
-    wanted = zip(given, dtables, (want_dkeys, want_dqueries), strict=True)
-    of_tables = [
-        x.to(each.dtype) if each is not None and x is not None and want else empty_output(q) for each, x, want in wanted
+            for gradient, term in zip(gradients, (*group_gradients, dv), strict=True):
+                group.write(gradient, term)
+            if dbiases[0] is not None:
+                group.write(dbiases[0], dscores.sum(2))
+            if dbiases[1] is not None:
+                assert problem.segments is not None
+                group.write(dbiases[1], (dscores * group.others(problem.segments.flatten())).sum(3))
+    with_flags = zip((*position_tables, *biases), (*dtables, *dbiases), wants, strict=True)
+    of_others = [
+        x.to(tensor.dtype).view(tensor.shape) if tensor is not None and x is not None and want else empty_output(q)
+        for tensor, x, want in with_flags
     ]
-    dq, dk, dv = (each.view(q.shape) for each in gradients)
-    return dq, dk, dv, of_tables[0], of_tables[1]
+    return *(gradient.view(q.shape) for gradient in gradients), *of_others
 
 
 def _forward_reference(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return reference.forward(q, k, v, Problem(*others))
 
 
-def _backward_reference(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return reference.backward(*given[:6], Problem(*given[6:-2]), *given[-2:])
+def _backward_reference(*arguments: Any) -> tuple[Tensor, ...]:
+    return reference.backward(*arguments[:6], Problem(*arguments[6:-4]), *arguments[-4:])
 
 
 # ---- the declaration -------------------------------------------------------------------------------------------------
 
 
 def _make_lse(q: Tensor, *_: Any) -> Tensor:
-    return empty_numbers(q, q.shape[-2], q.shape[:-2].numel())
+    return empty_numbers(q, q.shape[-2], math.prod(q.shape[:-2]))
 
 
 def _refuse_heads(q: Tensor, *_: Any) -> str | None:
@@ -388,16 +441,19 @@ OP = Op(
         checked("v"),
         checked("position_keys", optional=True, flagged=True),
         checked("position_queries", optional=True, flagged=True),
+        checked("key_bias", optional=True, flagged=True),
+        checked("segment_bias", optional=True, flagged=True),
         indices("distance_rows"),
+        indices("segments", optional=True),
         indices("cu_seqlens", optional=True),
         indices("mask", optional=True),
         checked("seed", optional=True),
     ),
     options=(converted("max_seqlen", "SymInt"), number("scale", low=-math.inf), number("p")),
     outputs=(like_first("out"), Output("lse", _make_lse)),
-    saves=("q", "k", "v", "out", "lse", *Problem._fields[:6]),
-    gradients=("q", "k", "v", "position_keys", "position_queries"),
-    backward_options=Problem._fields[6:],
+    saves=("q", "k", "v", "out", "lse", *Problem._fields[:9]),
+    gradients=("q", "k", "v", "position_keys", "position_queries", "key_bias", "segment_bias"),
+    backward_options=Problem._fields[9:],
     chosen_by=("q",),
     check_values=_check_values,
     instead="torch.softmax and torch.gather",

@@ -16,21 +16,23 @@ from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.distillation_loss import reference
 from fasttfm.kernels.distillation_loss.reference import DistillationRows
 from fasttfm.kernels.vocabulary import cross_entropy, pick_rows
-from fasttfm.ops import checks, linear, vocabulary
-from fasttfm.ops.backends import (
+from fasttfm.ops import linear, vocabulary
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import converted, fields, outputs
+from fasttfm.ops.core.backends import (
     Backend,
-    BackendTable,
     refuse_native_cpu,
     refuse_triton,
     requested,
     torch_reference,
     triton_absent,
 )
-from fasttfm.ops.library import OpFunction, needs_gradient, register, schema_of, unshared
-from fasttfm.ops.linear_cross_entropy import scaled_gradients
+from fasttfm.ops.core.declare import ForwardOp
+from fasttfm.ops.core.library import OpFunction, needs_gradient, unshared
+from fasttfm.ops.linear_cross_entropy import scaled_gradients, sum_gradients
 
-OP = "distillation_loss"
-_errors = IndexErrors(OP, ("labels", "positions"))
+NAME = "distillation_loss"
+_errors = IndexErrors(NAME, ("labels", "positions"))
 
 
 def distillation_loss(
@@ -81,9 +83,9 @@ def distillation_loss(
     _check_student(student_hidden, student_weight, student_bias)
     _check_teacher(student_hidden, student_weight, teacher, teacher_weight, teacher_bias)
     shape = _check_rows(student_hidden, positions, mask)
-    checks.check_number(OP, "temperature", temperature, low=0.0, high=float("inf"), low_open=True)
-    vocabulary.check_reduction(OP, reduction, total, like=student_hidden)
-    TABLE.check_name(backend)
+    checks.check_number(NAME, "temperature", temperature, low=0.0, high=float("inf"), low_open=True)
+    vocabulary.check_reduction(NAME, reduction, total, like=student_hidden)
+    OP.table.check_name(backend)
     if mask is None:
         counted = torch.ones(shape.numel(), dtype=torch.int32, device=student_hidden.device)
     else:
@@ -96,50 +98,50 @@ def distillation_loss(
     others = (teacher.detach(), *(None if x is None else x.detach() for x in (teacher_weight, teacher_bias)))
     rows = DistillationRows(*student, *others, counted, selected, None, float(temperature))
     if needs_gradient(*student):
-        found: Tensor = _Distillation.apply(*rows, divisor, reduction, requested(backend))
+        loss: Tensor = _Distillation.apply(*rows, divisor, reduction, requested(backend))
     else:
-        losses, *_ = forward_op(*rows, [False] * 3, requested(backend))
-        found = cross_entropy.reduced(losses, reduction, divisor)
-    return found.reshape(shape) if reduction == "none" else found
+        losses, *_ = OP.forward(*rows, [False] * 3, requested(backend))
+        loss = cross_entropy.reduced(losses, reduction, divisor)
+    return loss.reshape(shape) if reduction == "none" else loss
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check_student(hidden: Any, weight: Any, bias: Any) -> None:
-    checks.check_floating(OP, "student_hidden", hidden)
+    checks.check_floating(NAME, "student_hidden", hidden)
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
         expected = "at least one dimension and one column"
-        raise checks.bad_value(OP, "student_hidden", expected, f"shape {tuple(hidden.shape)}")
-    linear.check_weight(OP, "student_weight", weight, hidden.shape[-1], hidden, like="student_hidden")
-    linear.check_bias(OP, "student_bias", bias, weight, hidden, like="student_hidden")
+        raise checks.bad_value(NAME, "student_hidden", expected, f"shape {tuple(hidden.shape)}")
+    linear.check_weight(NAME, "student_weight", weight, hidden.shape[-1], hidden, like="student_hidden")
+    linear.check_bias(NAME, "student_bias", bias, weight, hidden, like="student_hidden")
 
 
 def _check_teacher(hidden: Tensor, weight: Tensor, teacher: Any, teacher_weight: Any, teacher_bias: Any) -> None:
-    checks.check_floating(OP, "teacher", teacher)
-    checks.check_device(OP, "teacher", teacher, like=hidden)
+    checks.check_floating(NAME, "teacher", teacher)
+    checks.check_device(NAME, "teacher", teacher, like=hidden)
     columns = teacher.shape[-1] if teacher.dim() > 0 else 0
     if teacher.shape[:-1] != hidden.shape[:-1] or columns == 0 or (teacher_weight is None and columns != len(weight)):
         expected = (*hidden.shape[:-1], len(weight) if teacher_weight is None else "any")
-        raise checks.bad_value(OP, "teacher", f"shape {expected}", f"shape {tuple(teacher.shape)}")
+        raise checks.bad_value(NAME, "teacher", f"shape {expected}", f"shape {tuple(teacher.shape)}")
     if teacher_weight is not None:
-        linear.check_weight(OP, "teacher_weight", teacher_weight, columns, teacher, like="teacher")
-        checks.check_shape(OP, "teacher_weight", teacher_weight, (len(weight), columns))
-    linear.check_bias(OP, "teacher_bias", teacher_bias, weight, teacher, like="teacher")
-    checks.check_double(OP, student_hidden=hidden, teacher=teacher)
+        linear.check_weight(NAME, "teacher_weight", teacher_weight, columns, teacher, like="teacher")
+        checks.check_shape(NAME, "teacher_weight", teacher_weight, (len(weight), columns))
+    linear.check_bias(NAME, "teacher_bias", teacher_bias, weight, teacher, like="teacher")
+    checks.check_double(NAME, student_hidden=hidden, teacher=teacher)
 
 
 def _check_rows(hidden: Tensor, positions: Any, mask: Any) -> torch.Size:
     """The shape of the rows that are looked at."""
     shape = hidden.shape[:-1]
     if positions is not None:
-        vocabulary.check_indices(OP, "positions", positions, None, like=hidden)
+        vocabulary.check_indices(NAME, "positions", positions, None, like=hidden)
         shape = positions.shape
     if mask is not None:
         if not isinstance(mask, Tensor):
-            raise checks.bad_type(OP, "mask", "a tensor or None", type(mask).__name__)
-        checks.check_shape(OP, "mask", mask, shape)
-        checks.check_device(OP, "mask", mask, like=hidden)
+            raise checks.bad_type(NAME, "mask", "a tensor or None", type(mask).__name__)
+        checks.check_shape(NAME, "mask", mask, shape)
+        checks.check_device(NAME, "mask", mask, like=hidden)
     return shape
 
 
@@ -150,18 +152,18 @@ class _Distillation(OpFunction):
     """A mean's or a sum's incoming gradient is one number: the forward, which has the logits at hand, makes the
     gradients of the sum, and the backward multiplies them. With "none" the backward computes the logits again."""
 
-    op = OP
+    op = NAME
     instead = "torch.nn.functional.linear and kl_div"
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *given, divisor, reduction, backend = arguments
-        rows = DistillationRows(*given)
-        ctx.wanted = list(ctx.needs_input_grad[:3])
+        *passed, divisor, reduction, backend = arguments
+        rows = DistillationRows(*passed)
+        ctx.needed = list(ctx.needs_input_grad[:3])
         ctx.options = (rows.temperature, reduction, backend)
         ctx.shape, ctx.dtype = rows.student_hidden.shape, rows.student_hidden.dtype
-        now = ctx.wanted if reduction != "none" else [False] * 3
-        losses, *gradients = forward_op(*rows, now, backend)
+        now = ctx.needed if reduction != "none" else [False] * 3
+        losses, *gradients = OP.forward(*rows, now, backend)
         kept = rows[:6] if reduction == "none" else (divisor, *gradients)
         ctx.save_for_backward(rows.counted, *unshared(rows.positions), *kept)
         return cross_entropy.reduced(losses, reduction, divisor)
@@ -172,46 +174,33 @@ class _Distillation(OpFunction):
         counted, positions, *kept = ctx.saved_tensors
         if reduction == "none":
             rows = DistillationRows(*kept, counted, positions, dloss.contiguous(), temperature)
-            _, *totals = forward_op(*rows, ctx.wanted, backend)
+            _, *totals = OP.forward(*rows, ctx.needed, backend)
             scale = torch.ones((), dtype=dloss.dtype, device=dloss.device)
         else:
             divisor, *totals = kept
             scale = dloss if divisor is None else dloss / divisor.to(dloss.dtype)
         layout = (counted, positions, ctx.shape, ctx.dtype, 0)  # a row that does not count is marked with 0
-        return *scaled_gradients(totals, scale, layout, ctx.wanted, OP, backend), *([None] * 10)
+        return *scaled_gradients(totals, scale, layout, ctx.needed, NAME, backend), *([None] * 10)
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    *given, wanted, backend = arguments
-    rows = DistillationRows(*given)
+    *passed, needed, backend = arguments
+    rows = DistillationRows(*passed)
     if rows.positions is not None:
-        vocabulary.check_values(OP, "positions", rows.positions, rows.student_hidden.shape[:-1].numel())
-    results: tuple[Tensor, ...] = TABLE.select(backend, rows.student_hidden, rows.teacher).forward(rows, wanted)
+        vocabulary.check_values(NAME, "positions", rows.positions, rows.student_hidden.shape[:-1].numel())
+    results: tuple[Tensor, ...] = OP.table.select(backend, rows.student_hidden, rows.teacher).forward(rows, needed)
     return results
 
 
-def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    *given, wanted, _ = arguments
-    student_hidden, student_weight, *_, counted, _, _, _ = given
-    wide = accumulation_type(student_hidden)
-    count, (want_dh, want_dweight, want_dbias) = counted.shape[0], wanted
-    return (
-        student_hidden.new_empty(count, dtype=wide),
-        student_hidden.new_empty((count, student_hidden.shape[-1]) if want_dh else 0),
-        student_hidden.new_empty(student_weight.shape if want_dweight else 0, dtype=wide),
-        student_hidden.new_empty(student_weight.shape[0] if want_dbias else 0, dtype=wide),
-    )
-
-
-forward_op = register(
-    f"distillation_loss_forward({schema_of(DistillationRows)}, bool[] wanted, str? backend)"
-    " -> (Tensor losses, Tensor dh, Tensor dweight, Tensor dbias)",
-    _forward,
-    _forward_fake,
-)
+def _make_results(*arguments: Any) -> tuple[Tensor, ...]:
+    *passed, needed, _ = arguments
+    rows = DistillationRows(*passed)
+    hidden, count = rows.student_hidden, rows.counted.shape[0]
+    losses = hidden.new_empty(count, dtype=accumulation_type(hidden))
+    return losses, *sum_gradients(hidden, rows.student_weight, count, needed)
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------
@@ -259,15 +248,15 @@ class _TeacherLogits:
         return picked
 
 
-def _forward_native(given: DistillationRows, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-    student_hidden, student_weight, student_bias, teacher, teacher_weight, teacher_bias = given[:6]
-    counted, positions, coefficients, temperature = given[6:]
+def _forward_native(inputs: DistillationRows, needed: Sequence[bool]) -> tuple[Tensor, ...]:
+    student_hidden, student_weight, student_bias, teacher, teacher_weight, teacher_bias = inputs[:6]
+    counted, positions, coefficients, temperature = inputs[6:]
     losses = torch.empty(len(counted), dtype=torch.float32, device="cpu")
     biases = [_native.as_parameter(bias, torch.float32) for bias in (student_bias, teacher_bias)]
     teacher_logits = _TeacherLogits(teacher, teacher_weight, positions, len(student_weight))
-    core, gradient = _native.core(), any(wanted)
+    core, gradient = _native.core(), any(needed)
 
-    def turn(first: int, logits: Tensor) -> None:
+    def visit(first: int, logits: Tensor) -> None:
         others = teacher_logits.block(first, logits, None)
         core.distillation_loss_cpu(
             *(logits, others, *biases, counted, coefficients, losses),
@@ -275,15 +264,15 @@ def _forward_native(given: DistillationRows, wanted: Sequence[bool]) -> tuple[Te
         )
 
     rows = pick_rows.gather(student_hidden, positions)
-    columns, own = len(student_weight), positions is not None
-    return losses, *vocabulary.stream(rows, student_weight, turn, wanted, columns=columns, into_rows=own)
+    columns, into_rows = len(student_weight), positions is not None
+    return losses, *vocabulary.stream(rows, student_weight, visit, needed, columns=columns, into_rows=into_rows)
 
 
-def _forward_triton(given: DistillationRows, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+def _forward_triton(inputs: DistillationRows, needed: Sequence[bool]) -> tuple[Tensor, ...]:
     from fasttfm.kernels.distillation_loss import triton
 
-    student_hidden, student_weight, student_bias, teacher, teacher_weight, teacher_bias = given[:6]
-    counted, positions, coefficients, temperature = given[6:]
+    student_hidden, student_weight, student_bias, teacher, teacher_weight, teacher_bias = inputs[:6]
+    counted, positions, coefficients, temperature = inputs[6:]
     device = student_hidden.device
     _errors.raise_if_seen(device)
     errors = _errors.words(device)
@@ -291,7 +280,7 @@ def _forward_triton(given: DistillationRows, wanted: Sequence[bool]) -> tuple[Te
     biases = [None if bias is None else vocabulary.padded_bias(bias) for bias in (student_bias, teacher_bias)]
     teacher_logits = _TeacherLogits(teacher, teacher_weight, positions, len(student_weight))
 
-    def turn(first: int, logits: Tensor) -> None:
+    def visit(first: int, logits: Tensor) -> None:
         others = teacher_logits.block(first, logits, errors)
         triton.distillation_loss_triton(
             logits,
@@ -303,20 +292,26 @@ def _forward_triton(given: DistillationRows, wanted: Sequence[bool]) -> tuple[Te
             losses,
             first,
             temperature,
-            any(wanted),
+            any(needed),
         )
 
     rows = vocabulary.rows_triton(student_hidden, positions, errors)
-    columns, own = vocabulary.padded(len(student_weight)), positions is not None
-    gradients = vocabulary.stream(rows, student_weight, turn, wanted, columns=columns, into_rows=own, split=True)
+    columns, into_rows = vocabulary.padded(len(student_weight)), positions is not None
+    gradients = vocabulary.stream(rows, student_weight, visit, needed, columns=columns, into_rows=into_rows, split=True)
     _errors.watch(device)
     return losses, *gradients
 
 
 # The CPU core comes before Triton, so that Triton's interpreter runs on CPU tensors only if it is requested by name.
-TABLE = BackendTable(
-    OP,
-    (
+_ROWS = fields(DistillationRows)
+OP = ForwardOp(
+    NAME,
+    registered=f"{NAME}_forward",
+    inputs=_ROWS[:-1],
+    options=(_ROWS[-1], converted("needed", "bool[]")),
+    output=outputs("losses", "dh", "dweight", "dbias", make=_make_results),
+    run=_forward,
+    backends=(
         Backend("cpu", _native.missing, refuse_native_cpu, _forward_native, pick_rows.scatter),
         Backend("triton", triton_absent, refuse_triton, _forward_triton, vocabulary.scatter_triton),
         torch_reference(reference.distillation_loss_forward, pick_rows.scatter),

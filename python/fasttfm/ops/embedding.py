@@ -12,17 +12,20 @@ from fasttfm import _native
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.linear import accumulation_type
 from fasttfm.kernels.embedding import reference
-from fasttfm.ops import checks, embedding_native
-from fasttfm.ops.backends import (
+from fasttfm.ops import embedding_native
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import Output, checked, converted, flag, indices, number
+from fasttfm.ops.core.backends import (
     Backend,
     always,
     dtype_name,
+    from_triton,
     refuse_native_cpu,
     refuse_triton,
     requested,
     triton_absent,
 )
-from fasttfm.ops.declare import KnownCalls, Op, Output, checked, converted, flag, indices, number
+from fasttfm.ops.core.declare import KnownCalls, Op
 from fasttfm.ops.embedding_native import INDEX_ARGUMENTS, NAME, errors
 
 
@@ -133,12 +136,12 @@ def _check_indices(ids: Any, position_ids: Any, segment_ids: Any, cu_seqlens: An
     checks.check_device(NAME, "ids", ids, like=word_table)
     if ids.dim() == 0:
         raise checks.bad_value(NAME, "ids", "at least one dimension", "none")
-    for name, given, table in (("position", position_ids, position_table), ("segment", segment_ids, segment_table)):
-        if given is None:
+    for name, tensor, table in (("position", position_ids, position_table), ("segment", segment_ids, segment_table)):
+        if tensor is None:
             continue
-        checks.check_index(NAME, f"{name}_ids", given)
-        checks.check_shape(NAME, f"{name}_ids", given, ids.shape)
-        checks.check_device(NAME, f"{name}_ids", given, like=ids)
+        checks.check_index(NAME, f"{name}_ids", tensor)
+        checks.check_shape(NAME, f"{name}_ids", tensor, ids.shape)
+        checks.check_device(NAME, f"{name}_ids", tensor, like=ids)
         if table is None:
             raise checks.bad_value(NAME, f"{name}_ids", f"None without {name}_table", "a tensor")
     if cu_seqlens is not None:
@@ -182,17 +185,17 @@ def _check_values(ids: Tensor, *others: Any) -> None:
     indices = (ids, position_ids, segment_ids)
     if ids.is_cuda:
         return
-    for name, table, given in zip(INDEX_ARGUMENTS, tables, indices, strict=True):
-        if given is None or table is None or given.numel() == 0:
+    for name, table, tensor in zip(INDEX_ARGUMENTS, tables, indices, strict=True):
+        if tensor is None or table is None or tensor.numel() == 0:
             continue
-        low, high = (int(value) for value in torch.aminmax(given))
+        low, high = (int(value) for value in torch.aminmax(tensor))
         if low < 0 or high >= len(table):
-            at = ((given < 0) | (given >= len(table))).nonzero()[0].tolist()
+            at = ((tensor < 0) | (tensor >= len(table))).nonzero()[0].tolist()
             raise checks.bad_value(
                 NAME,
                 name,
                 f"indices in [0, {len(table)})",
-                f"{int(given[tuple(at)])} at {at[0] if len(at) == 1 else at}",
+                f"{int(tensor[tuple(at)])} at {at[0] if len(at) == 1 else at}",
             )
     if cu_seqlens is not None:
         by_default = tables[1] is not None and indices[1] is None
@@ -211,13 +214,6 @@ def _forward_triton(tables: reference.Triple, *args: Any) -> tuple[Tensor, Tenso
     outputs: tuple[Tensor, Tensor] = triton.embedding_forward_triton(tables, *args, errors.words(device))
     errors.watch(device)
     return outputs
-
-
-def _backward_triton(*args: Any) -> tuple[Tensor, ...]:
-    from fasttfm.kernels.embedding import triton
-
-    gradients: tuple[Tensor, ...] = triton.embedding_backward_triton(*args)
-    return gradients
 
 
 _TRITON_MAX_COLUMNS = 8192  # whole rows are kept in registers
@@ -245,13 +241,13 @@ def _backend(
     """A backend whose functions get tables and indices as two triples."""
 
     def run_forward(ids: Tensor, word: Tensor, position: Any, segment: Any, *others: Any) -> Any:
-        position_ids, segment_ids, *given, _ = others  # padding_idx matters to the backward only
-        return forward((word, position, segment), (ids, position_ids, segment_ids), *given)
+        position_ids, segment_ids, *passed, _ = others  # padding_idx matters to the backward only
+        return forward((word, position, segment), (ids, position_ids, segment_ids), *passed)
 
     def run_backward(dy: Tensor, ids: Tensor, word: Tensor, position: Any, segment: Any, *others: Any) -> Any:
-        position_ids, segment_ids, *given, _ = others[: -len(_GRADIENTS)]  # dtype is dy's
-        wanted = list(others[-len(_GRADIENTS) :])
-        return backward(dy, (word, position, segment), (ids, position_ids, segment_ids), *given, wanted)
+        position_ids, segment_ids, *passed, _ = others[: -len(_GRADIENTS)]  # dtype is dy's
+        needed = list(others[-len(_GRADIENTS) :])
+        return backward(dy, (word, position, segment), (ids, position_ids, segment_ids), *passed, needed)
 
     return Backend(name, absent, refuse, run_forward, run_backward, **others)
 
@@ -315,7 +311,9 @@ OP = Op(
             embedding_native.backward_cuda,
             refuse_backward=embedding_native.refuse_gpu_backward,
         ),
-        _backend("triton", triton_absent, _refuse_triton, _forward_triton, _backward_triton),
+        _backend(
+            "triton", triton_absent, _refuse_triton, _forward_triton, from_triton(NAME, "embedding_backward_triton")
+        ),
         _backend("reference", always, lambda *_: None, reference.embedding_forward, reference.embedding_backward),
     ),
 )

@@ -12,7 +12,7 @@ from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.index_errors import IndexErrors
 from fasttfm.kernels.common.rows import aligned, contiguous_rows, gradient_like
 from fasttfm.kernels.embedding import reference
-from fasttfm.ops.backends import dtype_name, refuse_cuda, refuse_cuda_rows
+from fasttfm.ops.core.backends import dtype_name, refuse_cuda, refuse_cuda_rows
 
 NAME = "embedding"
 INDEX_ARGUMENTS = ("ids", "position_ids", "segment_ids")
@@ -54,7 +54,7 @@ def forward_cpu(
     y = tables[0].new_empty((*indices[0].shape, tables[0].shape[1]), dtype=dtype)
     statistics = tables[0].new_empty((2, count), dtype=torch.float32)
     _native.core().embedding_forward_cpu(
-        *_inputs(tables, indices, cu_seqlens, weight, seed, statistics, layer_norm, p), bias, y, eps
+        _inputs(tables, indices, cu_seqlens, weight, seed, statistics, layer_norm, p), bias, y, eps
     )
     return y, statistics
 
@@ -70,7 +70,7 @@ def backward_cpu(
     seed: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    layer_norm, p, padding_idx, wanted = options
+    layer_norm, p, padding_idx, needed = options
     core = _native.core()
     dy = dy.contiguous()
     tables, indices, cu_seqlens = _contiguous(tables, indices, cu_seqlens)
@@ -78,23 +78,23 @@ def backward_cpu(
     count, columns = indices[0].numel(), tables[0].shape[1]
     dx = dy.new_empty((count, columns), dtype=torch.float32)
     # The core sums in fp32 and leaves the rounding to torch.
-    sums = [dy.new_empty(columns if wants else 0, dtype=torch.float32) for wants in wanted[3:]]
-    positions = dy.new_empty(count if wanted[1] and indices[1] is None else 0, dtype=torch.int64)
+    sums = [dy.new_empty(columns if need else 0, dtype=torch.float32) for need in needed[3:]]
+    positions = dy.new_empty(count if needed[1] and indices[1] is None else 0, dtype=torch.int64)
     workspace = dy.new_empty(core.embedding_workspace_cpu(count, columns), dtype=torch.float32)
     core.embedding_backward_cpu(
         dy,
-        *_inputs(tables, indices, cu_seqlens, fp32_weight, seed, statistics, layer_norm, p),
+        _inputs(tables, indices, cu_seqlens, fp32_weight, seed, statistics, layer_norm, p),
         *(dx, positions, *sums, workspace),  # those without elements are not needed
     )
     ids, position_ids, segment_ids = indices
     used = (ids, positions if position_ids is None else position_ids, segment_ids)
     dtables = [
-        _table_gradient(dx, table, given, excluded) if wants and table is not None else tables[0].new_empty(0)
-        for table, given, excluded, wants in zip(tables, used, (padding_idx, None, None), wanted[:3], strict=True)
+        _table_gradient(dx, table, rows, excluded) if need and table is not None else tables[0].new_empty(0)
+        for table, rows, excluded, need in zip(tables, used, (padding_idx, None, None), needed[:3], strict=True)
     ]
     dweight, dbias = (
-        total if parameter is None or not wants else total.to(parameter.dtype)
-        for total, parameter, wants in zip(sums, (weight, bias), wanted[3:], strict=True)
+        total if parameter is None or not need else total.to(parameter.dtype)
+        for total, parameter, need in zip(sums, (weight, bias), needed[3:], strict=True)
     )
     return (*dtables, dweight, dbias)
 
@@ -117,7 +117,7 @@ def _contiguous(
     """Contiguous tables, int64 indices and int32 cu_seqlens, copied only if they are not already."""
     return (
         tuple(_native.as_parameter(table, tables[0].dtype) for table in tables),
-        tuple(_native.as_parameter(given, torch.int64) for given in indices),
+        tuple(_native.as_parameter(tensor, torch.int64) for tensor in indices),
         _native.as_parameter(cu_seqlens, torch.int32),
     )
 
@@ -177,8 +177,8 @@ def forward_cuda(
     errors.raise_if_seen(device)
     y = torch.empty((*ids.shape, tables[0].shape[1]), dtype=dtype, device=device)
     statistics = torch.empty((2, ids.numel() if layer_norm else 0), dtype=torch.float32, device=device)
-    given = (tables, (ids, positions, segments), bounds, _whole_vectors(weight), seed, statistics, layer_norm, p)
-    _native.core().embedding_forward_cuda(*_inputs(*given), _whole_vectors(bias), y, eps, errors.words(device))
+    inputs = (tables, (ids, positions, segments), bounds, _whole_vectors(weight), seed, statistics, layer_norm, p)
+    _native.core().embedding_forward_cuda(_inputs(*inputs), _whole_vectors(bias), y, eps, errors.words(device))
     errors.watch(device)
     return y, statistics
 
@@ -194,18 +194,18 @@ def backward_cuda(
     seed: Tensor | None,
     *options: Any,
 ) -> tuple[Tensor, ...]:
-    layer_norm, p, padding_idx, wanted = options
+    layer_norm, p, padding_idx, needed = options
     core, word_table = _native.core(), tables[0]
     tables, (ids, positions, segments), bounds = _contiguous(tables, indices, cu_seqlens)
     gradients = [
-        gradient_like(parameter, wants, word_table)
-        for parameter, wants in zip((*tables, weight, bias), wanted, strict=True)
+        gradient_like(parameter, need, word_table)
+        for parameter, need in zip((*tables, weight, bias), needed, strict=True)
     ]
-    written = [found if wants else None for found, wants in zip(gradients, wanted, strict=True)]
+    written = [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
     size = core.embedding_workspace_cuda(ids.numel(), word_table.shape[1])
     workspace = torch.empty(size, dtype=torch.float32, device=dy.device)
-    given = (tables, (ids, positions, segments), bounds, _whole_vectors(weight), seed, statistics, layer_norm, p)
+    inputs = (tables, (ids, positions, segments), bounds, _whole_vectors(weight), seed, statistics, layer_norm, p)
     core.embedding_backward_cuda(
-        contiguous_rows(dy), *_inputs(*given), *written, workspace, -1 if padding_idx is None else padding_idx
+        contiguous_rows(dy), _inputs(*inputs), *written, workspace, -1 if padding_idx is None else padding_idx
     )
     return tuple(gradients)

@@ -9,9 +9,10 @@ from fasttfm import _native
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, gradient_like, readable_rows
 from fasttfm.kernels.gated_activation import reference
-from fasttfm.ops.backends import CUDA_VECTOR, native_cpu, native_cuda, torch_reference, triton_kernels
-from fasttfm.ops.bias_gelu import ACTIVATIONS
-from fasttfm.ops.declare import Op, choice, flag, half_of_first, paired_rows, parameter
+from fasttfm.ops.bias_gelu import ACTIVATIONS, readable_parameter
+from fasttfm.ops.core.arguments import choice, flag, half_of_first, paired_rows, parameter
+from fasttfm.ops.core.backends import CUDA_VECTOR, native_cpu, native_cuda, torch_reference, triton_kernels
+from fasttfm.ops.core.declare import Op
 
 
 def gated_activation(
@@ -45,7 +46,7 @@ def gated_activation(
 
 def _forward_native(x: Tensor, bias: Tensor | None, kind: str, gate_first: bool) -> Tensor:
     y: Tensor = OP.make_outputs(x)
-    _native.core().gated_activation_forward(readable_rows(x), _parameter(x, bias), y, CODES[kind], gate_first)
+    _native.core().gated_activation_forward(readable_rows(x), readable_parameter(x, bias), y, CODES[kind], gate_first)
     return y
 
 
@@ -55,17 +56,12 @@ def _backward_native(
     core = _native.core()
     dx, dbias = contiguous_like(x), gradient_like(bias, want_dbias, x)
     total = dbias if x.is_cuda else dbias.float()  # the CPU sums in fp32 and leaves the rounding to torch
-    read, x, workspace, wanted = _parameter(x, bias), readable_rows(x), None, None
+    read, x, workspace, sums = readable_parameter(x, bias), readable_rows(x), None, None
     if want_dbias:
         elements = core.gated_activation_backward_workspace(x)
-        workspace, wanted = torch.empty(elements, dtype=torch.float32, device=x.device), total
-    core.gated_activation_backward(contiguous_rows(dy), x, read, dx, wanted, workspace, CODES[kind], gate_first)
+        workspace, sums = torch.empty(elements, dtype=torch.float32, device=x.device), total
+    core.gated_activation_backward(contiguous_rows(dy), x, read, dx, sums, workspace, CODES[kind], gate_first)
     return dx, total.to(dbias.dtype)
-
-
-def _parameter(x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The bias as the kernels read it: on the CPU in fp32."""
-    return bias if bias is None or x.is_cuda else _native.as_parameter(bias, torch.float32)
 
 
 def _refuse_columns(x: Tensor, *_: Tensor | None) -> str | None:

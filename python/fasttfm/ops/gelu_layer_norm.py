@@ -9,7 +9,8 @@ from fasttfm import _native
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, gradient_like, readable_rows
 from fasttfm.kernels.gelu_layer_norm import reference
-from fasttfm.ops.backends import (
+from fasttfm.ops.core.arguments import choice, like_first, number, parameter, row_statistics, rows
+from fasttfm.ops.core.backends import (
     native_cpu,
     native_cuda,
     refuse_backward_memory,
@@ -17,7 +18,8 @@ from fasttfm.ops.backends import (
     torch_reference,
     triton_kernels,
 )
-from fasttfm.ops.declare import Op, choice, like_first, number, parameter, row_statistics, rows
+from fasttfm.ops.core.declare import Op
+from fasttfm.ops.layer_norm import one_type
 
 _KINDS = {"none": "gelu", "tanh": "gelu_tanh"}  # torch's names of the two forms -> kernels/common/activation.py
 Parameter = Tensor | None
@@ -62,7 +64,7 @@ def _forward_native(
 ) -> tuple[Tensor, Tensor]:
     core = _native.core()
     y, statistics = OP.make_outputs(x)
-    parameters, x = _parameters(x, linear_bias, weight, bias), readable_rows(x)
+    parameters, x = one_type(x, linear_bias, weight, bias), readable_rows(x)
     workspace = None
     if not x.is_cuda:
         workspace = x.new_empty(core.gelu_layer_norm_forward_workspace(x), dtype=torch.float32)
@@ -78,27 +80,20 @@ def _backward_native(
     bias: Parameter,
     statistics: Tensor,
     kind: str,
-    *wanted: bool,
+    *needed: bool,
 ) -> tuple[Tensor, ...]:
     core = _native.core()
     dx = contiguous_like(x)
     parameters = (linear_bias, weight, bias)
-    gradients = [gradient_like(each, want, x) for each, want in zip(parameters, wanted, strict=True)]
+    gradients = [gradient_like(parameter, want, x) for parameter, want in zip(parameters, needed, strict=True)]
     # The CPU reads and sums in fp32 and leaves the rounding to torch.
     sums = gradients if x.is_cuda else [gradient.float() for gradient in gradients]
-    read = (linear_bias, weight) if x.is_cuda else _parameters(x, linear_bias, weight)
+    read = (linear_bias, weight) if x.is_cuda else one_type(x, linear_bias, weight)
     x = readable_rows(x)
     workspace = torch.empty(core.gelu_layer_norm_backward_workspace(x), dtype=torch.float32, device=x.device)
-    outputs = [total if want else None for total, want in zip(sums, wanted, strict=True)]
+    outputs = [total if want else None for total, want in zip(sums, needed, strict=True)]
     core.gelu_layer_norm_backward(contiguous_rows(dy), x, *read, statistics, dx, *outputs, workspace, CODES[kind])
     return dx, *(total.to(gradient.dtype) for total, gradient in zip(sums, gradients, strict=True))
-
-
-def _parameters(x: Tensor, *parameters: Parameter) -> list[Parameter]:
-    """Contiguous parameters of one type: x's own where the kernels take that, else fp32."""
-    of_x = all(each is None or each.dtype == x.dtype for each in parameters)
-    dtype = x.dtype if x.is_cuda and of_x else torch.float32
-    return [_native.as_parameter(each, dtype) for each in parameters]
 
 
 # ---- the declaration -------------------------------------------------------------------------------------------------

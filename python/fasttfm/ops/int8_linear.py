@@ -9,12 +9,12 @@ from torch import Tensor
 
 from fasttfm import _native
 from fasttfm.kernels.common.activation import CODES
-from fasttfm.ops import checks
+from fasttfm.ops.core import checks
 
 _NAME = "int8_linear"
 _PANEL, _GROUP = 16, 4  # the layout of a weight: panels of 16 columns, groups of 4 elements of K
 _BLOCK, _STEP = 32, 64  # N and K are padded to multiples of these
-PRODUCTS = ("generic", "vnni", "amx", "arm_dot")  # the slower ones of a CPU first
+PRODUCTS = ("generic", "words", "vnni", "amx", "arm_dot", "arm_matrix")  # the slower ones of a CPU first
 
 
 class Int8Weight(NamedTuple):
@@ -77,9 +77,9 @@ def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None,
     if x.dtype != torch.float32 or not x.is_cpu or x.shape[-1:] != (columns,):
         got = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
         raise checks.bad_value(_NAME, "x", f"float32 [..., {columns}] on the CPU", got)
-    for name, given, known in (("activation", activation, CODES), ("products", products, PRODUCTS)):
-        if given is not None and given not in known:
-            raise checks.bad_value(_NAME, name, f"None or one of {', '.join(known)}", repr(given))
+    for name, choice, known in (("activation", activation, CODES), ("products", products, PRODUCTS)):
+        if choice is not None and choice not in known:
+            raise checks.bad_value(_NAME, name, f"None or one of {', '.join(known)}", repr(choice))
     supported = supported_products()
     chosen = supported[-1] if products is None else products
     if chosen not in supported:

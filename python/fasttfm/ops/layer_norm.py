@@ -16,7 +16,8 @@ from fasttfm.kernels.common.rows import (
     row_count,
 )
 from fasttfm.kernels.layer_norm import reference
-from fasttfm.ops.backends import (
+from fasttfm.ops.core.arguments import like_first, number, parameter, row_statistics, rows
+from fasttfm.ops.core.backends import (
     native_cpu,
     native_cuda,
     refuse_backward_memory,
@@ -24,7 +25,7 @@ from fasttfm.ops.backends import (
     torch_reference,
     triton_kernels,
 )
-from fasttfm.ops.declare import Op, like_first, number, parameter, row_statistics, rows
+from fasttfm.ops.core.declare import Op
 
 
 def layer_norm(
@@ -64,7 +65,7 @@ def _infer_native(
 ) -> Tensor:
     """y, and with ``statistics`` also their values."""
     y = contiguous_like(x)
-    weight, bias = _parameters(x, weight, bias)
+    weight, bias = one_type(x, weight, bias)
     _native.core().layer_norm_forward(readable_rows(x), weight, bias, y, statistics, eps)
     return y
 
@@ -86,17 +87,20 @@ def _backward_native(
     read = weight if x.is_cuda else _native.as_parameter(weight, torch.float32)
     x = readable_rows(x)
     workspace = empty_numbers(x, core.layer_norm_backward_workspace(x))
-    wanted = (sums[0] if want_dweight else None, sums[1] if want_dbias else None)
-    core.layer_norm_backward(contiguous_rows(dy), x, read, statistics, dx, *wanted, workspace)
+    outputs = (sums[0] if want_dweight else None, sums[1] if want_dbias else None)
+    core.layer_norm_backward(contiguous_rows(dy), x, read, statistics, dx, *outputs, workspace)
     return dx, in_type(sums[0], dweight.dtype), in_type(sums[1], dbias.dtype)
 
 
-def _parameters(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Contiguous parameters of one type: x's own where the kernels take that, else fp32."""
-    dtype = torch.float32
-    if x.is_cuda and (weight is None or weight.dtype is x.dtype) and (bias is None or bias.dtype is x.dtype):
-        dtype = x.dtype
-    return _native.as_parameter(weight, dtype), _native.as_parameter(bias, dtype)
+def one_type(x: Tensor, *parameters: Tensor | None, residual: Tensor | None = None) -> list[Tensor | None]:
+    """Contiguous parameters of one type, as the kernels of norms read them: of x's on a GPU, if all of them and the
+    residual are of that type, else fp32."""
+    dtype = x.dtype if x.is_cuda else torch.float32
+    for tensor in (residual, *parameters):
+        if tensor is not None and tensor.dtype is not dtype:
+            dtype = torch.float32
+            break
+    return [_native.as_parameter(parameter, dtype) for parameter in parameters]
 
 
 # ---- the declaration -------------------------------------------------------------------------------------------------

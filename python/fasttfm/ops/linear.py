@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm import _native
 from fasttfm.kernels.common.rows import empty_output as empty_output
-from fasttfm.ops import checks, weight_copies
-from fasttfm.ops.backends import dtype_name
-from fasttfm.ops.library import is_plain
+from fasttfm.ops.core import checks, weight_copies
+from fasttfm.ops.core.backends import dtype_name, requested
+from fasttfm.ops.core.library import is_plain, needs_gradient
 
 _BLOCK_COLUMNS = 32
 _EMULATED_ROWS = 16  # with at least this many rows, fp32 is faster than bf16 emulated by oneDNN
@@ -42,19 +43,36 @@ def in_type(tensors: Sequence[Tensor | None], dtype: torch.dtype, *, copies: boo
     Args:
         copies: Whether copies that an optimizer keeps (weight_copies.py) may be given.
     """
-    others = [given for given in tensors if given is not None and given.dtype != dtype]
+    others = [tensor for tensor in tensors if tensor is not None and tensor.dtype != dtype]
     if others and is_plain(others):
         kept = weight_copies.copies_of(others, dtype) if copies else [None] * len(others)
-        missing = [given for given, copy in zip(others, kept, strict=True) if copy is None]
-        made = [torch.empty_like(given, dtype=dtype) for given in missing]
+        missing = [tensor for tensor, copy in zip(others, kept, strict=True) if copy is None]
+        made = [torch.empty_like(tensor, dtype=dtype) for tensor in missing]
         if made:
             torch._foreach_copy_(made, missing)
         new = iter(made)
         cast = [next(new) if copy is None else copy for copy in kept]
     else:
-        cast = [given.to(dtype) for given in others]
+        cast = [tensor.to(dtype) for tensor in others]
     ready = iter(cast)
-    return [given if given is None or given.dtype == dtype else next(ready) for given in tensors]
+    return [tensor if tensor is None or tensor.dtype == dtype else next(ready) for tensor in tensors]
+
+
+MOST_FEW_ROWS = 8  # on a CPU
+
+
+def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """``x @ weight.T + bias`` of up to ``MOST_FEW_ROWS`` rows on a CPU, without a gradient, by the core; None if the
+    core does not run the call. It reads the weight once; a BLAS may read it several times."""
+    given = [x, weight] if bias is None else [x, weight, bias]
+    fits = all(each.is_cpu and each.dtype == torch.float32 and each.is_contiguous() for each in given)
+    if not fits or not 0 < len(x) <= MOST_FEW_ROWS or _native.missing() is not None or not is_plain(given):
+        return None
+    if needs_gradient(*given) or torch.is_autocast_enabled("cpu") or requested(None) not in (None, "cpu"):
+        return None
+    y = x.new_empty(len(x), len(weight))
+    _native.core().linear_cpu(x, weight, bias, y)
+    return y
 
 
 def check_input(op: str, x: Any) -> None:
@@ -83,6 +101,11 @@ def _check_like(op: str, argument: str, tensor: Tensor, x: Tensor, like: str) ->
     checks.check_device(op, argument, tensor, like=x)
     if tensor.dtype != x.dtype:
         raise checks.bad_type(op, argument, f"{dtype_name(x.dtype)} like {like}", dtype_name(tensor.dtype))
+
+
+def make_output(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    """The output [..., O] of a declared op with rows [..., C] and a weight [O, C]."""
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, shape: Sequence[int] | None = None) -> Tensor:

@@ -16,10 +16,11 @@ from fasttfm.kernels.common.linear import accumulation_type
 from fasttfm.kernels.linear_cross_entropy import reference
 from fasttfm.kernels.vocabulary import cross_entropy, pick_rows
 from fasttfm.kernels.vocabulary.cross_entropy import Loss, LossRows
-from fasttfm.ops import checks, linear, vocabulary
-from fasttfm.ops.backends import (
+from fasttfm.ops import linear, vocabulary
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import checked, converted, fields, flag, outputs
+from fasttfm.ops.core.backends import (
     Backend,
-    BackendTable,
     refuse_native_cpu,
     refuse_triton,
     requested,
@@ -27,10 +28,11 @@ from fasttfm.ops.backends import (
     torch_reference,
     triton_absent,
 )
-from fasttfm.ops.library import OpFunction, is_plain, needs_gradient, register, schema_of, unshared
+from fasttfm.ops.core.declare import ForwardOp, define
+from fasttfm.ops.core.library import OpFunction, is_plain, needs_gradient, unshared
 
-OP = "linear_cross_entropy"
-_errors = IndexErrors(OP, ("labels", "positions"))
+NAME = "linear_cross_entropy"
+_errors = IndexErrors(NAME, ("labels", "positions"))
 
 
 class CountedLoss(NamedTuple):
@@ -88,33 +90,33 @@ def linear_cross_entropy(
             later call or ``fasttfm.ops.check_errors()`` raises: a call never synchronizes with the GPU.
     """
     hidden, weight, bias = linear.autocast(hidden, weight, bias)
-    vocabulary.check_matrices(OP, hidden, weight, bias)
-    vocabulary.check_indices(OP, "labels", labels, hidden.shape[:-1], like=hidden)
-    vocabulary.check_loss(OP, reduction, label_smoothing, z_loss, ignore_index, total, like=hidden)
+    vocabulary.check_matrices(NAME, hidden, weight, bias)
+    vocabulary.check_indices(NAME, "labels", labels, hidden.shape[:-1], like=hidden)
+    vocabulary.check_loss(NAME, reduction, label_smoothing, z_loss, ignore_index, total, like=hidden)
     _check_shift(hidden, shift, cu_seqlens)
-    TABLE.check_name(backend)
+    OP.table.check_name(backend)
     if shift:
         labels = _next_labels(labels, cu_seqlens, ignore_index)
     loss = Loss(ignore_index, float(label_smoothing), float(z_loss), count_correct=counts)
-    call = Call(OP, loss, reduction, requested(backend))
+    call = Call(NAME, loss, reduction, requested(backend))
     result = vocabulary_loss(hidden, weight, bias, labels.flatten(), call, total=total)
-    found = result.loss.reshape(labels.shape) if reduction == "none" else result.loss
-    return CountedLoss(found, result.predictions, result.correct) if counts else found
+    loss_value = result.loss.reshape(labels.shape) if reduction == "none" else result.loss
+    return CountedLoss(loss_value, result.predictions, result.correct) if counts else loss_value
 
 
 def _check_shift(hidden: Tensor, shift: Any, cu_seqlens: Any) -> None:
     if not isinstance(shift, bool):
-        raise checks.bad_type(OP, "shift", "True or False", type(shift).__name__)
+        raise checks.bad_type(NAME, "shift", "True or False", type(shift).__name__)
     if cu_seqlens is not None:
-        checks.check_cu_seqlens(OP, cu_seqlens, like=hidden)
+        checks.check_cu_seqlens(NAME, cu_seqlens, like=hidden)
         if not shift:
-            raise checks.bad_value(OP, "cu_seqlens", "None without shift", "a tensor")
+            raise checks.bad_value(NAME, "cu_seqlens", "None without shift", "a tensor")
         if hidden.dim() != 2:
-            raise checks.bad_value(OP, "hidden", "shape (T, C) with cu_seqlens", f"shape {tuple(hidden.shape)}")
+            raise checks.bad_value(NAME, "hidden", "shape (T, C) with cu_seqlens", f"shape {tuple(hidden.shape)}")
         if is_plain((cu_seqlens,)):
-            checks.check_cu_seqlens_values(OP, cu_seqlens, hidden.shape[0])
+            checks.check_cu_seqlens_values(NAME, cu_seqlens, hidden.shape[0])
     if shift and hidden.dim() < 2:
-        raise checks.bad_value(OP, "hidden", "at least two dimensions with shift", f"shape {tuple(hidden.shape)}")
+        raise checks.bad_value(NAME, "hidden", "at least two dimensions with shift", f"shape {tuple(hidden.shape)}")
 
 
 def _next_labels(labels: Tensor, cu_seqlens: Tensor | None, ignore_index: int) -> Tensor:
@@ -158,13 +160,13 @@ def vocabulary_loss(
     if call.reduction == "mean":
         divisor = cross_entropy.divisor(labels, total, call.loss.ignore_index).to(torch.float32)
     if needs_gradient(hidden, weight, bias):
-        found, correct, samples = _VocabularyLoss.apply(*rows, divisor, call)
+        reduced, correct, samples = _VocabularyLoss.apply(*rows, divisor, call)
     else:
         losses, correct, samples, *_ = _run(rows, call.loss, call, _NOTHING)
-        found = cross_entropy.reduced(losses, call.reduction, divisor)
+        reduced = cross_entropy.reduced(losses, call.reduction, divisor)
     predictions = (labels != call.loss.ignore_index).sum() if call.loss.count_correct else None
     return CountedLoss(
-        found,
+        reduced,
         predictions,
         correct.sum() if call.loss.count_correct else None,
         None if seed is None else samples,
@@ -174,8 +176,8 @@ def vocabulary_loss(
 _NOTHING = [False] * 3  # no gradient is needed
 
 
-def _run(rows: LossRows, loss: Loss, call: Call, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-    results: tuple[Tensor, ...] = forward_op(*rows, *loss, call.counted_first, wanted, call.op, call.backend)
+def _run(rows: LossRows, loss: Loss, call: Call, needed: Sequence[bool]) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = OP.forward(*rows, *loss, call.counted_first, needed, call.op, call.backend)
     return results
 
 
@@ -184,16 +186,16 @@ class _VocabularyLoss(OpFunction):
     gradients of the sum, and the backward multiplies them. With "none" each row has a factor that only the backward
     knows: it computes the logits again."""
 
-    op = f"{OP} (masked_lm_loss, contrastive_loss)"
+    op = f"{NAME} (masked_lm_loss, contrastive_loss)"
     instead = "torch.nn.functional.linear and cross_entropy"
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         *tensors, divisor, call = arguments
         rows = LossRows(*tensors)
-        ctx.wanted = list(ctx.needs_input_grad[:3])
+        ctx.needed = list(ctx.needs_input_grad[:3])
         ctx.call, ctx.shape, ctx.dtype = call, rows.hidden.shape, rows.hidden.dtype
-        now = ctx.wanted if call.reduction != "none" else _NOTHING
+        now = ctx.needed if call.reduction != "none" else _NOTHING
         # On a CPU rows have their share of a mean from the start: where the mean's gradient is 1, nothing is scaled. In
         # fp16 a loss scale has to multiply the share before hidden's gradient is rounded.
         shares = None
@@ -215,7 +217,7 @@ class _VocabularyLoss(OpFunction):
         if call.reduction == "none":
             labels, positions, hidden, weight, bias = ctx.saved_tensors
             rows = LossRows(hidden, weight, bias, labels, positions, dloss.contiguous())
-            dh, dweight, dbias = _run(rows, call.loss._replace(count_correct=False), call, ctx.wanted)[3:]
+            dh, dweight, dbias = _run(rows, call.loss._replace(count_correct=False), call, ctx.needed)[3:]
             scale = torch.ones((), dtype=dloss.dtype, device=dloss.device)
         else:
             labels, positions, divisor, dh, dweight, dbias = ctx.saved_tensors
@@ -223,7 +225,7 @@ class _VocabularyLoss(OpFunction):
         if ctx.scale != 1.0:
             scale = scale * ctx.scale
         layout = (labels, positions, ctx.shape, ctx.dtype, call.loss.ignore_index)
-        gradients = scaled_gradients((dh, dweight, dbias), scale, layout, ctx.wanted, call.op, call.backend)
+        gradients = scaled_gradients((dh, dweight, dbias), scale, layout, ctx.needed, call.op, call.backend)
         return *gradients, *([None] * 6)
 
 
@@ -231,7 +233,7 @@ def scaled_gradients(
     totals: Sequence[Tensor],
     scale: Tensor,
     layout: tuple[Any, ...],
-    wanted: Sequence[bool],
+    needed: Sequence[bool],
     op: str,
     backend: str | None,
 ) -> tuple[Tensor | None, ...]:
@@ -239,25 +241,25 @@ def scaled_gradients(
     labels, positions, hidden's shape and type, and ignore_index."""
 
     def scaled(now: Sequence[bool]) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = backward_op(*totals, scale, *layout, now, op, backend)
-        return found
+        gradients: tuple[Tensor, ...] = backward_op(*totals, scale, *layout, now, op, backend)
+        return gradients
 
-    if torch.compiler.is_compiling() or not wanted[1]:
-        gradients = scaled(wanted)
+    if torch.compiler.is_compiling() or not needed[1]:
+        gradients = scaled(needed)
     else:
         # The fp32 sum of dweight, unless a later backward needs it again, becomes the gradient on a CPU, and elsewhere
         # goes before hidden's gradient comes. A tensor subclass need not have memory of its own.
         total, dtype = totals[1], layout[3]
-        own = type(total) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph()
-        if own and total.is_cpu and total.dtype == dtype:
-            dhidden, _, dbias = scaled((wanted[0], False, wanted[2]))
+        is_private = type(total) is Tensor and not torch._C._autograd._get_current_graph_task_keep_graph()
+        if is_private and total.is_cpu and total.dtype == dtype:
+            dhidden, _, dbias = scaled((needed[0], False, needed[2]))
             gradients = (dhidden, total if scale.item() == 1 else total.mul_(scale), dbias)
         else:
-            parameters = scaled((False, *wanted[1:]))
-            if own and wanted[0]:
+            parameters = scaled((False, *needed[1:]))
+            if is_private and needed[0]:
                 total.untyped_storage().resize_(0)
-            gradients = (scaled((wanted[0], False, False))[0], *parameters[1:])
-    return tuple(found if want else None for found, want in zip(gradients, wanted, strict=True))
+            gradients = (scaled((needed[0], False, False))[0], *parameters[1:])
+    return tuple(gradient if want else None for gradient, want in zip(gradients, needed, strict=True))
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------
@@ -270,7 +272,7 @@ def _grouped(arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    rows, loss, counted_first, wanted, op, backend = _grouped(arguments)
+    rows, loss, counted_first, needed, op, backend = _grouped(arguments)
     labels, positions = rows.labels, rows.positions
     vocabulary.check_values(op, "labels", labels, len(rows.weight), loss.ignore_index)
     if positions is not None:
@@ -278,16 +280,16 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     chosen = tables()[op].select(backend, rows.hidden, rows.weight)
     used = _used(labels, loss.ignore_index) if counted_first else len(labels)
     if used == len(labels):
-        return tuple(chosen.forward(rows, loss, wanted))
+        return tuple(chosen.forward(rows, loss, needed))
     assert positions is not None
     head = None if rows.coefficients is None else rows.coefficients[:used]
     some = rows._replace(labels=labels[:used], positions=positions[:used], coefficients=head)
-    results = chosen.forward(some, loss, wanted)
+    results = chosen.forward(some, loss, needed)
     # The rows that were not computed: no loss, nothing correct, no sample, no gradient.
-    asked, fills = (True, loss.count_correct, rows.seed is not None, wanted[0]), (0, 0, loss.ignore_index, 0)
+    asked, fills = (True, loss.count_correct, rows.seed is not None, needed[0]), (0, 0, loss.ignore_index, 0)
     longer = [
-        _lengthened(found, len(labels), fill) if ask else found
-        for found, ask, fill in zip(results[:4], asked, fills, strict=True)
+        _lengthened(result, len(labels), fill) if ask else result
+        for result, ask, fill in zip(results[:4], asked, fills, strict=True)
     ]
     return *longer, *results[4:]
 
@@ -300,21 +302,28 @@ def _used(labels: Tensor, ignore_index: int) -> int:
     return int((labels != ignore_index).sum())
 
 
-def _lengthened(found: Tensor, count: int, fill: int) -> Tensor:
-    whole = torch.full((count, *found.shape[1:]), fill, dtype=found.dtype, device=found.device)
-    whole[: len(found)] = found
+def _lengthened(part: Tensor, count: int, fill: int) -> Tensor:
+    whole = torch.full((count, *part.shape[1:]), fill, dtype=part.dtype, device=part.device)
+    whole[: len(part)] = part
     return whole
 
 
-def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
-    rows, loss, _, wanted, _, _ = _grouped(arguments)
-    hidden, weight, count = rows.hidden, rows.weight, rows.labels.shape[0]
-    wide = accumulation_type(hidden)
-    want_dh, want_dweight, want_dbias = wanted
+def _make_results(*arguments: Any) -> tuple[Tensor, ...]:
+    rows, loss, _, needed, _, _ = _grouped(arguments)
+    hidden, count = rows.hidden, rows.labels.shape[0]
     return (
-        hidden.new_empty(count, dtype=wide),
+        hidden.new_empty(count, dtype=accumulation_type(hidden)),
         hidden.new_empty(count if loss.count_correct else 0, dtype=torch.bool),
         hidden.new_empty(0 if rows.seed is None else count, dtype=torch.int64),
+        *sum_gradients(hidden, rows.weight, count, needed),
+    )
+
+
+def sum_gradients(hidden: Tensor, weight: Tensor, count: int, needed: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Uninitialized gradients of the sum of ``count`` rows' losses: dh, dweight and dbias."""
+    wide = accumulation_type(hidden)
+    want_dh, want_dweight, want_dbias = needed
+    return (
         hidden.new_empty((count, hidden.shape[-1]) if want_dh else 0),
         hidden.new_empty(weight.shape if want_dweight else 0, dtype=wide),
         hidden.new_empty(weight.shape[0] if want_dbias else 0, dtype=wide),
@@ -331,94 +340,92 @@ def _backward(
     shape: Sequence[int],
     dtype: torch.dtype,
     ignore_index: int,
-    wanted: Sequence[bool],
+    needed: Sequence[bool],
     op: str,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     chosen = tables()[op].select(backend, dh, dweight)
     in_triton = chosen.name == "triton"
-    # In one pass from fp32, so that every gradient is rounded once whatever the scale.
+    # One pass scales from fp32, so that every gradient is rounded once whatever the scale.
     parameters = []
-    for total, want in zip((dweight, dbias), wanted[1:], strict=True):
+    for total, want in zip((dweight, dbias), needed[1:], strict=True):
         parameters.append(torch.empty(total.shape if want else 0, dtype=dtype, device=dh.device))
         if want:
             vocabulary.scale(total, scale, parameters[-1], in_triton)
-    dhidden = dh.new_empty(shape if wanted[0] else 0)
-    if wanted[0] and positions is None:
+    dhidden = dh.new_empty(shape if needed[0] else 0)
+    if needed[0] and positions is None:
         vocabulary.scale(dh, scale, dhidden.view(dh.shape), in_triton)
-    elif wanted[0] and dh.numel() == 0:
+    elif needed[0] and dh.numel() == 0:
         dhidden.zero_()
-    elif wanted[0]:
+    elif needed[0]:
         chosen.backward(dh, positions, labels, ignore_index, dhidden.view(-1, dh.shape[1]), scale)
     return dhidden, parameters[0], parameters[1]
 
 
-def _backward_fake(dh: Tensor, dweight: Tensor, dbias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, _, shape, dtype, _, wanted, _, _ = rest
+def _make_gradients(dh: Tensor, dweight: Tensor, dbias: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, _, shape, dtype, _, needed, _, _ = rest
     return (
-        dh.new_empty(shape if wanted[0] else 0),
-        dweight.new_empty(dweight.shape if wanted[1] else 0, dtype=dtype),
-        dbias.new_empty(dbias.shape if wanted[2] else 0, dtype=dtype),
+        dh.new_empty(shape if needed[0] else 0),
+        dweight.new_empty(dweight.shape if needed[1] else 0, dtype=dtype),
+        dbias.new_empty(dbias.shape if needed[2] else 0, dtype=dtype),
     )
 
 
-forward_op = register(
-    f"linear_cross_entropy_forward({schema_of(LossRows)}, {schema_of(Loss, block_bytes='int')}, bool counted_first,"
-    " bool[] wanted, str op, str? backend)"
-    " -> (Tensor losses, Tensor correct, Tensor samples, Tensor dh, Tensor dweight, Tensor dbias)",
-    _forward,
-    _forward_fake,
-)
-backward_op = register(
-    "linear_cross_entropy_backward(Tensor dh, Tensor dweight, Tensor dbias, Tensor scale, Tensor labels,"
-    " Tensor? positions, SymInt[] shape, ScalarType dtype, SymInt ignore_index, bool[] wanted, str op, str? backend)"
-    " -> (Tensor dhidden, Tensor dweight, Tensor dbias)",
+backward_op = define(
+    f"{NAME}_backward",
+    (
+        *(checked("dh"), checked("dweight"), checked("dbias"), checked("scale"), checked("labels")),
+        *(checked("positions", optional=True), converted("shape", "SymInt[]"), converted("dtype", "ScalarType")),
+        *(converted("ignore_index", "SymInt"), converted("needed", "bool[]"), converted("op", "str")),
+    ),
+    outputs("dhidden", "dweight", "dbias", make=_make_gradients),
     _backward,
-    _backward_fake,
 )
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
-def _forward_native(given: LossRows, loss: Loss, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
-    hidden, weight, bias, labels, positions, coefficients, seed = given
+def _forward_native(inputs: LossRows, loss: Loss, needed: Sequence[bool]) -> tuple[Tensor, ...]:
+    hidden, weight, bias, labels, positions, coefficients, seed = inputs
     losses, correct, samples = _outputs(labels, seed, loss)
     labels, bias = labels.long().contiguous(), _native.as_parameter(bias, torch.float32)
     counts, drawn = correct if loss.count_correct else None, None if seed is None else samples
-    core, gradient = _native.core(), any(wanted)
+    core, gradient = _native.core(), any(needed)
 
-    def turn(first: int, logits: Tensor) -> None:
+    def visit(first: int, logits: Tensor) -> None:
         core.linear_cross_entropy_cpu(
             *(logits, bias, labels, coefficients, seed, losses, counts, drawn, first, len(weight)),
             *(loss.ignore_index, loss.label_smoothing, loss.z_loss, loss.temperature, gradient),
         )
 
     rows = pick_rows.gather(hidden, positions)
-    own, limits = positions is not None, {"scale": loss.scale, "block_bytes": loss.block_bytes}
-    gradients = vocabulary.stream(rows, weight, turn, wanted, columns=len(weight), into_rows=own, **limits)
+    into_rows, limits = positions is not None, {"scale": loss.scale, "block_bytes": loss.block_bytes}
+    gradients = vocabulary.stream(rows, weight, visit, needed, columns=len(weight), into_rows=into_rows, **limits)
     return losses, correct, samples, *gradients
 
 
-def _forward_triton(given: LossRows, loss: Loss, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
+def _forward_triton(inputs: LossRows, loss: Loss, needed: Sequence[bool]) -> tuple[Tensor, ...]:
     from fasttfm.kernels.linear_cross_entropy import triton
 
-    hidden, weight, bias, labels, positions, coefficients, seed = given
+    hidden, weight, bias, labels, positions, coefficients, seed = inputs
     _errors.raise_if_seen(hidden.device)
     errors = _errors.words(hidden.device)
     outputs = _outputs(labels, seed, loss)
     labels = labels.contiguous()
     bias = None if bias is None else vocabulary.padded_bias(bias)
 
-    def turn(first: int, logits: Tensor) -> None:
+    def visit(first: int, logits: Tensor) -> None:
         triton.linear_cross_entropy_triton(
-            logits, len(weight), bias, labels, coefficients, seed, outputs, first, loss, any(wanted), errors
+            logits, len(weight), bias, labels, coefficients, seed, outputs, first, loss, any(needed), errors
         )
 
     rows = vocabulary.rows_triton(hidden, positions, errors)
     columns = vocabulary.padded(len(weight))
-    own, limits = positions is not None, {"scale": loss.scale, "block_bytes": loss.block_bytes}
-    gradients = vocabulary.stream(rows, weight, turn, wanted, columns=columns, into_rows=own, split=True, **limits)
+    into_rows, limits = positions is not None, {"scale": loss.scale, "block_bytes": loss.block_bytes}
+    gradients = vocabulary.stream(
+        rows, weight, visit, needed, columns=columns, into_rows=into_rows, split=True, **limits
+    )
     _errors.watch(hidden.device)
     return *outputs, *gradients
 
@@ -434,9 +441,19 @@ def _outputs(labels: Tensor, seed: Tensor | None, loss: Loss) -> tuple[Tensor, T
 
 
 # The CPU core comes before Triton, so that Triton's interpreter runs on CPU tensors only if it is requested by name.
-BACKENDS = (
-    Backend("cpu", _native.missing, refuse_native_cpu, _forward_native, pick_rows.scatter),
-    Backend("triton", triton_absent, refuse_triton, _forward_triton, vocabulary.scatter_triton),
-    torch_reference(reference.linear_cross_entropy_forward, pick_rows.scatter),
+OP = ForwardOp(
+    NAME,
+    registered=f"{NAME}_forward",
+    inputs=fields(LossRows),
+    options=(
+        *(*fields(Loss, block_bytes="int"), flag("counted_first")),
+        *(converted("needed", "bool[]"), converted("op", "str")),
+    ),
+    output=outputs("losses", "correct", "samples", "dh", "dweight", "dbias", make=_make_results),
+    run=_forward,
+    backends=(
+        Backend("cpu", _native.missing, refuse_native_cpu, _forward_native, pick_rows.scatter),
+        Backend("triton", triton_absent, refuse_triton, _forward_triton, vocabulary.scatter_triton),
+        torch_reference(reference.linear_cross_entropy_forward, pick_rows.scatter),
+    ),
 )
-TABLE = BackendTable(OP, BACKENDS)

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.vocabulary.cross_entropy import Loss
-from fasttfm.ops import checks, linear, vocabulary
-from fasttfm.ops.backends import BackendTable, requested
-from fasttfm.ops.library import is_plain
-from fasttfm.ops.linear_cross_entropy import BACKENDS, Call, CountedLoss, vocabulary_loss
+from fasttfm.ops import linear, vocabulary
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.backends import requested
+from fasttfm.ops.core.library import is_plain
+from fasttfm.ops.linear_cross_entropy import OP as LINEAR_CROSS_ENTROPY
+from fasttfm.ops.linear_cross_entropy import Call, CountedLoss, vocabulary_loss
 
-OP = "masked_lm_loss"
+NAME = "masked_lm_loss"
 
 
 def masked_lm_loss(
@@ -73,28 +75,28 @@ def masked_lm_loss(
             a GPU the loss is NaN, and a later call or ``fasttfm.ops.check_errors()`` raises.
     """
     hidden, weight, bias = linear.autocast(hidden, weight, bias)
-    vocabulary.check_matrices(OP, hidden, weight, bias)
+    vocabulary.check_matrices(NAME, hidden, weight, bias)
     _check_rows(hidden, labels, positions, max_predictions)
-    vocabulary.check_loss(OP, reduction, label_smoothing, z_loss, ignore_index, total, like=hidden)
+    vocabulary.check_loss(NAME, reduction, label_smoothing, z_loss, ignore_index, total, like=hidden)
     _check_samples(hidden, sample, temperature, seed)
-    TABLE.check_name(backend)
+    OP.table.check_name(backend)
     if not sample:
         seed = None
     elif seed is None:
         seed = philox.draw_seed(hidden.device)
     loss = Loss(ignore_index, float(label_smoothing), float(z_loss), float(temperature), counts)
-    call = Call(OP, loss, reduction, requested(backend), counted_first=positions is None and max_predictions is None)
+    call = Call(NAME, loss, reduction, requested(backend), counted_first=positions is None and max_predictions is None)
     matrices = (hidden, weight, bias)
     if positions is None:
         result = _found_loss(*matrices, labels.flatten(), call, max_predictions, seed=seed, total=total)
     else:
         chosen = positions.flatten()
         result = vocabulary_loss(*matrices, labels.flatten(), call, positions=chosen, seed=seed, total=total)
-    found = result.loss.reshape(labels.shape) if reduction == "none" else result.loss
+    loss_value = result.loss.reshape(labels.shape) if reduction == "none" else result.loss
     if not counts and not sample:
-        return found
+        return loss_value
     samples = None if result.samples is None else result.samples.reshape(labels.shape)
-    return CountedLoss(found, result.predictions, result.correct, samples)
+    return CountedLoss(loss_value, result.predictions, result.correct, samples)
 
 
 def _found_loss(
@@ -130,7 +132,7 @@ def _predicted(labels: Tensor, ignore_index: int, most: int | None) -> tuple[Ten
     chosen = torch.nonzero_static(counted, size=size, fill_value=max(0, len(labels) - 1)).squeeze(1)
     count = counted.sum()
     if most is not None and labels.is_cpu and is_plain((labels,)) and int(count) > size:
-        raise checks.bad_value(OP, "max_predictions", f"at least the {int(count)} labels that count", most)
+        raise checks.bad_value(NAME, "max_predictions", f"at least the {int(count)} labels that count", most)
     present = torch.arange(size, device=labels.device) < count
     near = torch.where(present, labels[chosen], ignore_index)
     return chosen, near, None if most is None else count > size
@@ -141,25 +143,25 @@ def _predicted(labels: Tensor, ignore_index: int, most: int | None) -> tuple[Ten
 
 def _check_rows(hidden: Tensor, labels: Any, positions: Any, max_predictions: Any) -> None:
     if positions is None:
-        vocabulary.check_indices(OP, "labels", labels, hidden.shape[:-1], like=hidden)
+        vocabulary.check_indices(NAME, "labels", labels, hidden.shape[:-1], like=hidden)
     else:
-        vocabulary.check_indices(OP, "positions", positions, None, like=hidden)
-        vocabulary.check_indices(OP, "labels", labels, positions.shape, like=hidden)
+        vocabulary.check_indices(NAME, "positions", positions, None, like=hidden)
+        vocabulary.check_indices(NAME, "labels", labels, positions.shape, like=hidden)
     if max_predictions is None:
         return
     if isinstance(max_predictions, bool) or not isinstance(max_predictions, (int, torch.SymInt)):
-        raise checks.bad_type(OP, "max_predictions", "an integer or None", type(max_predictions).__name__)
+        raise checks.bad_type(NAME, "max_predictions", "an integer or None", type(max_predictions).__name__)
     if max_predictions < 0:
-        raise checks.bad_value(OP, "max_predictions", "no negative number", max_predictions)
+        raise checks.bad_value(NAME, "max_predictions", "no negative number", max_predictions)
     if positions is not None:
-        raise checks.bad_value(OP, "max_predictions", "None with positions", max_predictions)
+        raise checks.bad_value(NAME, "max_predictions", "None with positions", max_predictions)
 
 
 def _check_samples(hidden: Tensor, sample: Any, temperature: Any, seed: Any) -> None:
     if not isinstance(sample, bool):
-        raise checks.bad_type(OP, "sample", "True or False", type(sample).__name__)
-    checks.check_number(OP, "temperature", temperature, low=0.0, high=float("inf"), low_open=True)
-    checks.check_seed(OP, seed, like=hidden)
+        raise checks.bad_type(NAME, "sample", "True or False", type(sample).__name__)
+    checks.check_number(NAME, "temperature", temperature, low=0.0, high=float("inf"), low_open=True)
+    checks.check_seed(NAME, seed, like=hidden)
 
 
-TABLE = BackendTable(OP, BACKENDS)
+OP = LINEAR_CROSS_ENTROPY.sharing(NAME)

@@ -11,8 +11,10 @@ from torch import Tensor
 from fasttfm.kernels.common.linear import accumulate, accumulation_type
 from fasttfm.kernels.common.rows import empty_output
 from fasttfm.kernels.maxsim import reference
-from fasttfm.ops import checks, linear
-from fasttfm.ops.backends import (
+from fasttfm.ops import linear
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import Output, checked, flag
+from fasttfm.ops.core.backends import (
     Backend,
     always,
     dtype_name,
@@ -20,8 +22,8 @@ from fasttfm.ops.backends import (
     torch_reference,
     triton_kernels,
 )
-from fasttfm.ops.declare import Op, Output, checked, flag
-from fasttfm.ops.library import is_plain, needs_gradient
+from fasttfm.ops.core.declare import Op
+from fasttfm.ops.core.library import is_plain, needs_gradient
 
 NAME = "maxsim"
 _BLOCK_BYTES = 4 * 2**20  # a block of similarities on the CPU, which stays in its caches
@@ -195,16 +197,16 @@ def _forward_cpu(
 ) -> tuple[Tensor, Tensor]:
     q, d = accumulate(queries), accumulate(documents)
     spans, count = list(zip(query_starts.tolist(), query_ends.tolist(), strict=True)), len(document_starts)
-    own = count // max(1, len(spans)) if pairs else count
-    best = q.new_zeros(own, len(q))
-    index = q.new_full((own, len(q)), -1, dtype=torch.int32)
+    per_query = count // max(1, len(spans)) if pairs else count
+    best = q.new_zeros(per_query, len(q))
+    index = q.new_full((per_query, len(q)), -1, dtype=torch.int32)
     ignored = None if document_mask is None else ~document_mask
     counted = owners >= 0
     documents_of = list(zip(document_starts.tolist(), document_ends.tolist(), strict=True))
     for number, several in _equal_runs(documents_of, 1 if pairs else max(1, _BLOCK_BYTES // (4 * 128))):
         first, end = documents_of[number]
-        rows = slice(*spans[number // own]) if pairs else slice(0, len(q))
-        columns = slice(number % own, number % own + several)
+        rows = slice(*spans[number // per_query]) if pairs else slice(0, len(q))
+        columns = slice(number % per_query, number % per_query + several)
         tokens = slice(first, first + several * (end - first))
         hidden = None if ignored is None else ignored[tokens].unflatten(0, (several, -1))
         if end <= first:
@@ -226,7 +228,9 @@ def _forward_cpu(
             argmax += torch.arange(first, tokens.stop, end - first, device=argmax.device)
             best[columns, block] = torch.where(counted[block], values.t(), 0.0)
             index[columns, block] = torch.where(finite, argmax, -1).t().int()
-    scores = torch.stack([best[:, first:end].sum(dim=1) for first, end in spans]) if spans else q.new_zeros(0, own)
+    scores = (
+        torch.stack([best[:, first:end].sum(dim=1) for first, end in spans]) if spans else q.new_zeros(0, per_query)
+    )
     return scores, index if keep else index.new_empty(0)
 
 
@@ -261,12 +265,12 @@ def _backward_cpu(
     every = (index >= 0).all(dim=1).tolist()
     for column, argmax in enumerate(index):
         rows = slice(None) if every[column] else (argmax >= 0).nonzero().squeeze(1)
-        found = argmax[rows]
+        tokens = argmax[rows]
         weights = dscores[owners[rows], column, None]
         if want_dqueries:
-            dqueries[rows] += d[found] * weights
+            dqueries[rows] += d[tokens] * weights
         if want_ddocuments:
-            ddocuments.index_add_(0, found, q[rows] * weights)
+            ddocuments.index_add_(0, tokens, q[rows] * weights)
     return (
         dqueries.to(queries.dtype) if want_dqueries else empty_output(queries),
         ddocuments.to(documents.dtype) if want_ddocuments else empty_output(documents),

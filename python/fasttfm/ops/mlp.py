@@ -11,14 +11,17 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common.rows import aligned, as_rows
 from fasttfm.kernels.mlp import reference
-from fasttfm.ops import checks, gelu_product, linear
-from fasttfm.ops.backends import CUDA_VECTOR, Backend, BackendTable, always, requested
+from fasttfm.ops import gelu_gemm, linear
 from fasttfm.ops.bias_gelu import forward_op as bias_gelu_forward_op
 from fasttfm.ops.column_sum import column_sum_op
-from fasttfm.ops.library import OpFunction, needs_gradient, register
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import Gradient, Output, checked, converted
+from fasttfm.ops.core.backends import CUDA_VECTOR, Backend, always, requested
+from fasttfm.ops.core.declare import Op
+from fasttfm.ops.core.library import needs_gradient
 from fasttfm.ops.linear_gelu import activation_kind
 
-OP = "mlp"
+NAME = "mlp"
 
 
 def mlp(
@@ -54,138 +57,25 @@ def mlp(
         ``torch.nn.Linear``.
     """
     x, w1, b1, w2, b2 = linear.autocast(x, w1, b1, w2, b2)
-    linear.check_input(OP, x)
-    linear.check_weight(OP, "w1", w1, x.shape[-1], x)
-    linear.check_bias(OP, "b1", b1, w1, x)
-    linear.check_weight(OP, "w2", w2, w1.shape[0], x)
-    linear.check_bias(OP, "b2", b2, w2, x)
-    kind = activation_kind(OP, activation)
+    linear.check_input(NAME, x)
+    linear.check_weight(NAME, "w1", w1, x.shape[-1], x)
+    linear.check_bias(NAME, "b1", b1, w1, x)
+    linear.check_weight(NAME, "w2", w2, w1.shape[0], x)
+    linear.check_bias(NAME, "b2", b2, w2, x)
+    kind = activation_kind(NAME, activation)
     if not isinstance(recompute, bool):
-        raise checks.bad_type(OP, "recompute", "True or False", type(recompute).__name__)
-    TABLE.check_name(backend)
+        raise checks.bad_type(NAME, "recompute", "True or False", type(recompute).__name__)
+    OP.table.check_name(backend)  # before it decides what the forward keeps
     tensors = (x, w1, b1, w2, b2)
-    if needs_gradient(*tensors):
-        kept = gelu_product.PRODUCT if recompute else gelu_product.kept_beside(requested(backend), x, w1, w2)
-        y: Tensor = _Mlp.apply(*tensors, kind, kept, not recompute, requested(backend))
-        return y
-    y, *_ = forward_op(*tensors, kind, gelu_product.NOTHING, False, requested(backend))
+    if not needs_gradient(*tensors):
+        kept = gelu_gemm.NOTHING
+    elif recompute:
+        kept = gelu_gemm.PRODUCT
+    else:
+        kept = gelu_gemm.kept_beside(requested(backend), x, w1, w2)
+    keep_activation = kept != gelu_gemm.NOTHING and not recompute
+    y: Tensor = OP.apply(*tensors, kind, kept, keep_activation, backend=backend)
     return y
-
-
-class _Mlp(OpFunction):
-    op = OP
-    instead = "torch.nn.functional.linear and gelu (relu, silu)"
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w1: Tensor,
-        b1: Tensor | None,
-        w2: Tensor,
-        b2: Tensor | None,
-        kind: str,
-        kept: str,
-        keep_activation: bool,
-        backend: str | None,
-    ) -> Tensor:
-        y: Tensor
-        y, left, a = forward_op(x, w1, b1, w2, b2, kind, kept, keep_activation, backend)
-        ctx.save_for_backward(x, w1, b1, w2, left, a if keep_activation else None)
-        ctx.kind, ctx.kept, ctx.backend = kind, kept, backend
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = list(ctx.needs_input_grad[:5])
-        gradients = backward_op(dy, *ctx.saved_tensors, ctx.kind, ctx.kept, wanted, ctx.backend)
-        return *(found if want else None for found, want in zip(gradients, wanted, strict=True)), *[None] * 4
-
-
-# ---- torch.library ---------------------------------------------------------------------------------------------------
-
-
-def _forward(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    kind: str,
-    kept: str,
-    keep_activation: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    outputs: tuple[Tensor, Tensor, Tensor] = TABLE.select(backend, x, w1, b1, w2, b2).forward(
-        x, w1, b1, w2, b2, kind, kept, keep_activation
-    )
-    return outputs
-
-
-def _forward_fake(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    kind: str,
-    kept: str,
-    keep_activation: bool,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    inner = (*x.shape[:-1], w1.shape[0])
-    left = x.new_empty(0 if kept == gelu_product.NOTHING else inner)
-    return x.new_empty((*x.shape[:-1], w2.shape[0])), left, x.new_empty(inner if keep_activation else 0)
-
-
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    left: Tensor,
-    a: Tensor | None,
-    kind: str,
-    kept: str,
-    wanted: Sequence[bool],
-    backend: str | None,
-) -> tuple[Tensor, ...]:
-    gradients: tuple[Tensor, ...] = TABLE.select(backend, x, w1, b1, w2).backward(
-        dy, x, w1, b1, w2, left, a, kind, kept, wanted
-    )
-    return gradients
-
-
-def _backward_fake(
-    dy: Tensor,
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w2: Tensor,
-    left: Tensor,
-    a: Tensor | None,
-    kind: str,
-    kept: str,
-    wanted: Sequence[bool],
-    backend: str | None,
-) -> tuple[Tensor, ...]:
-    shapes = (x.shape, w1.shape, w1.shape[:1], w2.shape, w2.shape[:1])
-    return tuple(x.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True))
-
-
-forward_op = register(
-    "mlp_forward(Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor? b2, str kind, str kept, bool keep_activation,"
-    " str? backend) -> (Tensor y, Tensor left, Tensor a)",
-    _forward,
-    _forward_fake,
-)
-backward_op = register(
-    "mlp_backward(Tensor dy, Tensor x, Tensor w1, Tensor? b1, Tensor w2, Tensor left, Tensor? a, str kind, str kept,"
-    " bool[] wanted, str? backend) -> (Tensor dx, Tensor dw1, Tensor db1, Tensor dw2, Tensor db2)",
-    _backward,
-    _backward_fake,
-)
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------
@@ -226,17 +116,17 @@ def _backward_products(
     a: Tensor | None,
     kind: str,
     kept: str,
-    wanted: Sequence[bool],
+    needed: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    want_dx, want_dw1, want_db1, want_dw2, want_db2 = wanted
+    want_dx, want_dw1, want_db1, want_dw2, want_db2 = needed
     dy = aligned(dy)
     rows, gradient = as_rows(x), as_rows(dy)
-    dx, dw1, db1, dw2, db2 = (linear.empty_output(x) for _ in wanted)
+    dx, dw1, db1, dw2, db2 = (linear.empty_output(x) for _ in needed)
     if want_db2:
         db2 = column_sum_op(gradient, x.dtype, None)
-    again = want_dw2 and a is None
+    again = want_dw2 and (a is None or a.numel() == 0)
     if want_dx or want_dw1 or want_db1:
-        if kept == gelu_product.DERIVATIVE:
+        if kept == gelu_gemm.DERIVATIVE:
             dh, db1 = inner.scaled(dy, w2, left, b1, want_db1)
         else:
             dh, db1, y = inner.backward(dy, w2, left, b1, kind, want_db1, again)
@@ -255,12 +145,12 @@ def _backward_products(
 def _forward_reference(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, kind, kept, keep_activation = arguments
     y, h, a = reference.mlp_forward(*tensors, kind, keep_activation)
-    return y, linear.empty_output(y) if kept == gelu_product.NOTHING else h, a
+    return y, linear.empty_output(y) if kept == gelu_gemm.NOTHING else h, a
 
 
 def _backward_reference(*arguments: Any) -> tuple[Tensor, ...]:
-    *tensors, kind, _, wanted = arguments
-    return reference.mlp_backward(*tensors, kind, wanted)
+    *tensors, a, kind, _, needed = arguments
+    return reference.mlp_backward(*tensors, None if a is None or a.numel() == 0 else a, kind, needed)
 
 
 def _refuse_cuda(
@@ -268,15 +158,48 @@ def _refuse_cuda(
 ) -> str | None:
     if w2.shape[0] % CUDA_VECTOR:
         return f"takes sizes that are multiples of {CUDA_VECTOR}, got {w2.shape[0]}"
-    return gelu_product.refuse_cuda(x, w1, b1, w2)
+    return gelu_gemm.refuse_cuda(x, w1, b1, w2)
 
 
-_TORCH = _Inner(gelu_product.forward_torch, gelu_product.backward_torch, gelu_product.scaled_torch)
-_CUDA = _Inner(gelu_product.forward_cuda, gelu_product.backward_cuda, gelu_product.scaled_cuda)
+_TORCH = _Inner(gelu_gemm.forward_torch, gelu_gemm.backward_torch, gelu_gemm.scaled_torch)
+_CUDA = _Inner(gelu_gemm.forward_cuda, gelu_gemm.backward_cuda, gelu_gemm.scaled_cuda)
 
-TABLE = BackendTable(
-    OP,
-    (
+
+def _make_left(x: Tensor, w1: Tensor, b1: Any, w2: Tensor, b2: Any, kind: str, kept: str, *_: Any) -> Tensor:
+    return x.new_empty(0) if kept == gelu_gemm.NOTHING else linear.make_output(x, w1)
+
+
+def _make_a(x: Tensor, w1: Tensor, *others: Any) -> Tensor:
+    keep_activation = others[5]
+    return linear.make_output(x, w1) if keep_activation else x.new_empty(0)
+
+
+def _make_db2(dy: Tensor, x: Tensor, w1: Tensor, b1: Any, w2: Tensor, *_: Any) -> Tensor:
+    return w2.new_empty(w2.shape[0])
+
+
+OP = Op(
+    NAME,
+    inputs=(
+        checked("x", flagged=True),
+        checked("w1", flagged=True),
+        checked("b1", optional=True, flagged=True),
+        checked("w2", flagged=True),
+        checked("b2", optional=True, flagged=True),
+    ),
+    options=(converted("kind", "str"), converted("kept", "str"), converted("keep_activation", "bool")),
+    outputs=(
+        Output("y", lambda x, w1, b1, w2, *_: linear.make_output(x, w2)),
+        Output("left", _make_left),
+        Output("a", _make_a, optional=True),
+    ),
+    saves=("x", "w1", "b1", "w2", "left", "a"),
+    backward_options=("kind", "kept"),
+    gradients=("x", "w1", "b1", "w2", Gradient("b2", _make_db2)),
+    flag_list=True,
+    backward_chosen_by=("x", "w1", "b1", "w2"),
+    instead="torch.nn.functional.linear and gelu (relu, silu)",
+    backends=(
         Backend(
             "cuda",
             _native.missing_hopper,

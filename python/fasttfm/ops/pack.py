@@ -13,17 +13,19 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.pack import reference
-from fasttfm.ops import checks
-from fasttfm.ops.backends import (
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import checked, converted, indices
+from fasttfm.ops.core.backends import (
     Backend,
     dtype_name,
+    from_triton,
     refuse_triton,
     torch_reference,
     triton_absent,
     triton_interpreted,
 )
-from fasttfm.ops.declare import LinearOp, checked, converted, indices
-from fasttfm.ops.library import is_plain
+from fasttfm.ops.core.declare import LinearOp
+from fasttfm.ops.core.library import is_plain
 
 _PACK, _UNPACK = "pack", "unpack"
 _LARGEST = 2**31 - 1  # number in cu_seqlens
@@ -184,16 +186,17 @@ def _has_kernels(x: Tensor) -> bool:
 
 
 def layout_of_mask(mask: Tensor) -> tuple[Tensor, int, bool] | None:
-    """Of a plain mask ``[B, S]`` on a GPU, not 0 for tokens: ``cu_seqlens``, the number of tokens, and whether in every
-    row they precede the padding. It synchronizes with the GPU once. None without the native core's CUDA kernels."""
+    """The layout of a plain mask ``[B, S]`` on a GPU, not 0 for tokens: ``cu_seqlens``, the number of tokens, and
+    whether in every row they precede the padding. It synchronizes with the GPU once. None without the native core's
+    CUDA kernels."""
     if not _has_kernels(mask):
         return None
     mask = (mask if mask.dtype in _MASK_TYPES else mask.bool()).contiguous()
     cu_seqlens = torch.empty(mask.shape[0] + 1, dtype=torch.int32, device=mask.device)
-    found = torch.empty(2, dtype=torch.int32, device="cpu", pin_memory=True)
-    _native.core().mask_layout_cuda(mask, cu_seqlens, found.data_ptr(), mask.element_size())
+    layout = torch.empty(2, dtype=torch.int32, device="cpu", pin_memory=True)
+    _native.core().mask_layout_cuda(mask, cu_seqlens, layout.data_ptr(), mask.element_size())
     torch.cuda.current_stream(mask.device).synchronize()
-    tokens, first = found.tolist()
+    tokens, first = layout.tolist()
     return cu_seqlens, tokens, bool(first)
 
 
@@ -207,8 +210,11 @@ def sequence_means(x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, skipped: i
     if x.is_cuda and without_gradient and triton_absent() is None and refuse_triton(x) is None:
         from fasttfm.kernels.pack.triton_mean import sequence_means_triton
 
-        found: Tensor = sequence_means_triton(x, cu_seqlens, skipped)
-        return found
+        means: Tensor = sequence_means_triton(x, cu_seqlens, skipped)
+        return means
+    whole = x.is_cpu and without_gradient and cu_seqlens.shape[0] == 2 and cu_seqlens.tolist() == [0, x.shape[0]]
+    if whole and x.shape[0] == max_seqlen > skipped:
+        return x[None, skipped:].sum(1, dtype=torch.float32) / (max_seqlen - skipped)
     padded = unpack(x, cu_seqlens, max_seqlen)[:, skipped:]
     counts = (cu_seqlens.diff() - skipped).clamp(min=1)
     return padded.sum(1, dtype=torch.float32) / counts[:, None]
@@ -239,20 +245,6 @@ def _token_bytes(packed: Tensor) -> int:
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
-def _pack_triton(*args: Any) -> Tensor:
-    from fasttfm.kernels.pack import triton
-
-    packed: Tensor = triton.pack_triton(*args)
-    return packed
-
-
-def _unpack_triton(*args: Any) -> Tensor:
-    from fasttfm.kernels.pack import triton
-
-    x: Tensor = triton.unpack_triton(*args)
-    return x
-
-
 def _refuse_native(tensor: Tensor, *_: Any) -> str | None:
     return None if tensor.device.type == "cpu" else f"takes CPU tensors, got {tensor.device.type}"
 
@@ -265,8 +257,8 @@ def _refuse_cuda(tensor: Tensor, *_: Any) -> str | None:
         return f"takes CUDA tensors, got {tensor.device.type}"
     if (reason := _native.missing_on(tensor.get_device())) is not None:
         return reason
-    if (given := tensor.numel() * tensor.element_size()) > _CUDA_BYTES:
-        return f"takes up to {_CUDA_BYTES} bytes, got {given}"
+    if (size := tensor.numel() * tensor.element_size()) > _CUDA_BYTES:
+        return f"takes up to {_CUDA_BYTES} bytes, got {size}"
     return None
 
 
@@ -281,7 +273,9 @@ def _refuse_triton(tensor: Tensor, *_: Any) -> str | None:
 _BACKENDS = (
     Backend("cpu", _native.missing, _refuse_native, _pack_native, _unpack_native),
     Backend("cuda", _native.missing_cuda, _refuse_cuda, _pack_native, _unpack_native),
-    Backend("triton", triton_absent, _refuse_triton, _pack_triton, _unpack_triton),
+    Backend(
+        "triton", triton_absent, _refuse_triton, from_triton(_PACK, "pack_triton"), from_triton(_PACK, "unpack_triton")
+    ),
     torch_reference(reference.pack, reference.unpack),
 )
 

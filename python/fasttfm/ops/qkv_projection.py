@@ -11,23 +11,25 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common.rows import as_rows
 from fasttfm.kernels.qkv_projection import reference
-from fasttfm.ops import checks, linear
-from fasttfm.ops.backends import (
+from fasttfm.ops import linear
+from fasttfm.ops.column_sum import column_sum_op
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import Gradient, Output, checked, converted, indices
+from fasttfm.ops.core.backends import (
     Backend,
-    BackendTable,
     always,
     refuse_triton,
     requested,
     torch_reference,
     triton_absent,
 )
-from fasttfm.ops.column_sum import column_sum_op
-from fasttfm.ops.gelu_product import refuse_cuda as refuse_hopper_product
+from fasttfm.ops.core.declare import Op
+from fasttfm.ops.core.library import OpFunction, unshared
+from fasttfm.ops.gelu_gemm import refuse_cuda as refuse_hopper_gemm
 from fasttfm.ops.layer_norm import layer_norm as apply_layer_norm
-from fasttfm.ops.library import OpFunction, needs_gradient, register, unshared
 from fasttfm.ops.rotary import check_positions, check_tables, rotary_op
 
-OP = "qkv_projection"
+NAME = "qkv_projection"
 
 LayerNorm = tuple[Tensor | None, Tensor | None, float]  # weight, bias, eps
 
@@ -63,19 +65,16 @@ def qkv_projection(
         ``[..., 3, H, C / H]``, contiguous: q, k and v are views of it. Parameters have x's type; under autocast
         everything is cast to autocast's, as around ``torch.nn.Linear``.
     """
-    TABLE.check_name(backend)
-    wanted = requested(backend)
     if layer_norm is not None:
-        linear.check_input(OP, x)
+        linear.check_input(NAME, x)
         norm_weight, norm_bias, eps = _layer_norm_parameters(layer_norm)
-        inner = "reference" if wanted == "reference" else None
+        inner = "reference" if requested(backend) == "reference" else None
         x = apply_layer_norm(x, norm_weight, norm_bias, eps=eps, backend=inner)
     fused = _fused(weight, bias) if isinstance(weight, (tuple, list)) else (weight, bias)
     tensors = linear.autocast(x, *fused)
     _check(num_heads, *tensors)
     _check_rotary(num_heads, tensors[0], cos, sin, positions, interleaved)
-    apply = _QkvProjection.apply if needs_gradient(*tensors) else forward_op
-    qkv: Tensor = apply(*tensors, num_heads, cos, sin, positions, interleaved, wanted)
+    qkv: Tensor = OP.apply(*tensors, cos, sin, positions, num_heads, interleaved, backend=backend)
     return qkv
 
 
@@ -109,38 +108,38 @@ def fuse_qkv(
 def _fused(weights: Sequence[Any], biases: Any) -> tuple[Tensor, Tensor | None]:
     biases = (None, None, None) if biases is None else biases
     if len(weights) != 3:
-        raise checks.bad_value(OP, "weight", "a tensor or three", f"{len(weights)}")
+        raise checks.bad_value(NAME, "weight", "a tensor or three", f"{len(weights)}")
     if not isinstance(biases, (tuple, list)) or len(biases) != 3:
-        raise checks.bad_type(OP, "bias", "None or three biases with three weights", type(biases).__name__)
+        raise checks.bad_type(NAME, "bias", "None or three biases with three weights", type(biases).__name__)
     return fuse_qkv(*weights, *biases)
 
 
-def _layer_norm_parameters(given: Any) -> LayerNorm:
-    if not isinstance(given, tuple) or len(given) != 3:
-        raise checks.bad_type(OP, "layer_norm", "None or a tuple (weight, bias, eps)", type(given).__name__)
-    return given
+def _layer_norm_parameters(layer_norm: Any) -> LayerNorm:
+    if not isinstance(layer_norm, tuple) or len(layer_norm) != 3:
+        raise checks.bad_type(NAME, "layer_norm", "None or a tuple (weight, bias, eps)", type(layer_norm).__name__)
+    return layer_norm
 
 
 def _check(num_heads: Any, x: Any, weight: Any, bias: Any) -> None:
-    linear.check_input(OP, x)
+    linear.check_input(NAME, x)
     columns = x.shape[-1]
-    linear.check_weight(OP, "weight", weight, columns, x)
-    checks.check_shape(OP, "weight", weight, (3 * columns, columns))
-    linear.check_bias(OP, "bias", bias, weight, x)
+    linear.check_weight(NAME, "weight", weight, columns, x)
+    checks.check_shape(NAME, "weight", weight, (3 * columns, columns))
+    linear.check_bias(NAME, "bias", bias, weight, x)
     if isinstance(num_heads, bool) or not isinstance(num_heads, (int, torch.SymInt)):
-        raise checks.bad_type(OP, "num_heads", "an integer", type(num_heads).__name__)
+        raise checks.bad_type(NAME, "num_heads", "an integer", type(num_heads).__name__)
     if num_heads < 1 or columns % num_heads:
-        raise checks.bad_value(OP, "num_heads", f"a divisor of x's {columns} columns", num_heads)
+        raise checks.bad_value(NAME, "num_heads", f"a divisor of x's {columns} columns", num_heads)
 
 
 def _check_rotary(num_heads: int, x: Tensor, cos: Any, sin: Any, positions: Any, interleaved: Any) -> None:
     if cos is None and sin is None:
         if positions is not None:
-            raise checks.bad_value(OP, "positions", "None without cos and sin", type(positions).__name__)
+            raise checks.bad_value(NAME, "positions", "None without cos and sin", type(positions).__name__)
         return
     if x.dim() < 2:
-        raise checks.bad_value(OP, "x", "rows [..., S, C] next to cos and sin", f"shape {tuple(x.shape)}")
-    check_tables(OP, x, _shape(x, num_heads, 3 * num_heads), cos, sin, positions, interleaved)
+        raise checks.bad_value(NAME, "x", "rows [..., S, C] next to cos and sin", f"shape {tuple(x.shape)}")
+    check_tables(NAME, x, _shape(x, num_heads, 3 * num_heads), cos, sin, positions, interleaved)
 
 
 def _shape(x: Tensor, num_heads: int, *heads: int) -> tuple[int, ...]:
@@ -148,23 +147,15 @@ def _shape(x: Tensor, num_heads: int, *heads: int) -> tuple[int, ...]:
 
 
 class _QkvProjection(OpFunction):
-    op = OP
+    """The gradients of queries and keys are rotated back before those of the projection are computed."""
+
+    op = NAME
     instead = "torch.nn.functional.linear"
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        num_heads: int,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        positions: Tensor | None,
-        interleaved: bool,
-        backend: str | None,
-    ) -> Tensor:
-        qkv: Tensor = forward_op(x, weight, bias, num_heads, cos, sin, positions, interleaved, backend)
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x, weight, _, cos, sin, positions, _, interleaved, backend = arguments
+        qkv: Tensor = OP.forward(*arguments)
         ctx.save_for_backward(x, weight, cos, sin, *unshared(positions))
         ctx.interleaved, ctx.backend = interleaved, backend
         return qkv
@@ -172,54 +163,11 @@ class _QkvProjection(OpFunction):
     @staticmethod
     def backward(ctx: Any, dqkv: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, cos, sin, positions = ctx.saved_tensors
-        wanted = list(ctx.needs_input_grad[:3])
+        needed = list(ctx.needs_input_grad[:3])
         if cos is not None:
             dqkv = _rotated(dqkv, cos, sin, positions, ctx.interleaved, True, _ROTARY.get(ctx.backend))
-        gradients = backward_op(dqkv, x, weight, wanted, ctx.backend)
-        return (*(found if want else None for found, want in zip(gradients, wanted, strict=True)), *[None] * 6)
-
-
-# ---- torch.library ---------------------------------------------------------------------------------------------------
-
-
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, *options: Any) -> Tensor:
-    cos, sin, positions, interleaved, asked = options
-    check_positions(OP, positions, cos)
-    chosen = TABLE.select(asked, x, weight, bias, num_heads, cos, interleaved)
-    qkv: Tensor = chosen.forward(x, weight, bias, num_heads, cos, sin, positions, interleaved)
-    return qkv
-
-
-def _forward_fake(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: int, *_: Any) -> Tensor:
-    return x.new_empty(_shape(x, num_heads, 3, num_heads))
-
-
-def _backward(
-    dqkv: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], backend: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor] = TABLE.select(backend, x, weight).backward(dqkv, x, weight, wanted)
-    return gradients
-
-
-def _backward_fake(
-    dqkv: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], backend: str | None
-) -> tuple[Tensor, ...]:
-    shapes = (x.shape, weight.shape, weight.shape[:1])
-    return tuple(x.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True))
-
-
-forward_op = register(
-    "qkv_projection_forward(Tensor x, Tensor weight, Tensor? bias, SymInt num_heads, Tensor? cos, Tensor? sin,"
-    " Tensor? positions, bool interleaved, str? backend) -> Tensor",
-    _forward,
-    _forward_fake,
-)
-backward_op = register(
-    "qkv_projection_backward(Tensor dqkv, Tensor x, Tensor weight, bool[] wanted, str? backend)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
-    _backward,
-    _backward_fake,
-)
+        gradients = OP.backward(dqkv, x, weight, needed, ctx.backend)
+        return (*(gradient if want else None for gradient, want in zip(gradients, needed, strict=True)), *[None] * 6)
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------
@@ -241,7 +189,7 @@ def _rotated(
     """Queries and keys of qkv [..., 3, H, D] rotated, or rotated back; values copied."""
     heads = qkv.flatten(-3, -2)
     rotated = rotary_op(heads, cos, sin, positions, interleaved, 2 * qkv.shape[-2], inverse, backend)
-    # Not a view for autograd: users may change the result in place.
+    # Autograd must not see a view: users may change the result in place.
     result: Tensor = torch.ops.aten._unsafe_view(rotated, qkv.shape)
     return result
 
@@ -253,10 +201,10 @@ def _then_rotary(project: Callable[..., Tensor], backend: str | None) -> Callabl
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        num_heads: int,
         cos: Tensor | None,
         sin: Tensor | None,
         positions: Tensor | None,
+        num_heads: int,
         interleaved: bool,
     ) -> Tensor:
         qkv = project(x, weight, bias, num_heads)
@@ -271,20 +219,21 @@ def _forward_torch(x: Tensor, weight: Tensor, bias: Tensor | None, num_heads: in
     return linear.matmul(as_rows(x), weight.t(), bias, shape=_shape(x, num_heads, 3, num_heads))
 
 
-def _backward_torch(dqkv: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_torch(dqkv: Tensor, x: Tensor, weight: Tensor, needed: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     rows = as_rows(x)
     gradient = dqkv.reshape(rows.shape[0], weight.shape[0])
     return (
-        linear.matmul(gradient, weight, shape=x.shape) if wanted[0] else linear.empty_output(x),
-        linear.matmul(gradient.t(), rows) if wanted[1] else linear.empty_output(x),
-        column_sum_op(gradient, weight.dtype, None) if wanted[2] else linear.empty_output(x),
+        linear.matmul(gradient, weight, shape=x.shape) if needed[0] else linear.empty_output(x),
+        linear.matmul(gradient.t(), rows) if needed[1] else linear.empty_output(x),
+        column_sum_op(gradient, weight.dtype, None) if needed[2] else linear.empty_output(x),
     )
 
 
 def _forward_triton(*arguments: Any) -> Tensor:
     from fasttfm.kernels.qkv_projection import triton
 
-    qkv: Tensor = triton.qkv_projection_forward_triton(*arguments)
+    x, weight, bias, *rotary, num_heads, interleaved = arguments
+    qkv: Tensor = triton.qkv_projection_forward_triton(x, weight, bias, num_heads, *rotary, interleaved)
     return qkv
 
 
@@ -292,15 +241,15 @@ def _forward_cuda(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    num_heads: int,
     cos: Tensor | None,
     sin: Tensor | None,
     positions: Tensor | None,
+    num_heads: int,
     _: bool,
 ) -> Tensor:
     rows = as_rows(x)
     qkv = torch.empty(_shape(x, num_heads, 3, num_heads), dtype=x.dtype, device=x.device)
-    rotary = (None if each is None else each.contiguous() for each in (cos, sin, positions))
+    rotary = (None if table is None else table.contiguous() for table in (cos, sin, positions))
     _native.core().qkv_projection_cuda(rows, weight, bias, qkv, *rotary, x.shape[-2] if x.dim() > 1 else 1)
     return qkv
 
@@ -316,7 +265,7 @@ def _refuse_cuda(
 ) -> str | None:
     if cos is not None and (interleaved or x.shape[-1] != _ROTATED * (num_heads or 0) or 2 * cos.shape[-1] != _ROTATED):
         return f"takes rotary embedding only of heads of {_ROTATED} columns, of all of them, not interleaved"
-    return refuse_hopper_product(x, weight, bias)
+    return refuse_hopper_gemm(x, weight, bias)
 
 
 def _yield_to_gemm(x: Tensor, *_: Any, **__: Any) -> str | None:
@@ -328,9 +277,26 @@ _ROTATED = 64  # columns of a head: a part of the kernel's tile
 _LEAST_ROWS = 4608  # for which the kernel is faster than torch's GEMM: docs/notes/kernel_designs.md
 _SLOWER = "torch's GEMM is faster"
 
-TABLE = BackendTable(
-    OP,
-    (
+OP = Op(
+    NAME,
+    inputs=(
+        checked("x", flagged=True),
+        checked("weight", flagged=True),
+        checked("bias", optional=True, flagged=True),
+        checked("cos", optional=True),
+        checked("sin", optional=True),
+        indices("positions", optional=True),
+    ),
+    options=(converted("num_heads", "SymInt"), converted("interleaved", "bool")),
+    outputs=(Output("qkv", lambda x, *others: x.new_empty(_shape(x, others[5], 3, others[5]))),),
+    saves=("x", "weight"),
+    gradients=("x", "weight", Gradient("bias", lambda dqkv, x, weight, *_: x.new_empty(weight.shape[0]))),
+    flag_list=True,
+    chosen_by=("x", "weight", "bias", "num_heads", "cos", "interleaved"),
+    backward_chosen_by=("x", "weight"),
+    check_values=lambda *arguments: check_positions(NAME, arguments[5], arguments[3]),
+    function=_QkvProjection,
+    backends=(
         Backend(
             "cuda",
             _native.missing_hopper,

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from fasttfm.kernels.replaced_token_loss import reference
 from fasttfm.kernels.vocabulary import cross_entropy
-from fasttfm.ops import checks, vocabulary
-from fasttfm.ops.backends import dtype_name, torch_reference
-from fasttfm.ops.declare import Op, checked, indices, wide_like_first
+from fasttfm.ops import vocabulary
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import checked, indices, wide_like_first
+from fasttfm.ops.core.backends import dtype_name, torch_reference
+from fasttfm.ops.core.declare import Op
 
 NAME = "replaced_token_loss"
 
@@ -58,13 +60,13 @@ def _check(logits: Any, labels: Any, mask: Any, lengths: Any) -> None:
     checks.check_floating(NAME, "logits", logits)
     if logits.dim() == 0:
         raise checks.bad_value(NAME, "logits", "at least one dimension", "none")
-    for name, given in (("labels", labels), ("mask", mask)):
-        if given is None and name == "mask":
+    for name, tensor in (("labels", labels), ("mask", mask)):
+        if tensor is None and name == "mask":
             continue
-        if not isinstance(given, Tensor):
-            raise checks.bad_type(NAME, name, "a tensor", type(given).__name__)
-        checks.check_shape(NAME, name, given, logits.shape)
-        checks.check_device(NAME, name, given, like=logits)
+        if not isinstance(tensor, Tensor):
+            raise checks.bad_type(NAME, name, "a tensor", type(tensor).__name__)
+        checks.check_shape(NAME, name, tensor, logits.shape)
+        checks.check_device(NAME, name, tensor, like=logits)
     if labels.is_floating_point() or labels.is_complex():
         raise checks.bad_type(NAME, "labels", "a tensor of bool or integers", dtype_name(labels.dtype))
     if lengths is not None:

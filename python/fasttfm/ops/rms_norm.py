@@ -8,7 +8,8 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common.rows import contiguous_like, contiguous_rows, gradient_like, readable_rows
 from fasttfm.kernels.rms_norm import reference
-from fasttfm.ops.backends import (
+from fasttfm.ops.core.arguments import like_first, number, parameter, row_statistics, rows
+from fasttfm.ops.core.backends import (
     native_cpu,
     native_cuda,
     refuse_backward_memory,
@@ -16,7 +17,8 @@ from fasttfm.ops.backends import (
     torch_reference,
     triton_kernels,
 )
-from fasttfm.ops.declare import Op, like_first, number, parameter, row_statistics, rows
+from fasttfm.ops.core.declare import Op
+from fasttfm.ops.layer_norm import one_type
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, backend: str | None = None) -> Tensor:
@@ -37,8 +39,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, back
 
 def _forward_native(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     y, rstd = OP.make_outputs(x)
-    dtype = x.dtype if x.is_cuda and weight is not None and weight.dtype == x.dtype else torch.float32
-    _native.core().rms_norm_forward(readable_rows(x), _native.as_parameter(weight, dtype), y, rstd, eps)
+    _native.core().rms_norm_forward(readable_rows(x), *one_type(x, weight), y, rstd, eps)
     return y, rstd
 
 
@@ -52,8 +53,7 @@ def _backward_native(
     read = weight if x.is_cuda else _native.as_parameter(weight, torch.float32)
     x = readable_rows(x)
     workspace = torch.empty(core.rms_norm_backward_workspace(x), dtype=torch.float32, device=x.device)
-    wanted = total if want_dweight else None
-    core.rms_norm_backward(contiguous_rows(dy), x, read, rstd, dx, wanted, workspace)
+    core.rms_norm_backward(contiguous_rows(dy), x, read, rstd, dx, total if want_dweight else None, workspace)
     return dx, total.to(dweight.dtype)
 
 

@@ -11,9 +11,17 @@ from torch import Tensor
 from fasttfm import _native
 from fasttfm.kernels.common.rows import contiguous_like
 from fasttfm.kernels.rotary import reference
-from fasttfm.ops import checks
-from fasttfm.ops.backends import Backend, refuse_native_cpu, refuse_triton, torch_reference, triton_absent
-from fasttfm.ops.declare import LinearOp, checked, converted, flag, indices
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import checked, converted, flag, indices
+from fasttfm.ops.core.backends import (
+    Backend,
+    from_triton,
+    refuse_native_cpu,
+    refuse_triton,
+    torch_reference,
+    triton_absent,
+)
+from fasttfm.ops.core.declare import LinearOp
 
 NAME = "rotary"
 
@@ -126,13 +134,6 @@ def _refuse_cpu(x: Tensor, interleaved: bool = False) -> str | None:
     return refuse_native_cpu(x) or ("takes pairs of columns i and i + R / 2" if interleaved else None)
 
 
-def _triton_rotary(*args: Any) -> Tensor:
-    from fasttfm.kernels.rotary import triton
-
-    y: Tensor = triton.rotary_triton(*args)
-    return y
-
-
 _MOST_COLUMNS = 1024  # of a head: one tile of Triton's holds them
 
 
@@ -147,8 +148,8 @@ def _refuse_triton(x: Tensor, interleaved: bool = False) -> str | None:
 
 def _rotate_back(dy: Tensor, shape: Any, dtype: Any, *others: Any) -> Tensor:
     """The gradient is the inverse rotation: the forward with negated angles."""
-    *given, inverse, backend = others
-    return OP.apply(dy, *given, not inverse, backend)
+    *passed, inverse, backend = others
+    return OP.apply(dy, *passed, not inverse, backend)
 
 
 OP = LinearOp(
@@ -161,7 +162,13 @@ OP = LinearOp(
     check_values=lambda x, cos, sin, positions, *_: check_positions(NAME, positions, cos),
     backends=(
         Backend("cpu", _native.missing, _refuse_cpu, _native_rotary, _native_rotary),
-        Backend("triton", triton_absent, _refuse_triton, _triton_rotary, _triton_rotary),
+        Backend(
+            "triton",
+            triton_absent,
+            _refuse_triton,
+            from_triton(NAME, "rotary_triton"),
+            from_triton(NAME, "rotary_triton"),
+        ),
         torch_reference(reference.rotary, reference.rotary),
     ),
 )

@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.sample_tokens import reference
-from fasttfm.ops import checks
-from fasttfm.ops.backends import (
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.arguments import checked
+from fasttfm.ops.core.backends import (
     Backend,
-    BackendTable,
     always,
     dtype_name,
+    from_triton,
     refuse_native_cpu,
     refuse_triton,
-    requested,
+    torch_reference,
     triton_absent,
 )
-from fasttfm.ops.library import register
+from fasttfm.ops.core.declare import ForwardOp
 
-OP = "sample_tokens"
+NAME = "sample_tokens"
 
 
 class Sequences(NamedTuple):
@@ -63,9 +64,9 @@ def sample_tokens(
     Returns:
         int64 ``[B]``.
     """
-    checks.check_floating(OP, "logits", logits)
+    checks.check_floating(NAME, "logits", logits)
     if logits.dim() != 2 or logits.shape[1] == 0:
-        raise checks.bad_value(OP, "logits", "shape (B, V)", f"shape {tuple(logits.shape)}")
+        raise checks.bad_value(NAME, "logits", "shape (B, V)", f"shape {tuple(logits.shape)}")
     floats, integers = (torch.float32,), (torch.int32,)
     for name, tensor, types in (
         ("seeds", seeds, (torch.int64,)),
@@ -76,17 +77,15 @@ def sample_tokens(
     ):
         expected = " or ".join(dtype_name(dtype) for dtype in types)
         if not isinstance(tensor, Tensor):
-            raise checks.bad_type(OP, name, f"a tensor of {expected}", type(tensor).__name__)
+            raise checks.bad_type(NAME, name, f"a tensor of {expected}", type(tensor).__name__)
         if tensor.dtype not in types:
-            raise checks.bad_type(OP, name, f"a tensor of {expected}", dtype_name(tensor.dtype))
-        checks.check_shape(OP, name, tensor, logits.shape[:1])
-        checks.check_device(OP, name, tensor, like=logits)
+            raise checks.bad_type(NAME, name, f"a tensor of {expected}", dtype_name(tensor.dtype))
+        checks.check_shape(NAME, name, tensor, logits.shape[:1])
+        checks.check_device(NAME, name, tensor, like=logits)
     if sequences is not None:
         _check_sequences(sequences, logits)
-    TABLE.check_name(backend)
     tensors = (logits.detach(), seeds, positions, temperature, top_k, top_p)
-    tokens: Tensor = sample_tokens_op(*tensors, *(sequences or _NO_SEQUENCES), requested(backend))
-    return tokens
+    return OP(*tensors, *(sequences or _NO_SEQUENCES), backend=backend)
 
 
 _NO_SEQUENCES = (None,) * len(Sequences._fields)
@@ -95,56 +94,31 @@ _SEQUENCE_TYPES = (torch.int64, torch.bool, torch.int32, torch.int64, torch.int6
 
 def _check_sequences(sequences: Any, logits: Tensor) -> None:
     if not isinstance(sequences, Sequences):
-        raise checks.bad_type(OP, "sequences", "Sequences or None", type(sequences).__name__)
+        raise checks.bad_type(NAME, "sequences", "Sequences or None", type(sequences).__name__)
     rows = logits.shape[0]
     for name, tensor, dtype in zip(sequences._fields, sequences, _SEQUENCE_TYPES, strict=True):
         argument = f"sequences.{name}"
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
             got = dtype_name(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise checks.bad_type(OP, argument, f"a tensor of {dtype_name(dtype)}", got)
+            raise checks.bad_type(NAME, argument, f"a tensor of {dtype_name(dtype)}", got)
         table = name in ("ends", "history")
         if tensor.dim() != 1 + table or tensor.shape[0] != rows or tensor.stride(-1) != 1:
             expected = f"({rows}, any)" if table else f"({rows},)"
-            raise checks.bad_value(OP, argument, f"shape {expected} with contiguous rows", tensor.shape)
-        checks.check_device(OP, argument, tensor, like=logits)
+            raise checks.bad_value(NAME, argument, f"shape {expected} with contiguous rows", tensor.shape)
+        checks.check_device(NAME, argument, tensor, like=logits)
     count = sequences.ends.shape[1]
     if count < 1 or count & (count - 1) or not sequences.ends.is_contiguous():
-        raise checks.bad_value(OP, "sequences.ends", "a contiguous table of 1, 2, 4, ... columns", f"{count} columns")
-
-
-def _forward(logits: Tensor, *others: Any) -> Tensor:
-    *given, backend = others
-    tokens: Tensor = TABLE.select(backend, logits).forward(logits, *given)
-    return tokens
-
-
-def _fake(logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(logits.shape[0], dtype=torch.int64)
-
-
-sample_tokens_op = register(
-    "sample_tokens(Tensor logits, Tensor seeds, Tensor positions, Tensor temperature, Tensor top_k, Tensor top_p,"
-    " Tensor(a!)? ids, Tensor(b!)? active, Tensor? limits, Tensor? ends, Tensor(c!)? history, str? backend) -> Tensor",
-    _forward,
-    _fake,
-)
+        raise checks.bad_value(NAME, "sequences.ends", "a contiguous table of 1, 2, 4, ... columns", f"{count} columns")
 
 
 # ---- backends --------------------------------------------------------------------------------------------------------
 
 
-def _forward_triton(*given: Any) -> Tensor:
-    from fasttfm.kernels.sample_tokens import triton
-
-    tokens: Tensor = triton.sample_tokens_triton(*given)
-    return tokens
-
-
 def _then_advance(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A forward that calls ``draw`` and then appends its tokens to the sequences."""
 
-    def forward(logits: Tensor, *given: Any) -> Tensor:
-        sampling, sequences = given[:5], given[5:]
+    def forward(logits: Tensor, *passed: Any) -> Tensor:
+        sampling, sequences = passed[:5], passed[5:]
         tokens = draw(logits, *sampling)
         if sequences[0] is not None:
             reference.advance(tokens, sampling[1], *sequences)
@@ -156,7 +130,7 @@ def _then_advance(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _forward_cpu(
     logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
 ) -> Tensor:
-    """As the reference, but without the sort if no row has top_k or top_p, and without random numbers if all are
+    """The reference without the sort if no row has top_k or top_p, and without random numbers if all are
     greedy."""
     drawn = temperature > 0
     if not bool(drawn.any()):
@@ -169,11 +143,18 @@ def _forward_cpu(
     return reference.drawn(logits, kept, seeds, positions, temperature)
 
 
-TABLE = BackendTable(
-    OP,
-    (
+OP = ForwardOp(
+    NAME,
+    inputs=(
+        *(checked(name) for name in ("logits", "seeds", "positions", "temperature", "top_k", "top_p")),
+        *(checked("ids", optional=True, changed="a"), checked("active", optional=True, changed="b")),
+        *(checked("limits", optional=True), checked("ends", optional=True)),
+        checked("history", optional=True, changed="c"),
+    ),
+    output=lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64),
+    backends=(
         Backend("cpu", always, refuse_native_cpu, _then_advance(_forward_cpu)),
-        Backend("triton", triton_absent, refuse_triton, _forward_triton),
-        Backend("reference", always, lambda *_: None, _then_advance(reference.sample_tokens)),
+        Backend("triton", triton_absent, refuse_triton, from_triton(NAME, "sample_tokens_triton")),
+        torch_reference(_then_advance(reference.sample_tokens)),
     ),
 )

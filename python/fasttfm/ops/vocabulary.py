@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.common.rows import as_rows
-from fasttfm.ops import checks, linear
-from fasttfm.ops.backends import dtype_name
+from fasttfm.ops import linear
 from fasttfm.ops.column_sum import column_sum_op
+from fasttfm.ops.core import checks
+from fasttfm.ops.core.backends import dtype_name
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -49,8 +50,8 @@ def product_type(x: Tensor) -> torch.dtype:
 def stream(
     rows: Tensor,
     weight: Tensor,
-    turn: Callable[[int, Tensor], None],
-    wanted: Sequence[bool],
+    visit: Callable[[int, Tensor], None],
+    needed: Sequence[bool],
     *,
     columns: int,
     into_rows: bool,
@@ -58,13 +59,13 @@ def stream(
     scale: float = 1.0,
     block_bytes: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Iterates over blocks of rows [N, C]: their logits, ``turn(first, logits)``, and the GEMMs of the gradients it
+    """Iterates over blocks of rows [N, C]: their logits, ``visit(first, logits)``, and the GEMMs of the gradients it
     writes.
 
     Logits are ``scale`` times the product; gradients of rows and weight do not include that factor. ``block_bytes`` is
     the limit of ``rows_of_block``.
 
-    ``turn`` gets the index of the block's first row and the logits, [n, columns], of which the first V columns are
+    ``visit`` gets the index of the block's first row and the logits, [n, columns], of which the first V columns are
     filled. If any gradient is needed it overwrites all columns: by their gradients, and by zeros after them. With
     ``split`` the GEMMs end at a multiple of 8 tokens, and Triton kernels compute the tail.
 
@@ -73,7 +74,7 @@ def stream(
     """
     count, vocabulary = len(rows), len(weight)
     dtype, device = product_type(rows), rows.device
-    want_dh, want_dweight, want_dbias = wanted
+    want_dh, want_dweight, want_dbias = needed
     factor = weight.to(dtype)
     last = _VocabTail(factor, count) if split and vocabulary % _GEMM_MULTIPLE else None
     even = vocabulary if last is None else last.first
@@ -88,27 +89,27 @@ def stream(
     buffer = torch.empty(step, columns, dtype=dtype, device=device)
     for first in range(0, count, step):
         h = rows[first : first + step]
-        own = h.to(dtype)
+        part = h.to(dtype)
         block = buffer[: len(h)]
         logits = block[:, :even]
         if scale == 1.0:
-            torch.mm(own, factor[:even].t(), out=logits)
+            torch.mm(part, factor[:even].t(), out=logits)
         else:
-            torch.addmm(logits, own, factor[:even].t(), beta=0, alpha=scale, out=logits)
+            torch.addmm(logits, part, factor[:even].t(), beta=0, alpha=scale, out=logits)
         if last is not None:
-            last.logits(own, block, scale)
-        turn(first, block)
+            last.logits(part, block, scale)
+        visit(first, block)
         if want_dbias:
             dbias += column_sum_op(block, torch.float32, None)[:vocabulary]
         if want_dweight:
-            _add_product(dweight[:even], logits.t(), own, first == 0)
+            _add_product(dweight[:even], logits.t(), part, first == 0)
         target = dh[first : first + step]
         if last is not None and (want_dh or want_dweight):
             last.start(first, block, target if want_dh else None)
         if want_dh and dtype == dh.dtype:
             _product(target, logits, factor[:even], last is not None)
         elif want_dh:
-            target.copy_(torch.mm(logits, factor, out=torch.empty_like(own)))
+            target.copy_(torch.mm(logits, factor, out=torch.empty_like(part)))
     if last is not None and want_dweight and count > 0:
         last.finish(dweight, rows)
     return dh, dweight, dbias
@@ -144,9 +145,9 @@ class _VocabTail:
         self.kernels.start(g, self.weight, dh, self.g[first : first + len(block)])
 
     def finish(self, dweight: Tensor, rows: Tensor) -> None:
-        found = torch.empty(self.g.shape[1], rows.shape[1], dtype=torch.float32, device=rows.device)
-        _add_product(found, self.g.t(), rows.to(self.g.dtype), True)
-        dweight[self.first :] = found[: self.end - self.first]
+        gradient = torch.empty(self.g.shape[1], rows.shape[1], dtype=torch.float32, device=rows.device)
+        _add_product(gradient, self.g.t(), rows.to(self.g.dtype), True)
+        dweight[self.first :] = gradient[: self.end - self.first]
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
@@ -199,7 +200,7 @@ def rows_triton(hidden: Tensor, positions: Tensor | None, errors: Tensor) -> Ten
 
 
 def padded_bias(bias: Tensor) -> Tensor:
-    """As long as the logits' rows in memory, so that kernels read it in whole vectors."""
+    """The bias, padded to the length of the logits' rows in memory, so that kernels read it in whole vectors."""
     return torch.nn.functional.pad(bias, (0, padded(len(bias)) - len(bias)))
 
 
@@ -250,7 +251,8 @@ def check_reduction(op: str, reduction: Any, total: Any, like: Tensor) -> None:
 
 
 def check_values(op: str, argument: str, indices: Tensor, limit: int, ignored: int | None = None) -> None:
-    """On the CPU: every index is in [0, limit), or is ``ignored``. On a GPU looking would wait for it: kernels look."""
+    """Raises on the CPU if an index is neither in [0, limit) nor ``ignored``. On a GPU the kernels check the
+    indices."""
     if indices.device.type != "cpu" or indices.numel() == 0:
         return
     bad = (indices < 0) | (indices >= limit)

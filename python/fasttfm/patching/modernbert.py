@@ -26,11 +26,9 @@ from fasttfm.nn.plain import (
     is_watched,
 )
 from fasttfm.nn.rotary_layer import RotaryLayer, RotaryTransformer, Tables
-from fasttfm.ops.library import is_plain as is_plain_tensor
 from fasttfm.patching import heads, packing, parts
-from fasttfm.patching.masks import layout_of
+from fasttfm.patching.packed_model import PackedModel
 from fasttfm.patching.row_wise import are_row_wise, is_known
-from fasttfm.patching.stack import ATTRIBUTE, collect_outputs
 
 
 class ModernBertEmbeddings(parts.Patched, theirs.ModernBertEmbeddings):
@@ -178,7 +176,7 @@ def _layer_of(layer: Any, window: int | None) -> _Layer:
     return ours
 
 
-class ModernBertModel(packing.PackedLayers, theirs.ModernBertModel):
+class ModernBertModel(PackedModel, theirs.ModernBertModel):
     def forward(  # type: ignore[override]  # the arguments of a model
         self,
         input_ids: Tensor | None = None,
@@ -187,56 +185,32 @@ class ModernBertModel(packing.PackedLayers, theirs.ModernBertModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        given = inputs_embeds if input_ids is None else input_ids
-        layers = None if self._is_special(given, attention_mask, inputs_embeds, kwargs) else self._layers()
-        if layers is not None:
-            assert given is not None
-            batch = packing.flattened(given, kwargs) or layout_of(attention_mask, given[..., None])
-            if batch.indices is None:  # in transformers, windows count padding between tokens
-                positions = None if position_ids is None else batch.pack(position_ids.expand(given.shape[:2]))
-                name = "input_ids" if inputs_embeds is None else "inputs_embeds"
-                if are_row_wise(self, self.embeddings):
-                    x = self.embeddings(**{name: batch.pack(given)})
-                else:
-                    x = batch.pack(self.embeddings(**{name: given}))
-                return BaseModelOutput(last_hidden_state=batch.unpack(layers.run(x, batch, positions)))
-        return super(packing.PackedLayers, self).forward(
-            input_ids, attention_mask, position_ids, inputs_embeds, **kwargs
-        )
+        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        states = self.packed_states(attention_mask, position_ids, kwargs, **inputs)
+        if states is None:
+            arguments = (input_ids, attention_mask, position_ids, inputs_embeds)
+            return super(packing.PackedLayers, self).forward(*arguments, **kwargs)
+        return BaseModelOutput(last_hidden_state=states)
 
-    def _is_special(self, given: Any, mask: Any, embeddings: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether a call needs more than the last hidden states of tokens, or is traced or transformed."""
-        if given is None or not is_plain_tensor((given,)):
-            return True
-        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
-            return True
-        outputs = ("output_hidden_states", "output_attentions")
-        whole = self.config.return_dict if kwargs.get("return_dict") is None else kwargs["return_dict"]
-        asked = any(getattr(self.config, name, False) for name in outputs) or not whole
-        asked = asked or (self.keeps_padding and mask is not None)
-        like = given if embeddings is not None else given[..., None]
-        return asked or packing.is_special(like, mask, (), kwargs)
+    def embed(self, batch: PackedBatch, **inputs: Tensor | None) -> Tensor:
+        name = "input_ids" if inputs["inputs_embeds"] is None else "inputs_embeds"
+        tokens = inputs[name]
+        assert tokens is not None
+        x: Tensor
+        if are_row_wise(self, self.embeddings):
+            x = self.embeddings(**{name: batch.pack(tokens)})
+        else:
+            x = batch.pack(self.embeddings(**{name: tokens}))
+        return x
 
-    def _layers(self) -> _Layers | None:
-        """The layers, if they, the final norm and the rotary module need not be called."""
-        if not self._has_known_rotation() or is_watched(self.layers) or not is_plain_norm(self.final_norm):
-            return None
-        found: _Layers | None = self.__dict__.get(ATTRIBUTE)
-        try:
-            if found is None or not found.is_of(self):
-                tree = Tree(self.layers, collect_outputs)
-                if not tree.is_unchanged():  # something watches a module
-                    return None
-                found = self.__dict__[ATTRIBUTE] = _Layers(tree, self)
-        except (AttributeError, KeyError):  # a module that has replaced a layer has other parts
-            return None
-        return found if found.fusable else None
-
-    def _has_known_rotation(self) -> bool:
-        """Whether the rotary module is transformers' own, and its buffers do not depend on the sequence's length."""
+    def has_known_parts(self) -> bool:
+        """Also whether the rotary module's buffers do not depend on the sequence's length."""
         rotary = self.rotary_emb
         known = type(rotary) is theirs.ModernBertRotaryEmbedding and not is_watched(rotary)
-        return known and all(kind == "default" for kind in rotary.rope_type.values())
+        return known and all(kind == "default" for kind in rotary.rope_type.values()) and is_plain_norm(self.final_norm)
+
+    def make_layers(self, tree: Tree) -> _Layers:
+        return _Layers(tree, self)
 
 
 # transformers looks up a model's recorded outputs by its class.

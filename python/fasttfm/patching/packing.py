@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 
 from fasttfm.nn import PackedBatch
-from fasttfm.ops.library import is_plain
+from fasttfm.ops.core.library import is_plain
 from fasttfm.patching.attention import captured
 from fasttfm.patching.masks import layout_of
 from fasttfm.patching.parts import PACKING, Patched

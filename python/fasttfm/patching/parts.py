@@ -29,7 +29,7 @@ from fasttfm.nn.plain import (
     register_plain_class,
 )
 from fasttfm.nn.rotary_layer import is_capturing
-from fasttfm.ops.library import is_plain as is_plain_call
+from fasttfm.ops.core.library import is_plain as is_plain_call
 from fasttfm.patching.attention import attend, captured
 from fasttfm.patching.masks import is_explicit
 

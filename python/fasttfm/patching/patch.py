@@ -24,9 +24,9 @@ def patch(model: nn.Module, *, remove_padding: bool | None = None, logits_in_tra
     same model. ``unpatch`` restores it.
 
     Args:
-        model: A BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ALBERT, ELECTRA, DistilBERT, ModernBERT, MPNet or GPT-2 of
-            transformers, with or without a head; or a module that contains such models, like a SentenceTransformer, a
-            CrossEncoder of sentence-transformers, or a PEFT model.
+        model: A BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ALBERT, ELECTRA, DistilBERT, ModernBERT, EuroBERT,
+            NomicBERT, MPNet or GPT-2 of transformers, with or without a head; or a module that contains such models,
+            like a SentenceTransformer, a CrossEncoder of sentence-transformers, or a PEFT model.
         remove_padding: Whether layers skip padding tokens; their rows are then 0 after the layers, while in
             transformers they are undefined. True by default, except for question answering models, whose loss reads
             these rows, and for GPT-2 and MPNet, which do not support it.

@@ -12,7 +12,7 @@ def register_attention() -> None:
     """Registers fasttfm's attention with transformers, for ``from_pretrained(..., attn_implementation="fasttfm")`` and
     ``model.set_attn_implementation("fasttfm")``. ``fasttfm.patch`` calls it.
 
-    It works for models that use transformers' attention interface, such as Llama, Qwen3 and NomicBERT. DeBERTa and
+    It works for models that use transformers' attention interface, such as Llama, Qwen3 and Gemma. DeBERTa and
     MPNet do not: their attention stays transformers' own, and transformers only logs that it cannot be set."""
     load("attention")
 

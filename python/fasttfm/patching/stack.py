@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +25,10 @@ from fasttfm.nn.plain import (
     plain_parameters,
 )
 from fasttfm.ops import linear
-from fasttfm.ops.backends import requested
-from fasttfm.ops.library import needs_gradient
-from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
-from fasttfm.ops.transformer_stack import transformer_stack
+from fasttfm.ops.core.library import needs_gradient
+from fasttfm.ops.layers.spec import FIELDS, Attention, FeedForward, LayerSpec, Norm, Specs
+from fasttfm.ops.layers.stack import run_stack
+from fasttfm.ops.layers.torch_executor import Inputs
 from fasttfm.patching.row_wise import is_known
 
 _PARAMETERS = 16  # of a layer: weight and bias of six linear layers and two norms
@@ -107,6 +109,7 @@ class Stack(Uncopied):
         rows = [(*layer.linears(), layer.norm_a, layer.norm_b) for layer in layers]
         # In the order of _parameters().
         self._owners = [each._parameters for row in rows for each in row]
+        self._known: tuple[Any, Specs | None] = (None, None)  # settings, and the layers with them as data
 
     def is_of(self, encoder: nn.Module, settings: Any) -> bool:
         """Whether this was made of what the encoder has now."""
@@ -126,8 +129,8 @@ class Stack(Uncopied):
         """Whether the modules may be called with packed rows: they are known, and none counts the rows of a batch."""
         return self._is_known and not any(own[_CHUNKS] for own in self._chunks)
 
-    def options(self, max_seqlen: int) -> BlockOptions | None:
-        """The options that all layers share; None if they differ, or if a stack does not support them."""
+    def spec(self, present: frozenset[str]) -> LayerSpec | None:
+        """What all layers compute; None if they differ, or if a description does not cover it."""
         found = {_settings_of(layer) for layer in self.layers}
         if len(found) > 1:
             return None
@@ -135,69 +138,86 @@ class Stack(Uncopied):
         size = settings.head_dim
         if settings.is_causal or settings.scaling != size**-0.5 or self.width % size:
             return None
-        return BlockOptions(
-            heads=self.width // size,
-            max_seqlen=max_seqlen,
-            window_left=-1,
-            window_right=-1,
-            activation=ops.ACTIVATIONS[settings.activation],
-            attention_p=settings.attention_p,
-            p_a=settings.p_a,
-            p_b=settings.p_b,
-            eps_a=settings.eps_a,
-            eps_b=settings.eps_b,
-            recompute=False,
-            keep_activation=False,
-            backend=requested(None),
-        )
+        return _spec_of(self.width, self.layers[0].up.weight.shape[0], settings, present)
 
     def run(self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor | None:
         """The last layer's output for packed ``x`` [T, C]; None if the layers have to be called."""
-        values, options = plain_parameters(self._owners), self.options(max_seqlen)
-        if options is None or values is None:
+        values = plain_parameters(self._owners)
+        if values is None:
             return None
         (x,) = linear.autocast(x)
         dtypes = {each.dtype for each in values if each is not None}
         # Autocast casts fp32 weights; without it torch's linear layers need operands of one dtype.
         if len(dtypes) > 1 or not (dtypes == {x.dtype} or torch.is_autocast_enabled(x.device.type)):
             return None
-        x = x.contiguous()
-        drops = options.attention_p > 0 or options.p_a > 0 or options.p_b > 0
-        seeds = draw_seeds(x.device, len(self.order)) if drops else None
-        if any(each.layer.training and getattr(each.layer, "gradient_checkpointing", False) for each in self.layers):
-            return self._run_checkpointed(x, values, cu_seqlens, seeds, options)
         layers = self._parameters(values)
-        y, _ = transformer_stack(x, None, cu_seqlens, seeds, options, [layers[index] for index in self.order])
+        specs = self._specs(layers)
+        if specs is None:
+            return None
+        seeds = draw_seeds(x.device, len(specs)) if specs.drop else None
+        inputs = Inputs(x.contiguous(), None, cu_seqlens, max_seqlen, seeds)
+        if any(each.layer.training and getattr(each.layer, "gradient_checkpointing", False) for each in self.layers):
+            return self._run_checkpointed(inputs, values, specs)
+        y, _ = run_stack(specs, inputs, [each for index in self.order for each in layers[index]])
         return y
 
-    def _run_checkpointed(
-        self, x: Tensor, values: list[Any], cu_seqlens: Tensor, seeds: Tensor | None, options: BlockOptions
-    ) -> Tensor:
+    def _specs(self, layers: list[list[Tensor | None]]) -> Specs | None:
+        """The layers as data, in their order."""
+        given = [tuple(map(_is_given, each)) for each in layers]
+        settings = ([*map(_settings_of, self.layers)], given)
+        if settings != self._known[0]:
+            present = [frozenset(compress(FIELDS, each)) for each in given]
+            found = [self.spec(present[index]) for index in self.order]
+            self._known = settings, None if None in found else Specs.of(found)  # type: ignore[arg-type]
+        return self._known[1]
+
+    def _run_checkpointed(self, inputs: Inputs, values: list[Any], specs: Specs) -> Tensor:
         """Gradient checkpointing: each layer saves only its input and runs again in the backward, with the same
         seeds."""
+        x = inputs.x
         for step, index in enumerate(self.order):
             own = values[index * _PARAMETERS : (index + 1) * _PARAMETERS]
-            seed = None if seeds is None else seeds[step : step + 1]
-            run = functools.partial(self._run_layer, own, cu_seqlens, seed, options)
+            seeds = None if inputs.seeds is None else inputs.seeds[step : step + 1]
+            call = inputs._replace(seeds=seeds)
+            run = functools.partial(self._run_layer, own, call, specs.singles[step])
             layer = self.layers[index].layer
             x = layer._gradient_checkpointing_func(run, x) if layer.gradient_checkpointing else run(x)
         return x
 
-    def _run_layer(
-        self, values: list[Any], cu_seqlens: Tensor, seeds: Tensor | None, options: BlockOptions, x: Tensor
-    ) -> Tensor:
-        y, _ = transformer_stack(x, None, cu_seqlens, seeds, options, self._parameters(values))
+    def _run_layer(self, values: list[Any], inputs: Inputs, specs: Specs, x: Tensor) -> Tensor:
+        (parameters,) = self._parameters(values)
+        y, _ = run_stack(specs, inputs._replace(x=x), parameters)
         return y
 
-    def _parameters(self, values: list[Any]) -> list[BlockParameters]:
-        """The parameters of one or several layers."""
+    def _parameters(self, values: list[Any]) -> list[list[Tensor | None]]:
+        """The FIELDS of one or several layers."""
         rows = [values[first : first + _PARAMETERS] for first in range(0, len(values), _PARAMETERS)]
         weights = join([row[index] for row in rows for index in (0, 2, 4)])
         biases = join([row[index] for row in rows for index in (1, 3, 5)])
         return [
-            BlockParameters(weight, bias, *row[6:8], *row[12:14], *row[8:12], *row[14:])
+            [weight, bias, *row[6:8], *row[12:14], *row[8:12], *row[14:], None, None]
             for weight, bias, row in zip(weights, biases, rows, strict=True)
         ]
+
+
+_is_given = functools.partial(operator.is_not, None)
+
+
+@functools.lru_cache(maxsize=256)
+def _spec_of(width: int, intermediate: int, settings: LayerSettings, present: frozenset[str]) -> LayerSpec:
+    heads = width // settings.head_dim
+    return LayerSpec(
+        width,
+        pre_norm=False,
+        attention=Attention(heads, heads, settings.head_dim, dropout=settings.attention_p),
+        feed_forward=FeedForward(intermediate, ops.ACTIVATIONS[settings.activation]),
+        norm_a=Norm("layer", settings.eps_a),
+        norm_b=Norm("layer", settings.eps_b),
+        present=present,
+        dropout_a=settings.p_a,
+        dropout_b=settings.p_b,
+        recomputed=frozenset(("a",)),
+    )
 
 
 def collect_outputs(hooks: dict[int, Any]) -> bool:
@@ -209,35 +229,38 @@ def collect_outputs(hooks: dict[int, Any]) -> bool:
 # ---- queries, keys and values ----------------------------------------------------------------------------------------
 
 
-def join(tensors: list[Tensor | None]) -> Sequence[Any]:
-    """Concatenates every three tensors, those of a layer's queries, keys and values; None if all three are None."""
-    given = [each for each in tensors if each is not None]
-    if not given:
-        return [None] * (len(tensors) // 3)
-    if len(given) < len(tensors):  # a bias that is missing while others exist is 0
-        given = [torch.zeros_like(given[0]) if each is None else each for each in tensors]
-    if needs_gradient(*given):
-        joined: tuple[Tensor, ...] = _Join.apply(*given)
+def join(tensors: list[Tensor | None], count: int = 3) -> Sequence[Any]:
+    """Concatenates every ``count`` tensors, such as those of a layer's queries, keys and values; None if all of them
+    are None. All layers have tensors of the same shapes."""
+    whole = [tensor for tensor in tensors if tensor is not None]
+    if not whole:
+        return [None] * (len(tensors) // count)
+    if len(whole) < len(tensors):  # a bias that is missing while others exist is 0
+        whole = [torch.zeros_like(whole[0]) if tensor is None else tensor for tensor in tensors]
+    if needs_gradient(*whole):
+        joined: tuple[Tensor, ...] = _Join.apply(count, *whole)
         return joined
-    return _joined(given)
+    return _joined(count, whole)
 
 
-def _joined(tensors: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _joined(count: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Concatenates all of them by one launch."""
-    rows, *others = tensors[0].shape
-    return torch.cat(tensors).view(-1, 3 * rows, *others).unbind()
+    rows = sum(tensor.shape[0] for tensor in tensors[:count])
+    return torch.cat([*tensors]).view(-1, rows, *tensors[0].shape[1:]).unbind()
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return _joined(tensors)
+        ctx.rows = [tensor.shape[0] for tensor in tensors[:count]]
+        return _joined(count, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        parts = [(None, None, None) if each is None else each.chunk(3) for each in gradients]
-        return tuple(part for each in parts for part in each)
+        absent = [None] * len(ctx.rows)
+        parts = [absent if gradient is None else gradient.split(ctx.rows) for gradient in gradients]
+        return None, *(part for parts_of_layer in parts for part in parts_of_layer)
 
 
 # ---- encoders --------------------------------------------------------------------------------------------------------

@@ -14,17 +14,26 @@ from typing import Any
 
 import torch
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fasttfm.serve import cohere, errors, fields, heads, openai, openapi, tei, tracing
-from fasttfm.serve.calls import Call, Server, json_response
+from fasttfm.serve.answers import Answer, json_answer
+from fasttfm.serve.calls import Call, Server
 from fasttfm.serve.metrics import Metrics
 
 _LOG = logging.getLogger("fasttfm.serve")
-_PAGE_TYPES = {"index.html": "text/html", "app.js": "text/javascript", "style.css": "text/css"}
+_HTML = b"text/html; charset=utf-8"
+_PAGE_TYPES = {
+    "index.html": _HTML,
+    "app.js": b"text/javascript; charset=utf-8",
+    "style.css": b"text/css; charset=utf-8",
+}
 _MAX_LOGGED = 200  # characters of a path
+_ERROR_HEADERS = {
+    401: [(b"www-authenticate", b"Bearer")],
+    429: [(b"retry-after", b"1")],
+    503: [(b"retry-after", b"1")],
+}
 
 
 @dataclass(frozen=True)
@@ -76,10 +85,10 @@ def default_route(call: Call) -> Any:
     return next(handler for ability, handler in order.items() if ability in model.abilities)(call)
 
 
-async def health(call: Call) -> Response:
+async def health(call: Call) -> Answer:
     reason = _reason(await call.server.states())
     if reason is None:
-        return Response(b"", 200)
+        return Answer(b"", content_type=b"text/plain")
     raise errors.unavailable(f"unhealthy: {reason}")
 
 
@@ -88,20 +97,20 @@ def _reason(states: Sequence[Mapping[str, Any]]) -> str | None:
     return next((state["reason"] for state in states if state["reason"] is not None), None)
 
 
-async def metrics(call: Call) -> Response:
+async def metrics(call: Call) -> Answer:
     states = await call.server.states()
     content = Metrics.total([state["metrics"] for state in states if "metrics" in state]).exposition()
-    return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Answer(content, content_type=b"text/plain; version=0.0.4; charset=utf-8")
 
 
-async def stats(call: Call) -> Response:
+async def stats(call: Call) -> Answer:
     """What the page shows."""
     server = call.server
     loaded = [] if server.loaded is None else list(server.loaded.models.values())
     states = await server.states()
     answered = [state for state in states if "metrics" in state]
     reason = _reason(states)
-    return json_response(
+    return json_answer(
         {
             "healthy": reason is None,
             "reason": reason,
@@ -131,9 +140,9 @@ def _mask(model: Any) -> str | None:
     return None if tokenizer.special.mask is None else tokenizer.token(tokenizer.special.mask)
 
 
-def _page_file(name: str) -> Callable[[Call], Response]:
+def _page_file(name: str) -> Callable[[Call], Answer]:
     content = (resources.files("fasttfm.serve") / "page" / name).read_bytes()
-    return lambda call: Response(content, media_type=_PAGE_TYPES[name], headers={"cache-control": "no-cache"})
+    return lambda call: Answer(content, 200, [(b"cache-control", b"no-cache")], _PAGE_TYPES[name])
 
 
 def endpoints() -> list[Endpoint]:
@@ -172,10 +181,10 @@ def endpoints() -> list[Endpoint]:
     described = openapi.document(routes)
     shown = openapi.page(described)
     routes += [
-        Endpoint("GET", "/docs", lambda call: Response(shown, media_type="text/html"), TEI, "This list.", public=True),
+        Endpoint("GET", "/docs", lambda call: Answer(shown, content_type=_HTML), TEI, "This list.", public=True),
         *(Endpoint("GET", f"/page/{name}", _page_file(name), TEI, "", public=True) for name in _PAGE_TYPES),
         *(
-            Endpoint("GET", path, lambda call: json_response(described), TEI, "OpenAPI.", public=True)
+            Endpoint("GET", path, lambda call: json_answer(described), TEI, "OpenAPI.", public=True)
             for path in ("/api-doc/openapi.json", "/openapi.json")
         ),
     ]
@@ -201,8 +210,7 @@ class Application:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1003})
             return
-        request = Request(scope, receive, send)
-        call = Call(self.server, request)
+        call = Call(self.server, scope, receive)
         endpoint = self._endpoints.get((scope["method"], scope["path"])) or self._other(scope)
         with tracing.span(endpoint, scope) as span:
             response = await self._respond(call, endpoint)
@@ -219,7 +227,6 @@ class Application:
         if method == "HEAD" and ("GET", path) in self._endpoints:
             return self._endpoints["GET", path]
         if path.startswith("/v1/models/"):
-            scope["path_params"] = {"name": path.removeprefix("/v1/models/")}
             path = "/v1/models/{name}"
         if (method, path) in self._endpoints:
             return self._endpoints[method, path]
@@ -228,9 +235,9 @@ class Application:
             return errors.RequestError(405, "Validation", f"Method not allowed: expected {allowed}, got {method[:20]}")
         return errors.RequestError(404, "Validation", "There is no such route; /docs lists the routes")
 
-    async def _respond(self, call: Call, endpoint: Endpoint | errors.RequestError) -> Response | None:
+    async def _respond(self, call: Call, endpoint: Endpoint | errors.RequestError) -> Any:
         """The response, None for a client that has gone."""
-        dialect = _dialect_of(call.request.url.path) if isinstance(endpoint, errors.RequestError) else endpoint.dialect
+        dialect = _dialect_of(call.path) if isinstance(endpoint, errors.RequestError) else endpoint.dialect
         admitted = False
         try:
             if isinstance(endpoint, errors.RequestError):
@@ -244,8 +251,7 @@ class Application:
                 if endpoint.path == "/rerank" and isinstance(call.body, dict) and "documents" in call.body:
                     dialect = COHERE
             answer = endpoint.handler(call)
-            response: Response = await answer if inspect.isawaitable(answer) else answer
-            return response
+            return await answer if inspect.iscoroutine(answer) else answer
         except errors.Disconnected:
             call.cancel()
             self.server.metrics.count("te_request_failure", "err", "disconnected")
@@ -253,7 +259,7 @@ class Application:
         except errors.RequestError as error:
             if isinstance(endpoint, errors.RequestError) or not endpoint.public:
                 self.server.metrics.count("te_request_failure", "err", error.cause)
-            return _error_response(error, dialect)
+            return _error_answer(error, dialect)
         except asyncio.CancelledError:
             call.cancel()
             raise
@@ -263,7 +269,7 @@ class Application:
             _LOG.error("%s in a request\n%s", type(error).__name__, place)
             self.server.metrics.count("te_request_failure", "err", "internal")
             message = f"Backend error: {type(error).__name__}"
-            return _error_response(errors.RequestError(424, "Backend", message, cause="internal"), dialect)
+            return _error_answer(errors.RequestError(424, "Backend", message, cause="internal"), dialect)
         finally:
             if admitted:
                 self.server.admission.leave_request()
@@ -272,8 +278,7 @@ class Application:
         """Compares with every key, in a time that does not depend on where they differ."""
         if not self.keys:
             return
-        header = call.request.headers.get("authorization", "").encode("utf-8", "replace")
-        scheme, _, key = header.partition(b" ")
+        scheme, _, key = call.headers.get(b"authorization", b"").partition(b" ")
         known = False
         for valid in self.keys:
             known |= hmac.compare_digest(key.strip(), valid)
@@ -288,10 +293,9 @@ def _dialect_of(path: str) -> Dialect:
     return OPENAI if path.startswith("/v1/") else TEI
 
 
-def _error_response(error: errors.RequestError, dialect: Dialect) -> Response:
+def _error_answer(error: errors.RequestError, dialect: Dialect) -> Answer:
     status, body = dialect.body(error)
-    headers = {401: {"www-authenticate": "Bearer"}, 429: {"retry-after": "1"}, 503: {"retry-after": "1"}}
-    return json_response(body, status, headers.get(status))
+    return json_answer(body, status, _ERROR_HEADERS.get(status, ()))
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
@@ -305,12 +309,18 @@ async def _lifespan(receive: Receive, send: Send) -> None:
 def application(
     server: Server, keys: Sequence[str] = (), *, origins: Sequence[str] = ("*",), access_log: bool = False
 ) -> tuple[Application, ASGIApp]:
-    """The application, and the same within the middleware for requests of other origins' pages."""
+    """The application, and one that passes requests of other origins' pages, which have an ``Origin``, through the
+    middleware for them."""
     inner = Application(server, keys, access_log=access_log)
     if not origins:
         return inner, inner
     outer = CORSMiddleware(inner, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])
-    return inner, outer
+
+    def choose(scope: Scope, receive: Receive, send: Send) -> Any:
+        from_page = scope["type"] == "http" and b"origin" in dict(scope["headers"])
+        return (outer if from_page else inner)(scope, receive, send)
+
+    return inner, choose
 
 
 def add_gauges(server: Server) -> None:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import orjson
-from starlette.requests import Request
-from starlette.responses import Response
+from starlette.types import Receive, Scope
 
 from fasttfm.inference.formats import Tokens
 from fasttfm.serve import errors
+from fasttfm.serve.answers import Answer, json_answer
 from fasttfm.serve.engine import Arrivals, Engine, Job
 from fasttfm.serve.generation import Generator
 from fasttfm.serve.limits import Admission, Deadline, Limits
 from fasttfm.serve.metrics import Metrics
 from fasttfm.serve.models import ServedModel
 from fasttfm.serve.peers import Peers
+from fasttfm.serve.tokenization import Tokenization, characters_of
 
-_INLINE_CHARACTERS = 2048  # fewer are tokenized in less time than another thread needs to start
-_WATCH_AFTER = 0.02  # seconds after which a request is watched for a disconnection
+_LOOK_SECONDS = 0.1  # between two looks for requests that are late or whose client has disconnected
 
 
 class Loaded:
@@ -80,9 +80,10 @@ class Server:
         self.admission = Admission(limits)
         self.loaded: Loaded | None = None
         self.failure: str | None = None  # why no model could be loaded
-        self.draining = False
         self.tokenization_workers = tokenization_workers
         self.pool = ThreadPoolExecutor(tokenization_workers, thread_name_prefix="fasttfm-tokenize")
+        self.tokenization = Tokenization(self.pool)
+        self.in_flight = InFlight()
         self.peers: Peers | None = None  # the other processes that serve the port
 
     def ready(self) -> Loaded:
@@ -116,43 +117,71 @@ class Server:
         return [self.state(), *([] if self.peers is None else await self.peers.states())]
 
 
+class InFlight:
+    """The requests that are computed, which a timer looks at: one timer costs less than several of each request."""
+
+    def __init__(self) -> None:
+        self._calls: set[Call] = set()
+        self._is_scheduled = False
+
+    def add(self, call: Call) -> None:
+        self._calls.add(call)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+
+    def discard(self, call: Call) -> None:
+        self._calls.discard(call)
+
+    def _look(self) -> None:
+        self._is_scheduled = bool(self._calls)
+        if self._is_scheduled:
+            asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+        now = time.perf_counter()
+        for call in tuple(self._calls):
+            if now - call.begun > _LOOK_SECONDS:
+                call.look(now)
+
+
 class Call:
     """A request: its body, and what has been measured of it."""
 
     __slots__ = (
-        "_jobs", "_streams", "begun", "body", "characters", "inference", "method", "queue", "request", "server",
-        "texts", "tokenization", "tokens",
+        "_job", "_watch", "begun", "body", "characters", "headers", "inference", "method", "path", "queue", "receive",
+        "server", "texts", "tokenization", "tokens",
     )  # fmt: skip
 
-    def __init__(self, server: Server, request: Request) -> None:
-        self.server, self.request = server, request
+    def __init__(self, server: Server, scope: Scope, receive: Receive) -> None:
+        self.server, self.receive = server, receive
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])  # names are in lower case
         self.begun = time.perf_counter()
         self.body: Any = None
         self.method = "single"  # TEI's label: single or batch
         self.texts = self.characters = self.tokens = 0
         self.tokenization = self.queue = self.inference = 0.0
-        self._jobs: list[tuple[Engine, Job]] = []
-        self._streams: list[Any] = []
+        self._job: Job | None = None  # the last one
+        self._watch: asyncio.Task[None] | None = None  # for a disconnection
 
     # ---- the body ----------------------------------------------------------------------------------------------------
 
     async def read_body(self) -> None:
         """Reads and decodes the body, within the limits of its size and of the time for it to arrive."""
-        limits, headers = self.server.limits, self.request.headers
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json" and not kind.endswith("+json"):
+        limits, headers = self.server.limits, self.headers
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json" and not kind.endswith(b"+json"):
             message = "Expected request with `Content-Type: application/json`"
             raise errors.RequestError(415, "Validation", message)
-        if headers.get("content-encoding", "identity").lower() != "identity":
+        if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise errors.RequestError(415, "Validation", "Expected a body without Content-Encoding")
-        length = headers.get("content-length", "")
+        length = headers.get(b"content-length", b"")
         if length.isdigit():
             limits.check_bytes(int(length[:20]))
         parts, size = [], 0
         try:
             with Deadline(limits.read_timeout):
                 while True:
-                    event = await self.request.receive()
+                    event = await self.receive()
                     if event["type"] == "http.disconnect":
                         raise errors.Disconnected
                     part = event.get("body", b"")
@@ -184,111 +213,130 @@ class Call:
         """Calls a function in the pool of threads."""
         return await asyncio.get_running_loop().run_in_executor(self.server.pool, function, *arguments)
 
+    async def sequences(self, model: ServedModel, items: Sequence[Any], **options: Any) -> list[Tokens]:
+        """The sequences of texts, pairs and ids (``TextReader.read``)."""
+        waiter: asyncio.Future[list[Tokens]] = asyncio.get_running_loop().create_future()
+
+        def done(sequences: list[Tokens]) -> None:
+            if not waiter.done():
+                waiter.set_result(sequences)
+
+        def failed(error: Exception) -> None:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+        self._read(model, items, done, failed, options)
+        return await waiter
+
+    async def read_and_compute(
+        self, model: ServedModel, items: Sequence[Any], output: str = "vectors", **options: Any
+    ) -> Any:
+        """``compute`` of the ``sequences`` of inputs. The request's task runs again only when it has the results."""
+        job = Job(model.engine, output)
+        self._read(model, items, job.submit, job.refuse, options)
+        return await self._results(job)
+
+    def _read(
+        self,
+        model: ServedModel,
+        items: Sequence[Any],
+        done: Callable[[list[Tokens]], None],
+        failed: Callable[[Exception], None],
+        options: dict[str, Any],
+    ) -> None:
+        begun, only = time.perf_counter(), self.server.admission.requests == 1
+
+        def check(sequences: list[Tokens] | Exception) -> None:
+            try:
+                if isinstance(sequences, Exception):
+                    raise sequences
+                done(self.count_tokens(sequences, characters_of(items), time.perf_counter() - begun))
+            except Exception as error:
+                failed(error)
+
+        self.server.tokenization.add(model.reader, items, check, only=only, **options)
+
     async def tokenize(self, read: Callable[[], list[Tokens]], characters: int) -> list[Tokens]:
-        """The sequences that ``read`` returns; long texts are read in the pool."""
+        """The sequences that ``read`` returns, which is called in the pool."""
         begun = time.perf_counter()
-        sequences = read() if characters <= _INLINE_CHARACTERS else await self.in_pool(read)
-        self.tokenization += time.perf_counter() - begun
-        self.characters += characters
+        return self.count_tokens(await self.in_pool(read), characters, time.perf_counter() - begun)
+
+    def count_tokens(self, sequences: list[Tokens], characters: int, seconds: float) -> list[Tokens]:
+        """Checks the number of tokens, and counts them."""
         lengths = [len(sequence.ids) for sequence in sequences]
-        self.server.metrics.read(lengths)
+        self.tokenization += seconds
+        self.characters += characters
         self.tokens += sum(lengths)
+        self.server.metrics.read(lengths)
         self.server.limits.check_tokens(self.tokens)
         return sequences
 
-    async def sequences(self, model: ServedModel, items: Sequence[Any], **options: Any) -> list[Tokens]:
-        """The sequences of texts, pairs and ids (``TextReader.read``)."""
-        return await self.tokenize(lambda: model.reader.read(items, **options), characters_of(items))
-
     async def compute(self, model: ServedModel, sequences: Sequence[Tokens], output: str = "vectors") -> Any:
         """The results of sequences, in the form of ``Session.encode``."""
-        engine: Engine = model.engine
-        job = engine.submit(sequences, output)
-        self._jobs.append((engine, job))
-        loop = asyncio.get_running_loop()
-        elapsed = time.perf_counter() - self.begun
-        deadline = loop.call_later(max(0.0, self.server.limits.request_timeout - elapsed), self._expire, job)
-        watch = loop.call_later(_WATCH_AFTER, self._watch)
+        job = Job(model.engine, output)
+        job.submit(sequences)
+        return await self._results(job)
+
+    async def _results(self, job: Job) -> Any:
+        self._job = job
+        self.server.in_flight.add(self)
         try:
             result = await job.waiter
         except asyncio.CancelledError:
-            self.cancel()
+            job.cancel()
             raise
         finally:
-            deadline.cancel()
-            watch.cancel()
+            self.server.in_flight.discard(self)
+            if self._watch is not None:
+                self._watch.cancel()
         self.queue += job.queue_seconds
         self.inference += job.inference_seconds
         return result
 
-    def _expire(self, job: Job) -> None:
-        self._refuse(job, errors.late(self.server.limits.request_timeout))
-
-    def _watch(self) -> None:
-        """Ends the computation when the client disconnects."""
-        jobs = [job for _, job in self._jobs if not job.waiter.done()]
-        task = asyncio.ensure_future(self.disconnection())
-
-        def ended(_: Any) -> None:
-            if not task.cancelled() and task.exception() is None:
-                for job in jobs:
-                    self._refuse(job, errors.Disconnected())
-
-        task.add_done_callback(ended)
-        for job in jobs:
-            job.waiter.add_done_callback(lambda _: task.cancel())
+    def look(self, now: float) -> None:
+        """Ends the computation if it is late, or if the client has disconnected."""
+        limits, seconds, job = self.server.limits, now - self.begun, self._job
+        if job is None or job.waiter.done():
+            return
+        if seconds > limits.request_timeout:
+            job.refuse(errors.late(limits.request_timeout))
+        elif self._watch is None or self._watch.cancelled():
+            self._watch = asyncio.ensure_future(self.disconnection())
+        elif self._watch.done():
+            job.refuse(errors.Disconnected())
 
     async def disconnection(self) -> None:
-        while (await self.request.receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
 
-    def _refuse(self, job: Job, error: Exception) -> None:
-        if not job.waiter.done():
-            job.waiter.set_exception(error)
-        for engine, submitted in self._jobs:
-            if submitted is job:
-                engine.cancel(job)
-
     def cancel(self) -> None:
-        for engine, job in self._jobs:
-            engine.cancel(job)
+        if self._job is not None:
+            self._job.cancel()
 
     # ---- the answer --------------------------------------------------------------------------------------------------
 
-    def answer(self, content: Any) -> Response:
-        """The response to a request that was computed, with TEI's headers."""
+    def answer(self, content: Any) -> Answer:
+        """The answer to a request that was computed, with TEI's headers."""
         seconds = time.perf_counter() - self.begun
         durations = (seconds, self.tokenization, self.queue, self.inference)
         self.server.metrics.answered(self.method, durations, self.texts, self.tokens)
-        total = str(round(seconds * 1e3))
-        return json_response(
-            content,
-            headers={
-                "x-compute-type": "fasttfm",
-                "x-compute-time": total,
-                "x-compute-characters": str(self.characters),
-                "x-compute-tokens": str(self.tokens),
-                "x-total-time": total,
-                "x-tokenization-time": str(round(self.tokenization * 1e3)),
-                "x-queue-time": str(round(self.queue * 1e3)),
-                "x-inference-time": str(round(self.inference * 1e3)),
-            },
-        )
-
-
-def characters_of(items: Sequence[Any]) -> int:
-    """The characters of texts and pairs; ids count one each."""
-    return sum(sum(map(len, item)) if isinstance(item, tuple) else len(item) for item in items)
-
-
-def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(body, status, headers, "application/json")
+        total = b"%.0f" % (seconds * 1e3)
+        headers = [
+            (b"x-compute-type", b"fasttfm"),
+            (b"x-compute-time", total),
+            (b"x-compute-characters", b"%d" % self.characters),
+            (b"x-compute-tokens", b"%d" % self.tokens),
+            (b"x-total-time", total),
+            (b"x-tokenization-time", b"%.0f" % (self.tokenization * 1e3)),
+            (b"x-queue-time", b"%.0f" % (self.queue * 1e3)),
+            (b"x-inference-time", b"%.0f" % (self.inference * 1e3)),
+        ]
+        return json_answer(content, headers=headers)
 
 
 def unit_vectors(vectors: np.ndarray) -> np.ndarray:
     """Vectors divided by their L2 norm; a vector of zeros stays zero."""
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+    return vectors / np.maximum(np.sqrt((vectors * vectors).sum(-1, keepdims=True)), 1e-12)
 
 
 def shortened(model: ServedModel, vectors: np.ndarray, dimensions: int | None, *, normalize: bool) -> np.ndarray:

@@ -7,9 +7,10 @@ import uuid
 from typing import Any
 
 import numpy as np
-from starlette.responses import Response
 
+from fasttfm.data.tokenizer import Tokenizer
 from fasttfm.serve import errors, fields
+from fasttfm.serve.answers import Answer
 from fasttfm.serve.calls import Call, unit_vectors
 
 EMBEDDING_TYPES = ("float", "int8", "uint8", "binary", "ubinary", "base64")
@@ -53,7 +54,7 @@ EMBED = fields.Body(
 _PROMPTS = {"search_query": ("query", "search_query"), "search_document": ("document", "passage", "search_document")}
 
 
-async def rerank(call: Call) -> Response:
+async def rerank(call: Call) -> Answer:
     """The answer has the fields of Cohere (``id``, ``meta``) and of Jina (``model``, ``usage``)."""
     body = RERANK.parse(call.body)
     model = call.server.ready().select("rerank", body["model"])
@@ -61,13 +62,9 @@ async def rerank(call: Call) -> Response:
     call.count_inputs(len(documents), name="documents")
     reader, most = model.reader, body["max_tokens_per_doc"]
     if most is not None:
-        kept = reader.tokenizer.encode_batch(documents)
-        documents = [
-            text if len(ids) <= most else reader.tokenizer.decode(ids[:most])
-            for text, ids in zip(documents, kept, strict=True)
-        ]
-    sequences = await call.sequences(model, [(body["query"], text) for text in documents])
-    logits = (await call.compute(model, sequences, "logits"))[:, 0]
+        documents = await call.in_pool(_shortened, reader.tokenizer, documents, most)
+    pairs = [(body["query"], text) for text in documents]
+    logits = (await call.read_and_compute(model, pairs, "logits"))[:, 0]
     scores = 0.5 * (1.0 + np.tanh(0.5 * logits))
     results = []
     for index in np.argsort(-scores, kind="stable").tolist()[: body["top_n"]]:
@@ -88,7 +85,14 @@ async def rerank(call: Call) -> Response:
     )
 
 
-async def embed(call: Call) -> Response:
+def _shortened(tokenizer: Tokenizer, texts: list[str], most: int) -> list[str]:
+    """Texts of at most ``most`` tokens."""
+    ids = [tokenizer.encode(text) for text in texts]
+    pairs = zip(texts, ids, strict=True)
+    return [text if len(ids) <= most else tokenizer.decode(ids[:most]) for text, ids in pairs]
+
+
+async def embed(call: Call) -> Answer:
     body = EMBED.parse(call.body)
     model = call.server.ready().select("embed", body["model"])
     call.count_inputs(len(body["texts"]), name="texts")
@@ -96,7 +100,7 @@ async def embed(call: Call) -> Response:
     prompt = next((model.reader.prompts[name] for name in names if name in model.reader.prompts), None)
     options = {"truncate": body["truncate"] != "none", "left": body["truncate"] == "start"}
     prompt = model.reader.default_prompt if prompt is None else prompt
-    vectors = await call.compute(model, await call.sequences(model, body["texts"], prompt=prompt, **options))
+    vectors = await call.read_and_compute(model, body["texts"], prompt=prompt, **options)
     dimensions = body["output_dimension"]
     if dimensions is not None and dimensions > vectors.shape[1]:
         raise errors.invalid("output_dimension", f"a whole number from 1 to {vectors.shape[1]}", dimensions)
@@ -132,4 +136,4 @@ def encoded(vectors: np.ndarray, kind: str) -> Any:
 
 
 def _version(call: Call) -> str:
-    return "2" if call.request.url.path.startswith("/v2") else "1"
+    return "2" if call.path.startswith("/v2") else "1"

@@ -23,16 +23,38 @@ from fasttfm.serve.models import ServedModel
 
 
 class Job:
-    """Sequences of a request on their way through a session. Times are those of ``time.perf_counter``."""
+    """The computation of a request's sequences. Times are those of ``time.perf_counter``.
 
-    __slots__ = ("finished", "future", "launched", "replica", "sequences", "submitted", "tokens", "waiter")
+    Args:
+        output: Of ``Session.encode``.
+    """
 
-    def __init__(self, waiter: asyncio.Future[Any], sequences: int, tokens: int) -> None:
-        self.waiter, self.sequences, self.tokens = waiter, sequences, tokens
+    __slots__ = (
+        "engine", "finished", "future", "launched", "output", "replica", "sequences", "submitted", "tokens", "waiter",
+    )  # fmt: skip
+
+    def __init__(self, engine: Engine, output: str) -> None:
+        self.engine, self.output = engine, output
+        self.waiter: asyncio.Future[Any] = asyncio.get_running_loop().create_future()  # of the results
+        self.sequences: Sequence[Tokens] = ()
+        self.tokens = self.replica = 0
+        self.submitted = self.launched = self.finished = 0.0  # the latter two are written by the session's thread
+        self.future: Future[Any] | None = None  # of the session
+
+    def submit(self, sequences: Sequence[Tokens]) -> None:
+        self.sequences, self.tokens = sequences, sum([len(sequence.ids) for sequence in sequences])
         self.submitted = time.perf_counter()
-        self.launched = self.finished = 0.0  # written by the session's thread
-        self.future: Future[Any] | None = None
-        self.replica = 0
+        self.engine.submit(self)
+
+    def refuse(self, error: Exception) -> None:
+        """Ends the job with an error."""
+        if not self.waiter.done():
+            self.waiter.set_exception(error)
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Removes the job from the queue; a batch that is launched is computed to its end."""
+        self.engine.cancel(self)
 
     @property
     def queue_seconds(self) -> float:
@@ -73,33 +95,48 @@ class Engine:
         self.model = model
         self._admission, self._metrics, self._arrivals = admission, metrics, arrivals
         self._tokens = [0] * len(model.sessions)  # in each session; only the event loop changes them
+        self._pending: list[Job] = []
         for session in model.sessions:
             session.on_launch = self._launched
 
-    def submit(self, sequences: Sequence[Tokens], output: str) -> Job:
-        """Starts the computation of sequences. ``job.waiter`` gets their results."""
-        tokens = sum(len(sequence.ids) for sequence in sequences)
-        job = Job(asyncio.get_running_loop().create_future(), len(sequences), tokens)
-        job.replica = 0 if len(self._tokens) == 1 else min(range(len(self._tokens)), key=self._tokens.__getitem__)
-        session = self.model.sessions[job.replica]
-        self._admission.enter_queue(len(sequences))
-        try:
-            job.future = session.submit_sequences(sequences, output=output, timeout=0, tag=job)
-        except queue.Full:
-            self._admission.leave_queue(len(sequences))
+    def submit(self, job: Job) -> None:
+        """Starts a job; raises RequestError if the queue is full."""
+        self._admission.enter_queue(len(job.sequences))
+        self._pending.append(job)
+        if self._admission.requests == 1:
+            self._submit_pending()
+        elif len(self._pending) == 1:
+            asyncio.get_running_loop().call_soon(self._submit_pending)
+
+    def _submit_pending(self) -> None:
+        """Jobs of one pass of the event loop: the session's thread wakes up once for them."""
+        pending, self._pending = self._pending, []
+        for job in pending:
+            if job.waiter.done():  # cancelled meanwhile
+                self._admission.leave_queue(len(job.sequences))
+                continue
+            job.replica = 0 if len(self._tokens) == 1 else min(range(len(self._tokens)), key=self._tokens.__getitem__)
+            session = self.model.sessions[job.replica]
+            try:
+                job.future = session.submit_sequences(job.sequences, output=job.output, timeout=0, tag=job)
+            except Exception as error:
+                self._admission.leave_queue(len(job.sequences))
+                job.waiter.set_exception(self._refusal(error))
+                continue
+            self._tokens[job.replica] += job.tokens
+            job.future.add_done_callback(functools.partial(self._computed, job))
+
+    def _refusal(self, error: Exception) -> Exception:
+        if isinstance(error, queue.Full):
             most = self.model.source.max_queue
-            raise errors.overloaded("max-queue", most, f"{most} requests are in the queue") from None
-        except RuntimeError as error:  # the session is closed or dead
-            self._admission.leave_queue(len(sequences))
-            raise errors.unavailable(f"the model does not compute: {error}") from None
-        self._tokens[job.replica] += tokens
-        job.future.add_done_callback(functools.partial(self._computed, job))
-        return job
+            return errors.overloaded("max-queue", most, f"{most} requests are in the queue")
+        if isinstance(error, RuntimeError):  # the session is closed or dead
+            return errors.unavailable(f"the model does not compute: {error}")
+        return error
 
     def cancel(self, job: Job) -> None:
-        """Removes a request from the queue; a batch that is launched is computed to its end."""
         if job.future is not None and not job.future.cancelled() and job.future.cancel():
-            self._admission.leave_queue(job.sequences)
+            self._admission.leave_queue(len(job.sequences))
 
     def _launched(self, jobs: list[Any], sequences: int, tokens: int) -> None:
         """In a session's thread."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from starlette.responses import Response
 
 from fasttfm.inference.formats import Tokens
 from fasttfm.serve import errors, fields
+from fasttfm.serve.answers import Answer
 from fasttfm.serve.calls import Call
 from fasttfm.serve.models import ServedModel
 from fasttfm.serve.tei import probabilities
@@ -75,7 +75,7 @@ LABEL_TOKENS = fields.Body(
 # ---- questions -------------------------------------------------------------------------------------------------------
 
 
-async def answer(call: Call) -> Response:
+async def answer(call: Call) -> Answer:
     """The span of a context that answers a question, with its probability and its place."""
     body = ANSWER.parse(call.body)
     model = call.server.ready().select("answer", body["model"])
@@ -98,11 +98,16 @@ async def answer(call: Call) -> Response:
         return [window.tokens for question in windows for window in question]
 
     sequences = await call.tokenize(read, sum(len(value["question"]) + len(value["context"]) for value in values))
-    logits = iter(await call.compute(model, sequences, "logits"))
-    answers = []
-    for value, question, places in zip(values, windows, offsets, strict=True):
-        rows = [next(logits) for _ in question]
-        answers.append(_best(value["context"], question, rows, places, parameters))
+    logits = await call.compute(model, sequences, "logits")
+
+    def choose() -> list[dict[str, Any]]:
+        rows = iter(logits)
+        return [
+            _best(value["context"], question, [next(rows) for _ in question], places, parameters)
+            for value, question, places in zip(values, windows, offsets, strict=True)
+        ]
+
+    answers = await call.in_pool(choose)
     return call.answer(answers[0] if single else answers)
 
 
@@ -128,7 +133,7 @@ def _best(
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
-async def fill_mask(call: Call) -> Response:
+async def fill_mask(call: Call) -> Answer:
     """Guesses for a text's mask, the most likely first; of several masks, an array for each."""
     body = FILL_MASK.parse(call.body)
     model = call.server.ready().select("fill_mask", body["model"])
@@ -172,7 +177,7 @@ def _guesses(model: ServedModel, tokens: Tokens, place: int, logits: np.ndarray,
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 
-async def label_tokens(call: Call) -> Response:
+async def label_tokens(call: Call) -> Answer:
     """The entities of a text with their offsets."""
     body = LABEL_TOKENS.parse(call.body)
     model = call.server.ready().select("label_tokens", body["model"])
@@ -191,12 +196,17 @@ async def label_tokens(call: Call) -> Response:
     logits = await call.compute(model, sequences, "logits")
     strategy = body["parameters"].get("aggregation_strategy") or "simple"
     ignored = set(body["parameters"].get("ignore_labels") or ["O"])
-    entities = []
-    for text, tokens, rows, places in zip(values, sequences, logits, offsets, strict=True):
-        labelled = _labelled(model, text, tokens, rows, places)
-        shown = _joined(text, labelled) if strategy == "simple" else labelled
-        key = "entity_group" if strategy == "simple" else "entity"
-        entities.append([entity for entity in shown if entity[key] not in ignored])
+    key = "entity_group" if strategy == "simple" else "entity"
+
+    def find() -> list[list[dict[str, Any]]]:
+        entities = []
+        for text, tokens, rows, places in zip(values, sequences, logits, offsets, strict=True):
+            labelled = _labelled(model, text, tokens, rows, places)
+            shown = _joined(text, labelled) if strategy == "simple" else labelled
+            entities.append([entity for entity in shown if entity[key] not in ignored])
+        return entities
+
+    entities = await call.in_pool(find)
     return call.answer(entities[0] if single else entities)
 
 

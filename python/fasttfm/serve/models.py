@@ -37,7 +37,8 @@ _ABILITIES = {
 }
 _POOLING = {"cls": "first", "mean": "mean", "last-token": "last"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-PRECISIONS = (*DTYPES, "int8", "fp8")
+_WARM_BATCHES = (1, 8, 64, 512)  # sequences
+PRECISIONS = (*DTYPES, "int8", "fp8", "auto")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Source:
         directory: A checkpoint directory or hub id.
         name: The name that clients use; by default that of the directory.
         devices: One session on each.
-        precision: One of ``PRECISIONS``; by default bf16 on a GPU and fp32 on a CPU.
+        precision: One of ``PRECISIONS``; by default auto, and of causal models bf16 on a GPU and fp32 on a CPU.
         pooling: cls, mean or last-token instead of the folder's.
         max_batch_tokens: Tokens of a batch; the session's default if None.
         max_sequences: Sequences that a causal model continues at a time.
@@ -103,8 +104,8 @@ class ServedModel:
 
     @property
     def dtype(self) -> str:
-        if self.source.precision in ("int8", "fp8"):
-            return self.source.precision
+        if self.sessions and self.sessions[0].precision is not None:
+            return self.sessions[0].precision
         sessions: list[Any] = self.sessions or self.generations
         return str(sessions[0].dtype).removeprefix("torch.")
 
@@ -171,7 +172,17 @@ def load(source: Source) -> ServedModel:
     served = ServedModel(source, head, model.config, reader, sessions=sessions, pooling=pooling)
     if settings.token_weights is not None:
         served.abilities.add("embed_sparse")
+    _warm_up(served)
     return served
+
+
+def _warm_up(model: ServedModel) -> None:
+    """Computes batches of several sizes, so that no request waits for kernels to be compiled and tuned."""
+    (tokens,) = model.reader.read(["The first request waits for no kernel."])
+    output = "vectors" if "embed" in model.abilities else "logits"
+    for session in model.sessions:
+        for count in _WARM_BATCHES if session.device.type == "cuda" else _WARM_BATCHES[:1]:
+            session.submit_sequences([tokens] * count, output=output).result()
 
 
 def _settings(folder: SentenceFolder, source: Source) -> EmbedSettings:
@@ -188,7 +199,7 @@ def _settings(folder: SentenceFolder, source: Source) -> EmbedSettings:
 def _session(
     source: Source, folder: SentenceFolder, model: Any, tokenizer: Any, settings: EmbedSettings, device: torch.device
 ) -> Session:
-    precision = source.precision if source.precision in ("int8", "fp8") else None
+    precision = None if source.precision in DTYPES else source.precision or "auto"
     calibration = Calibration.load(checkpoint_of(folder.model)) if precision == "fp8" else None
     return Session(
         model,
@@ -204,7 +215,7 @@ def _session(
 
 
 def _load_causal(source: Source, model: Any, tokenizer: Any) -> ServedModel:
-    if source.precision in ("int8", "fp8"):
+    if source.precision not in (None, *DTYPES):
         raise ValueError(f"--precision: expected {' or '.join(DTYPES)} for a causal model, got {source.precision!r}")
     generations = []
     for device in source.devices:

@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import StreamingResponse
 
 from fasttfm.generate.sampling import Sampling, end_tokens
 from fasttfm.serve import errors, fields
-from fasttfm.serve.calls import Call, json_response, shortened
+from fasttfm.serve.answers import Answer, json_answer
+from fasttfm.serve.calls import Call, shortened
 from fasttfm.serve.cohere import EMBEDDING_TYPES, encoded
 from fasttfm.serve.generation import Decoding, Generator, Stream
 from fasttfm.serve.models import ServedModel
@@ -61,31 +62,31 @@ COMPLETIONS = fields.Body(
 )
 
 
-def models(call: Call) -> Response:
+def models(call: Call) -> Answer:
     listed = [_described(model) for model in call.server.ready().models.values()]
-    return json_response({"object": "list", "data": listed})
+    return json_answer({"object": "list", "data": listed})
 
 
-def model(call: Call) -> Response:
+def model(call: Call) -> Answer:
     """One model, by its name."""
-    name, known = call.request.path_params["name"], call.server.ready().models
+    name, known = call.path.removeprefix("/v1/models/"), call.server.ready().models
     if name not in known:
         message = f"The model `{name[:100]}` does not exist"
         raise errors.RequestError(404, "Validation", message, param="model", code="model_not_found")
-    return json_response(_described(known[name]))
+    return json_answer(_described(known[name]))
 
 
 def _described(model: ServedModel) -> dict[str, Any]:
     return {"id": model.name, "object": "model", "created": _STARTED, "owned_by": "fasttfm"}
 
 
-async def embeddings(call: Call) -> Response:
+async def embeddings(call: Call) -> Answer:
     body = EMBEDDINGS.parse(call.body)
     model = call.server.ready().select("embed", body["model"])
     values, single = body["input"]
     call.count_inputs(len(values), single=single, name="input")
-    options = {"prompt": model.reader.default_prompt, "truncate": call.server.limits.auto_truncate}
-    vectors = await call.compute(model, await call.sequences(model, values, **options))
+    prompt, truncate = model.reader.default_prompt, call.server.limits.auto_truncate
+    vectors = await call.read_and_compute(model, values, prompt=prompt, truncate=truncate)
     vectors = shortened(model, vectors, body["dimensions"], normalize=True)
     rows = encoded(vectors, body["encoding_format"])
     data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
@@ -119,7 +120,7 @@ class _Choice:
         return "stop" if self.decoding.stopped else "length"
 
 
-async def completions(call: Call) -> Response:
+async def completions(call: Call) -> Answer | StreamingResponse:
     body = COMPLETIONS.parse(call.body)
     model = call.server.ready().select("complete", body["model"])
     values, single = body["prompt"]

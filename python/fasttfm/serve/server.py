@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import multiprocessing
 import signal
@@ -109,17 +110,23 @@ class Running:
             self._arrivals = Arrivals(loop)
         models = await loop.run_in_executor(None, self._open)
         before = self.server.loaded
+        _freeze()
         self.server.loaded = Loaded(models, self.server.admission, self.server.metrics, self._arrivals)
         if before is not None:
             await asyncio.sleep(_RELOAD_SECONDS)  # requests that have begun submit to the former sessions
             await loop.run_in_executor(None, before.close)
+            del before
+            _freeze()
 
     def _open(self) -> list[ServedModel]:
         models = []
         for source in self.settings.sources:
             begun = time.perf_counter()
-            models.append(load(source))
-            _LOG.info("loaded %s in %.1f s", ascii(source.name), time.perf_counter() - begun)
+            model = load(source)
+            models.append(model)
+            _LOG.info("loaded %s in %.1f s, %s", ascii(source.name), time.perf_counter() - begun, model.dtype)
+            for reason in {session.reason for session in model.sessions} - {None}:
+                _LOG.info("precision %s of %s: %s", model.dtype, ascii(source.name), reason)
         return models
 
     def reload(self) -> None:
@@ -140,8 +147,17 @@ class Running:
             _LOG.info("reloaded")
 
     async def close(self) -> None:
+        gc.unfreeze()
         if self.server.loaded is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.server.loaded.close)
+
+
+def _freeze() -> None:
+    """Frees what is not used, and keeps the garbage collector from what stays: modules and models have about a million
+    objects, during whose traversal no request is answered."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 class Listening(NamedTuple):
@@ -173,6 +189,7 @@ def run(settings: Settings, *, started: Callable[[Listening], None] | None = Non
     listener = listen(settings.hostname, settings.port, shared=peers is not None)
     config = uvicorn.Config(
         running.asgi,
+        interface="asgi3",
         access_log=False,
         log_config=None,
         server_header=False,
@@ -253,6 +270,7 @@ async def _serve(
             _LOG.error("cannot load: %s", ascii(str(error)) if not str(error).isprintable() else error)
             server.should_exit = True
 
+    listener.listen(server.config.backlog)  # connections wait from here on until uvicorn accepts them
     if started is not None:
         started(
             Listening(
@@ -270,6 +288,7 @@ async def _serve(
             told.close()
         await loading if status or server.should_exit else loading.cancel()
         await running.close()
+        running.server.tokenization.close()
         running.server.pool.shutdown(wait=False)
     return status
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from starlette.responses import Response
+from orjson import Fragment
 
 from fasttfm._version import __version__
 from fasttfm.inference.formats import Tokens
 from fasttfm.serve import errors, fields
-from fasttfm.serve.calls import Call, characters_of, json_response, shortened, unit_vectors
+from fasttfm.serve.answers import Answer, json_answer, json_bytes
+from fasttfm.serve.calls import Call, shortened, unit_vectors
 from fasttfm.serve.cohere import rerank as cohere_rerank
 from fasttfm.serve.models import ServedModel
+from fasttfm.serve.tokenization import characters_of
 
 _MODEL = fields.text(None, "The model, where several are served; by default the first one that can.")
 _TRUNCATION = {
@@ -64,31 +66,33 @@ def _options(call: Call, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def _inputs(call: Call, model: ServedModel, body: dict[str, Any]) -> list[Tokens]:
+async def _results(call: Call, model: ServedModel, body: dict[str, Any], output: str = "vectors") -> Any:
     values, single = body["inputs"]
     call.count_inputs(len(values), single=single)
-    return await call.sequences(model, values, prompt=model.reader.prompt(body["prompt_name"]), **_options(call, body))
+    options = {"prompt": model.reader.prompt(body["prompt_name"]), **_options(call, body)}
+    return await call.read_and_compute(model, values, output, **options)
 
 
-async def embed(call: Call) -> Response:
+async def embed(call: Call) -> Answer:
     body = EMBED.parse(call.body)
     model = call.server.ready().select("embed", body["model"])
-    vectors = await call.compute(model, await _inputs(call, model, body))
+    vectors = await _results(call, model, body)
     return call.answer(shortened(model, vectors, body["dimensions"], normalize=body["normalize"]))
 
 
-async def embed_all(call: Call) -> Response:
+async def embed_all(call: Call) -> Answer:
     """The hidden states of all tokens."""
     body = EMBED_ALL.parse(call.body)
     model = call.server.ready().select("embed", body["model"])
-    return call.answer(await call.compute(model, await _inputs(call, model, body), "states"))
+    states = await _results(call, model, body, "states")
+    return call.answer(await call.in_pool(lambda: [Fragment(json_bytes(rows)) for rows in states]))
 
 
-async def embed_sparse(call: Call) -> Response:
+async def embed_sparse(call: Call) -> Answer:
     """SPLADE's vectors, or bge-m3's lexical weights, without zeros."""
     body = EMBED_ALL.parse(call.body)
     model = call.server.ready().select("embed_sparse", body["model"])
-    vectors = await call.compute(model, await _inputs(call, model, body), "sparse")
+    vectors = await _results(call, model, body, "sparse")
 
     def sparse() -> list[list[dict[str, Any]]]:
         rows = []
@@ -100,7 +104,7 @@ async def embed_sparse(call: Call) -> Response:
     return call.answer(await call.in_pool(sparse))
 
 
-async def predict(call: Call) -> Response:
+async def predict(call: Call) -> Answer:
     """The labels of sequences, the most likely first; of a model for tokens, the most likely label of each token."""
     body = PREDICT.parse(call.body)
     model = call.server.ready().select("predict", body["model"])
@@ -108,11 +112,12 @@ async def predict(call: Call) -> Response:
     call.count_inputs(len(values), single=single)
     sequences = await call.sequences(model, values, **_options(call, body))
     logits = await call.compute(model, sequences, "logits")
+    raw = body["raw_scores"]
     if "label_tokens" in model.abilities:
-        pairs = zip(sequences, logits, strict=True)
-        labels = [_token_labels(model, tokens, rows, body["raw_scores"]) for tokens, rows in pairs]
+        pairs = list(zip(sequences, logits, strict=True))
+        labels = await call.in_pool(lambda: [_token_labels(model, tokens, rows, raw) for tokens, rows in pairs])
     else:
-        labels = [_labels(model, row, body["raw_scores"]) for row in logits]
+        labels = [_labels(model, row, raw) for row in logits]
     return call.answer(labels[0] if single else labels)
 
 
@@ -144,7 +149,7 @@ def _token_labels(model: ServedModel, tokens: Tokens, logits: np.ndarray, raw: b
     ]
 
 
-async def rerank(call: Call) -> Response:
+async def rerank(call: Call) -> Answer:
     """TEI's body has ``texts``; one with ``documents`` is Cohere's and Jina's."""
     if isinstance(call.body, dict) and "documents" in call.body and "texts" not in call.body:
         return await cohere_rerank(call)
@@ -153,8 +158,7 @@ async def rerank(call: Call) -> Response:
     texts = body["texts"]
     call.count_inputs(len(texts), name="texts")
     pairs = [(body["query"], text) for text in texts]
-    sequences = await call.sequences(model, pairs, **_options(call, body))
-    logits = (await call.compute(model, sequences, "logits"))[:, 0]
+    logits = (await call.read_and_compute(model, pairs, "logits", **_options(call, body)))[:, 0]
     scores = logits if body["raw_scores"] else sigmoid(logits)
     ranks = []
     for index in np.argsort(-scores, kind="stable").tolist():
@@ -163,7 +167,7 @@ async def rerank(call: Call) -> Response:
     return call.answer(ranks)
 
 
-async def similarity(call: Call) -> Response:
+async def similarity(call: Call) -> Answer:
     """The cosines of one sentence and others."""
     body = SIMILARITY.parse(call.body)
     model = call.server.ready().select("embed", body["model"])
@@ -173,12 +177,11 @@ async def similarity(call: Call) -> Response:
     values = [inputs["source_sentence"], *inputs["sentences"]]
     call.count_inputs(len(values))
     prompt = model.reader.prompt(parameters.get("prompt_name"))
-    sequences = await call.sequences(model, values, prompt=prompt, **_options(call, parameters))
-    vectors = unit_vectors(await call.compute(model, sequences))
+    vectors = unit_vectors(await call.read_and_compute(model, values, prompt=prompt, **_options(call, parameters)))
     return call.answer(vectors[1:] @ vectors[0])
 
 
-async def tokenize(call: Call) -> Response:
+async def tokenize(call: Call) -> Answer:
     body = TOKENIZE.parse(call.body)
     model = _first(call, body["model"])
     values, single = body["inputs"]
@@ -197,7 +200,7 @@ async def tokenize(call: Call) -> Response:
     return call.answer(described)
 
 
-async def decode(call: Call) -> Response:
+async def decode(call: Call) -> Answer:
     body = DECODE.parse(call.body)
     model = _first(call, body["model"])
     values, single = body["ids"]
@@ -208,6 +211,7 @@ async def decode(call: Call) -> Response:
     if any(id >= tokenizer.vocab_size for sequence in values for id in sequence):
         raise errors.invalid("ids", f"ids from 0 to {tokenizer.vocab_size - 1}", max(map(max, values)))
     call.tokens = sum(map(len, values))
+    call.server.limits.check_tokens(call.tokens)
 
     def read() -> list[str]:
         return [tokenizer.decode(sequence, skip_special_tokens=body["skip_special_tokens"]) for sequence in values]
@@ -225,11 +229,11 @@ def _first(call: Call, name: str | None) -> ServedModel:
     return models[name]
 
 
-def info(call: Call) -> Response:
+def info(call: Call) -> Answer:
     """TEI's fields of the first model, and those of the others under ``models``."""
     models = call.server.ready().models.values()
     described = [_info(call, model) for model in models]
-    return json_response({**described[0], "models": described} if len(described) > 1 else described[0])
+    return json_answer({**described[0], "models": described} if len(described) > 1 else described[0])
 
 
 def _info(call: Call, model: ServedModel) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fasttfm.data.tokenizer import Tokenizer
@@ -55,14 +55,32 @@ class TextReader:
             truncate: Whether longer inputs lose tokens; otherwise they raise.
             left: Whether they lose their first tokens instead of their last ones.
         """
+        return self.sequences(items, self.encode(self.texts(items, prompt)), truncate=truncate, left=left)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of texts."""
+        return self.tokenizer.encode_batch(texts) if texts else []
+
+    def texts(self, items: Sequence[Any], prompt: str) -> list[str]:
+        """The texts that ``sequences`` needs the ids of."""
         texts: list[str] = []
         for item in items:
             if isinstance(item, str):
                 texts.append(self._text(item, prompt))
             elif isinstance(item, tuple):
                 texts += (self._text(item[0], prompt), self._text(item[1], prompt))
-        ids = iter(self.tokenizer.encode_batch(texts)) if texts else iter(())
-        sequences = []
+        return texts
+
+    def sequences(
+        self,
+        items: Sequence[Any],
+        encoded: Iterable[list[int]],
+        *,
+        truncate: bool = True,
+        left: bool = False,
+    ) -> list[Tokens]:
+        """What ``read`` returns, from the ids of ``texts``."""
+        ids, sequences = iter(encoded), []
         for item in items:
             if isinstance(item, str):
                 tokens = self._one(next(ids), left)

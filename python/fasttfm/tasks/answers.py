@@ -35,15 +35,15 @@ class Windows:
         cut = max(0, len(question) - self.max_question)
         question = question[: self.max_question]
         room = self.format.room - len(question)
-        found = []
+        windows = []
         for start in range(0, max(1, len(context)), self.stride):
             part = context[start : start + room]
             first = len(self.format.first) + len(question) + len(self.format.between)
             tokens = self.format.joined(question, part)._replace(cut=cut)
-            found.append(Window(tokens, first, start, len(part)))
+            windows.append(Window(tokens, first, start, len(part)))
             if start + room >= len(context):
                 break
-        return found
+        return windows
 
 
 class Window(NamedTuple):
@@ -53,6 +53,11 @@ class Window(NamedTuple):
     first: int
     start: int
     size: int
+
+    def span_at(self, first: int, last: int, score: float) -> Span | None:
+        """The span from one position in the sequence to another; None for positions below 0."""
+        shift = self.start - self.first
+        return None if first < 0 else Span(first + shift, last + shift, score)
 
     def positions_of(self, span: tuple[int, int] | None) -> tuple[int, int]:
         """The position of a span (first and last token of the context) in the sequence; the first token, twice, if
@@ -76,8 +81,8 @@ class Span(NamedTuple):
     score: float
 
 
-class Found(NamedTuple):
-    """A question's best span, and the score of "no answer"."""
+class WindowAnswer(NamedTuple):
+    """The best span of a question or of one of its windows, and the score of "no answer"."""
 
     span: Span | None  # None if no context has tokens
     none: float
@@ -102,11 +107,13 @@ def best_span(window: Window, start: np.ndarray, end: np.ndarray, max_answer: in
     return best
 
 
-def best_of_windows(
-    windows: Sequence[Window], logits: Sequence[tuple[np.ndarray, np.ndarray]], max_answer: int = 30
-) -> Found:
-    """The best span of all windows of a question. The score of "no answer" is the minimum over the windows, because
-    windows that do not contain the answer rightly have a high one."""
-    spans = [best_span(window, *each, max_answer) for window, each in zip(windows, logits, strict=True)]
-    best = max((span for span in spans if span is not None), key=lambda span: span.score, default=None)
-    return Found(best, min(float(start[0] + end[0]) for start, end in logits))
+def window_answer(window: Window, start: np.ndarray, end: np.ndarray, max_answer: int) -> WindowAnswer:
+    """What a window's logits say."""
+    return WindowAnswer(best_span(window, start, end, max_answer), float(start[0] + end[0]))
+
+
+def best_of_windows(windows: Sequence[WindowAnswer]) -> WindowAnswer:
+    """What all windows of a question say. The score of "no answer" is the minimum over the windows, because windows
+    that do not contain the answer rightly have a high one."""
+    spans = [window.span for window in windows if window.span is not None]
+    return WindowAnswer(max(spans, key=lambda span: span.score, default=None), min(window.none for window in windows))

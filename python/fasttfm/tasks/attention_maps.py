@@ -46,11 +46,11 @@ class AttentionMaps:
     def select(self, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None) -> AttentionMaps:
         """Only these layers and heads, counted from 1."""
         chosen = []
-        for name, wanted, known in (("layers", layers, self.layers), ("heads", heads, self.heads)):
-            unknown = [number for number in wanted or () if number not in known]
+        for name, numbers, known in (("layers", layers, self.layers), ("heads", heads, self.heads)):
+            unknown = [number for number in numbers or () if number not in known]
             if unknown:
                 raise ValueError(f"{name}: expected numbers from {known[0]} to {known[-1]}, got {unknown[0]}")
-            chosen.append(list(known if wanted is None else wanted))
+            chosen.append(list(known if numbers is None else numbers))
         rows, columns = (
             [known.index(number) for number in numbers]
             for known, numbers in zip((self.layers, self.heads), chosen, strict=True)
@@ -141,10 +141,10 @@ def attention_maps(
         "max_seqlen": len(sequence.ids),
         "output_attentions": True,
     }
-    segments = None if base.embeddings.segment is None else batch.token_type_ids
+    segments = batch.token_type_ids if base.has_segments else None
     with torch.inference_mode():
-        found = base.encode(batch.input_ids, token_type_ids=segments, **inputs).attentions
-    assert found is not None
-    weights = torch.cat(tuple(found)).float().cpu().numpy()
+        attentions = base.encode(batch.input_ids, token_type_ids=segments, **inputs).attentions
+    assert attentions is not None
+    weights = torch.cat(tuple(attentions)).float().cpu().numpy()
     tokens = [tokenizer.token(id).replace("Ġ", "␣").replace("Ċ", "⏎") for id in sequence.ids]
     return AttentionMaps(tokens, weights, *(list(range(1, size + 1)) for size in weights.shape[:2]))

@@ -73,18 +73,18 @@ class Augmenter:
         watch: Callable[[Iterable[Any]], Iterable[Any]] = iter,
     ) -> list[Any]:
         """Each example, followed by its copies with the same label. Examples are texts or pairs of texts."""
-        found: list[Any] = []
+        copies: list[Any] = []
         for example in watch(examples):
             if not isinstance(example, TextExample):
                 raise DataError(f"augmentation: expected texts or pairs of texts, got {type(example).__name__}")
-            found.append(example)
+            copies.append(example)
             firsts = self.texts(example.first)
             seconds: Sequence[str | None] = [None] * self.copies
             if example.second is not None:
                 seconds = self.texts(example.second)
             pairs = zip(firsts, seconds, strict=True)
-            found += [replace(example, first=first, second=second) for first, second in pairs]
-        return found
+            copies += [replace(example, first=first, second=second) for first, second in pairs]
+        return copies
 
     def texts(self, text: str) -> list[str]:
         """The copies of a text."""

@@ -30,16 +30,16 @@ def read_weights(task: Task, path: Path) -> list[float]:
     """The weights of a JSON file, ``{"label": weight}``, in the order of the task's labels."""
     _check(task)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        weights = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
         raise DataError(f'{path}: expected JSON, {{"label": weight}}: {error}') from None
-    if not isinstance(found, Mapping) or set(found) != set(task.labels):
-        got = (", ".join(map(str, found)) or "none") if isinstance(found, Mapping) else type(found).__name__
+    if not isinstance(weights, Mapping) or set(weights) != set(task.labels):
+        got = (", ".join(map(str, weights)) or "none") if isinstance(weights, Mapping) else type(weights).__name__
         raise data_error(path, f"a weight for each of the labels {', '.join(task.labels)}", got)
-    for label, weight in found.items():
+    for label, weight in weights.items():
         if not isinstance(weight, (int, float)) or isinstance(weight, bool) or not 0 <= weight < float("inf"):
             raise data_error(path, f"a number from 0 on as the weight of {label}", repr(weight))
-    return [float(found[label]) for label in task.labels]
+    return [float(weights[label]) for label in task.labels]
 
 
 def _check(task: Task) -> None:

@@ -72,8 +72,8 @@ class GraphTaskBatch(TaskBatch):
     def inputs(self) -> dict[str, Any]:
         return {**super().inputs(), "graph": self.graph}
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> GraphTaskBatch:
-        moved = super()._each(change)
+    def _apply(self, change: Callable[[Tensor], Tensor]) -> GraphTaskBatch:
+        moved = super()._apply(change)
         assert isinstance(moved, GraphTaskBatch)
         assert self.graph is not None
         return replace(moved, graph=self.graph.each(change))
@@ -177,7 +177,7 @@ class CommonsenseTask(ChoiceTask):
     def remark(self, features: Sequence[Feature]) -> str | None:
         """How many questions no path of the graph connects with any of their answers."""
         graphs = [feature.graphs for feature in features if isinstance(feature, GraphFeature)]
-        without = sum(not any(pair.paths for graph in each for pair in graph.pairs) for each in graphs)
+        without = sum(not any(pair.paths for graph in choices for pair in graph.pairs) for choices in graphs)
         said = f"{without} of {len(graphs)} questions have no path in the graph to any of their answers"
         if without < len(graphs):
             return said
@@ -194,7 +194,7 @@ class CommonsenseTask(ChoiceTask):
 
     def batch(self, features: Sequence[Feature]) -> TaskBatch:
         plain = super().batch(features)
-        values = {each.name: getattr(plain, each.name) for each in fields(plain)}
+        values = {field.name: getattr(plain, field.name) for field in fields(plain)}
         graphs = [graph for feature in features if isinstance(feature, GraphFeature) for graph in feature.graphs]
         return GraphTaskBatch(**values, graph=collate_graphs(graphs))
 
@@ -209,35 +209,36 @@ class CommonsenseTask(ChoiceTask):
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
         assert isinstance(batch, GraphTaskBatch)
         paths = iter(weighted_paths(batch))
+        counts = [len(feature.sequences) for feature in batch.features]
         return [
             ChosenAnswer(int(row.argmax()), row[:count].tolist(), [next(paths) for _ in range(count)])
-            for row, count in zip(logits.float().cpu(), (len(each.sequences) for each in batch.features), strict=True)
+            for row, count in zip(logits.float().cpu(), counts, strict=True)
         ]
 
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
         return list(read)
 
     def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
-        return super().results(examples, features, [np.array(found.scores) for found in read])
+        return super().results(examples, features, [np.array(answer.scores) for answer in read])
 
     def prediction(self, result: Any) -> Any:
         return ChosenAnswer(result.choice)
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
-        return super().scores(examples, [found.choice for found in predictions])
+        return super().scores(examples, [answer.choice for answer in predictions])
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
         return [ChosenAnswer(most_common(example.label for example in train))] * len(examples)
 
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
         """A line for each question: its id, the key of the chosen answer, and the paths with the largest weights."""
-        rows = [self._row(example, found) for example, found in zip(examples, predictions, strict=True)]
+        rows = [self._row(example, answer) for example, answer in zip(examples, predictions, strict=True)]
         return {"predictions.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)}
 
-    def _row(self, example: CommonsenseExample, found: ChosenAnswer) -> dict[str, Any]:
-        best = found.paths[found.choice][:REPORTED_PATHS] if found.paths else []
-        paths = [{"weight": round(each.weight, 4), "path": path_text(self.graph, each.path)} for each in best]
-        return {"id": example.id, "answerKey": example.key(found.choice), "paths": paths}
+    def _row(self, example: CommonsenseExample, answer: ChosenAnswer) -> dict[str, Any]:
+        best = answer.paths[answer.choice][:REPORTED_PATHS] if answer.paths else []
+        paths = [{"weight": round(weight, 4), "path": path_text(self.graph, path)} for weight, path in best]
+        return {"id": example.id, "answerKey": example.key(answer.choice), "paths": paths}
 
 
 # ---- batches of graphs -----------------------------------------------------------------------------------------------
@@ -282,12 +283,12 @@ def weighted_paths(batch: GraphTaskBatch) -> list[list[WeightedPath]]:
     owners = batch.graph.owners.cpu()
     # The batch has the paths sorted by length, the longest first, by a stable sort.
     order = sorted(range(len(paths)), key=lambda index: -len(paths[index][1].relations))
-    found: list[list[WeightedPath]] = [[] for _ in graphs]
+    weighted: list[list[WeightedPath]] = [[] for _ in graphs]
     for place, index in enumerate(order):
         number, path = paths[index]
         weight = float(path_weights[place] * pair_weights[owners[place]])
-        found[number].append(WeightedPath(weight, path))
-    return [sorted(some, key=lambda each: -each.weight) for some in found]
+        weighted[number].append(WeightedPath(weight, path))
+    return [sorted(some, key=lambda path: -path.weight) for some in weighted]
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------

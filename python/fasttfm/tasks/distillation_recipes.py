@@ -65,7 +65,7 @@ def check_temperature(temperature: float) -> None:
 def encode(model: PretrainedModel, batch: Any, hidden_states: bool = False) -> Encoded:
     """Encodes a packed batch, without segments if the model has none."""
     base = base_of(model)
-    segments = None if base.embeddings.segment is None else batch.token_type_ids
+    segments = batch.token_type_ids if base.has_segments else None
     layout: dict[str, Any] = {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
     layout |= {"output_hidden_states": hidden_states, "output_attentions": False}
     return base.encode(batch.input_ids, token_type_ids=segments, **layout)
@@ -236,7 +236,7 @@ class TinyBertRecipe(Recipe):
         if attention not in ATTENTION:
             raise ValueError(f"TinyBertRecipe: attention: expected one of {', '.join(ATTENTION)}, got {attention!r}")
         self.attention = attention
-        narrow, wide = (each[0].width for each in (ours, theirs))
+        narrow, wide = (layers[0].width for layers in (ours, theirs))
         self.projections = nn.ModuleDict()
         if narrow != wide:
             for name in ("embeddings", "hidden"):
@@ -259,12 +259,12 @@ class TinyBertRecipe(Recipe):
         hidden = [self._distance("hidden", ours[m], theirs[g]) for m, g in enumerate(self.layers, start=1)]
         maps = []
         for m, g in enumerate(self.layers):
-            own = base_of(self.student).encoder.in_order()[m]
+            layer = base_of(self.student).encoder.in_order()[m]
             other = base_of(self.teacher).encoder.in_order()[g - 1]
             with torch.no_grad():
                 target = self._map(other, theirs[g - 1], teacher.batch)
-            pairs = _pairs(student.batch, own.window, other.window)
-            maps.append(_map_distance(self._map(own, ours[m], student.batch), target, pairs))
+            pairs = _pairs(student.batch, layer.window, other.window)
+            maps.append(_map_distance(self._map(layer, ours[m], student.batch), target, pairs))
         if not self.predictions:
             return embeddings, *maps, *hidden
         heads = _lm_head(self.student), _lm_head(self.teacher)
@@ -283,7 +283,7 @@ class TinyBertRecipe(Recipe):
         if self.attention == "weights":
             return layer.attention_weights(x, batch.cu_seqlens, batch.max_seqlen)
         q, k, _ = layer.project(x).unbind(-3)  # [T, H, D]
-        q, k = (batch.per_sequence(each, fill=0.0).transpose(1, 2).float() for each in (q, k))
+        q, k = (batch.per_sequence(projected, fill=0.0).transpose(1, 2).float() for projected in (q, k))
         return q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
 
 
@@ -301,9 +301,9 @@ def _pairs(batch: PackedBatch, *windows: tuple[int | None, int | None]) -> Tenso
     return pairs
 
 
-def _map_distance(found: Tensor, target: Tensor, pairs: Tensor) -> Tensor:
+def _map_distance(student: Tensor, target: Tensor, pairs: Tensor) -> Tensor:
     """The sum over queries of the mean over heads and the query's keys of squared differences."""
-    squares = (found - target).square().mean(1).where(pairs, 0.0)
+    squares = (student - target).square().mean(1).where(pairs, 0.0)
     return (squares.sum(-1) / pairs.sum(-1).clamp(min=1)).sum()
 
 

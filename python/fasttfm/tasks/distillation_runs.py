@@ -352,10 +352,10 @@ class TaskRun:
         names = [part.name for part in self.parts]
         begun = 0
         if resume:
-            found = [number for number, name in enumerate(names) if Checkpoints(output / name).steps()]
-            if not found:
+            started = [number for number, name in enumerate(names) if Checkpoints(output / name).steps()]
+            if not started:
                 raise RunError(f"{output}: expected a checkpoint of {' or '.join(names)} to resume from, got none")
-            begun = found[-1]
+            begun = started[-1]
         if begun:
             newest = Checkpoints(output / names[begun]).newest()
             projections = None if newest is None else read_projections(newest)

@@ -16,7 +16,7 @@ from fasttfm.inference.sparse import SparseVector
 from fasttfm.models.pretrained import PretrainedModel
 
 __all__ = ["EmbedSettings", "Embedder", "embed", "sequence_format"]
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32}
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.float32, "auto": None}
 
 
 class Embedder:
@@ -24,7 +24,8 @@ class Embedder:
 
     Args:
         tokens_per_batch: The maximum number of tokens in a batch; a longer text is a batch by itself.
-        precision: ``"float32"``, ``"bfloat16"``, or on a CPU ``"int8"`` for int8 GEMMs. Vectors are fp32.
+        precision: ``"float32"``, ``"bfloat16"``, on a CPU ``"int8"`` for int8 GEMMs, or ``"auto"`` (``Session``).
+            Vectors are fp32.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Embedder:
             tokenizer,
             settings,
             dtype=PRECISIONS[precision],
-            precision="int8" if precision == "int8" else None,
+            precision=precision if precision in ("int8", "auto") else None,
             max_tokens=tokens_per_batch,
         )
 

@@ -16,16 +16,16 @@ from fasttfm.tasks.commonsense import ChosenAnswer, CommonsenseTask, WeightedPat
 _COLOURS = {"question": "#cfe3f7", "answer": "#d7efcf", "": "#eeeeee"}
 
 
-def explanation(task: CommonsenseTask, example: Any, found: ChosenAnswer, *, paths: int = 5) -> str:
+def explanation(task: CommonsenseTask, example: Any, answer: ChosenAnswer, *, paths: int = 5) -> str:
     """The question, its choices with their probabilities, and the paths with the largest weights for the chosen one."""
-    probabilities = _softmax(found.scores)
+    probabilities = _softmax(answer.scores)
     lines = [example.context]
     for number, ending in enumerate(example.endings):
-        mark = "*" if number == found.choice else " "
+        mark = "*" if number == answer.choice else " "
         right = "  (right)" if number == example.label else ""
         lines.append(f"  {mark} {example.key(number)}  {probabilities[number]:6.1%}  {ending}{right}")
-    best = found.paths[found.choice][:paths]
-    lines += [f"      {each.weight:.3f}  {path_text(task.graph, each.path)}" for each in best]
+    best = answer.paths[answer.choice][:paths]
+    lines += [f"      {weight:.3f}  {path_text(task.graph, path)}" for weight, path in best]
     return "\n".join(lines if best else [*lines, "      no path connects the question with this answer"])
 
 
@@ -34,7 +34,7 @@ def _softmax(scores: Sequence[float]) -> list[float]:
     return [power / sum(powers) for power in powers]
 
 
-def draw_explanation(graph: ConceptGraph, example: Any, found: ChosenAnswer, path: Path, *, paths: int = 8) -> None:
+def draw_explanation(graph: ConceptGraph, example: Any, answer: ChosenAnswer, path: Path, *, paths: int = 8) -> None:
     """Draws the paths with the largest weights for the chosen answer, from the question's concepts on the left to the
     answer's on the right. The width of an edge shows the sum of its paths' weights."""
     try:
@@ -42,27 +42,28 @@ def draw_explanation(graph: ConceptGraph, example: Any, found: ChosenAnswer, pat
     except ImportError:
         raise ImportError("the picture of a schema graph needs matplotlib: pip install fasttfm[train]") from None
     matplotlib.use("Agg")
-    concepts = [graph.concepts[concept] for each in found.paths[found.choice][:paths] for concept in each.path.concepts]
-    with fonts_for((example.context, example.endings[found.choice], *concepts, *graph.relations)):
-        _draw(graph, example, found, path, paths)
+    best = answer.paths[answer.choice][:paths]
+    concepts = [graph.concepts[concept] for _, drawn in best for concept in drawn.concepts]
+    with fonts_for((example.context, example.endings[answer.choice], *concepts, *graph.relations)):
+        _draw(graph, example, answer, path, paths)
 
 
-def _draw(graph: ConceptGraph, example: Any, found: ChosenAnswer, path: Path, paths: int) -> None:
+def _draw(graph: ConceptGraph, example: Any, answer: ChosenAnswer, path: Path, paths: int) -> None:
     from matplotlib import pyplot
 
-    best = found.paths[found.choice][:paths]
+    best = answer.paths[answer.choice][:paths]
     positions = _positions(best)
     rows = max(
         [sum(1 for x, _ in positions.values() if x == column) for column in {x for x, _ in positions.values()}] or [1]
     )
     figure, panel = pyplot.subplots(figsize=(10, 1.6 + 0.9 * rows))
-    panel.set_title(f"{example.context}\n{example.endings[found.choice]}", fontsize=11)
+    panel.set_title(f"{example.context}\n{example.endings[answer.choice]}", fontsize=11)
     panel.axis("off")
     panel.set_xlim(-0.15, 1.15)
     panel.set_ylim(-0.08, 1.08)
     if not best:
         panel.text(0.5, 0.5, "no path connects the question with this answer", ha="center")
-    ends = {each.path.concepts[0]: "question" for each in best} | {each.path.concepts[-1]: "answer" for each in best}
+    ends = {drawn.concepts[0]: "question" for _, drawn in best} | {drawn.concepts[-1]: "answer" for _, drawn in best}
     boxes = {}
     for concept, (x, y) in positions.items():
         colour = _COLOURS[ends.get(concept, "")]
@@ -94,14 +95,14 @@ def _draw_edge(panel: Any, head: tuple[Any, Any], tail: tuple[Any, Any], name: s
 def _edges(graph: ConceptGraph, paths: Sequence[WeightedPath]) -> dict[tuple[int, str, int], float]:
     """The edges of paths, in the graph's direction, with the sum of their paths' weights."""
     count = len(graph.relations)
-    found: dict[tuple[int, str, int], float] = defaultdict(float)
+    weights: dict[tuple[int, str, int], float] = defaultdict(float)
     for weight, path in paths:
         for step, relation in enumerate(path.relations):
             head, tail = path.concepts[step : step + 2]
             if relation >= count:
                 head, tail = tail, head
-            found[head, graph.relations[relation % count], tail] += weight
-    return found
+            weights[head, graph.relations[relation % count], tail] += weight
+    return weights
 
 
 def _positions(paths: Sequence[WeightedPath]) -> dict[int, tuple[float, float]]:

@@ -206,11 +206,13 @@ class FinetuneRun:
         return max(scores[-patience:]) <= max(scores[:-patience])
 
     def _trained(self) -> dict[str, Tensor]:
-        return {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
+        return {
+            name: parameter.detach() for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
 
     def _parameters(self, device: torch.device) -> dict[str, Tensor]:
         """Copies of the trained parameters."""
-        return {name: each.to(device, copy=True) for name, each in self._trained().items()}
+        return {name: parameter.to(device, copy=True) for name, parameter in self._trained().items()}
 
     def _kept_device(self) -> torch.device:
         """Where the parameters of an epoch are kept: the model's device if its memory has room, because a copy to the
@@ -222,7 +224,7 @@ class FinetuneRun:
         if self.world.device.type != "cuda":
             return True
         free, _ = torch.cuda.mem_get_info(self.world.device)
-        return free >= _SPARE * sum(each.nbytes for each in self.model.parameters())
+        return free >= _SPARE * sum(parameter.nbytes for parameter in self.model.parameters())
 
     @torch.no_grad()
     def _restore(self) -> None:
@@ -241,19 +243,19 @@ class FinetuneRun:
     def predict(self, examples: Sequence[Any], features: Any = None, *, tune: bool = False) -> Predictions:
         """The model's predictions; ``tune`` sets the threshold of a task that has one."""
         features = self.task.features(examples) if features is None else features
-        found = self.task.predictions(examples, features, self._feature_runner().read(features))
+        predictions = self.task.predictions(examples, features, self._feature_runner().read(features))
         if tune and hasattr(self.task, "tune"):
-            self.task.tune(examples, found)
-        return found
+            self.task.tune(examples, predictions)
+        return predictions
 
     def _feature_runner(self) -> FeatureRunner:
         """The runner of the model as it is now. It is kept for the next evaluation if the device has room."""
         if self._runner is not None:
             self._runner.refresh()
             return self._runner
-        found = FeatureRunner(self.model, self.task, precision=self.work.settings.step.precision)
-        self._runner = found if self._has_room() else None
-        return found
+        runner = FeatureRunner(self.model, self.task, precision=self.work.settings.step.precision)
+        self._runner = runner if self._has_room() else None
+        return runner
 
     def dev_predictions(self) -> Predictions:
         """The predictions of the kept model for the dev set."""
@@ -283,8 +285,8 @@ class FinetuneRun:
         """Copies the state of the training, which a thread writes as a checkpoint. All processes call this."""
         self._wait_for_checkpoint()
         results = self.work.trainer.flush()
-        own = files.random_state(self.world.device)
-        random = self.world.gather(own)
+        random_state = files.random_state(self.world.device)
+        random = self.world.gather(random_state)
         if log is None:
             return
         log.add(results)
@@ -300,7 +302,7 @@ class FinetuneRun:
                 "kept": None,
             }
             if self.kept is not None:
-                kept = {name: each.cpu() for name, each in self.kept.parameters.items()}
+                kept = {name: parameter.cpu() for name, parameter in self.kept.parameters.items()}
                 state["kept"] = {"number": self.kept.epoch.number, "parameters": kept}
             step = self.work.trainer.completed
         self._writing = self._thread.submit(
@@ -323,16 +325,16 @@ class FinetuneRun:
 
     @torch.no_grad()
     def _resume(self) -> None:
-        found = self.checkpoints.newest()
-        if found is None:
+        checkpoint = self.checkpoints.newest()
+        if checkpoint is None:
             raise RunError(f"{self.options.output}: expected a checkpoint to resume from, got none")
-        state = files.read_state(found)
+        state = files.read_state(checkpoint)
         try:
             if changed := files.differences(state["settings"], self._facts):
-                raise RunError(f"{found} is of a run with other settings: {'; '.join(changed)}")
+                raise RunError(f"{checkpoint} is of a run with other settings: {'; '.join(changed)}")
             for name, value in state["parameters"].items():
                 self.model.get_parameter(name).copy_(value)
-            self.epochs = [Epoch(**each) for each in state["epochs"]]
+            self.epochs = [Epoch(**epoch) for epoch in state["epochs"]]
             if (kept := state["kept"]) is not None:
                 self.kept = Kept(self.epochs[kept["number"] - 1], kept["parameters"])
             trainer = self.work.trainer
@@ -340,4 +342,4 @@ class FinetuneRun:
             trainer.load_state_dict(state["trainer"])
             files.set_random_state(state["random"][self.world.rank], self.world.device)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise RunError(f"{found / files.STATE}: not the state of a fine-tuning run: {error!r}") from error
+            raise RunError(f"{checkpoint / files.STATE}: not the state of a fine-tuning run: {error!r}") from error

@@ -76,7 +76,7 @@ def prepare(
     family = family_of(directory)
     kind: type[Task] | None = TASKS[name].for_values() if values else TASKS[name]
     if kind is None:
-        able = " and ".join(each.name for each in TASKS.values() if each.for_values() is not None)
+        able = " and ".join(task.name for task in TASKS.values() if task.for_values() is not None)
         raise ValueError(f"values: expected with the tasks {able}, got {name}")
     kind = variant(kind, options)
     if kind.reads == "images":
@@ -134,9 +134,9 @@ def text_language(
 
 def check_text_options(kind: type[Task], tokenizer: Any, max_length: int | None) -> None:
     """Raises ValueError for options that apply only to tasks with text."""
-    for name, given in (("tokenizer", tokenizer), ("max_length", max_length)):
-        if given is not None:
-            raise ValueError(f"{name}: expected with a task that reads text, got {given} with {kind.name}")
+    for name, value in (("tokenizer", tokenizer), ("max_length", max_length)):
+        if value is not None:
+            raise ValueError(f"{name}: expected with a task that reads text, got {value} with {kind.name}")
 
 
 def unusable_head(config: Any, model_cls: type[PretrainedModel], task: Task) -> str | None:
@@ -290,19 +290,19 @@ class FineTuning:
         """The batches of each step. Those of plain tokens are made between steps: that takes less time than a thread's
         turns with the interpreter."""
         if self._plain:
-            return ([self._batch(each) for each in groups] for groups in steps)
+            return ([self._batch(group) for group in groups] for groups in steps)
         return prefetch(steps, self._pinned_batches)
 
     def _pinned_batches(self, groups: list[list[Feature]]) -> list[TaskBatch]:
-        batches = [self._batch(each) for each in groups]
-        return [each.pin_memory() for each in batches] if self.world.device.type == "cuda" else batches
+        batches = [self._batch(group) for group in groups]
+        return [batch.pin_memory() for batch in batches] if self.world.device.type == "cuda" else batches
 
     def _batch(self, group: list[Feature]) -> TaskBatch:
         """This process's part of a batch. If there are fewer features than processes, the others compute one feature
         with weight 0."""
-        own = group[self.world.rank :: self.world.size]
-        batch = self.task.batch(own or group[:1])
-        if not own:
+        features = group[self.world.rank :: self.world.size]
+        batch = self.task.batch(features or group[:1])
+        if not features:
             batch.count = 0.0
         return batch
 

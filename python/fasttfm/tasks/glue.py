@@ -86,18 +86,20 @@ def find_tasks(folder: Path, names: Sequence[str] = ()) -> dict[str, Path]:
     Args:
         names: Only these tasks, all of which must exist.
     """
-    known = [each.name for each in GLUE]
+    known = [task.name for task in GLUE]
     for name in names:
         if name not in known:
             raise ValueError(f"tasks: expected some of {', '.join(known)}, got {name!r}")
     if not folder.is_dir():
         raise data_error(folder, "a directory with the folders of GLUE's tasks", "no directory")
-    found = {_plain(path.name): path for path in sorted(folder.iterdir()) if path.is_dir()}
-    tasks = {name: found[_plain(name)] for name in known if _plain(name) in found and (not names or name in names)}
+    folders = {_plain(path.name): path for path in sorted(folder.iterdir()) if path.is_dir()}
+    tasks = {name: folders[_plain(name)] for name in known if _plain(name) in folders and (not names or name in names)}
     if missing := [name for name in names if name not in tasks]:
-        raise data_error(folder, f"a folder for {', '.join(missing)}", ", ".join(path.name for path in found.values()))
+        raise data_error(
+            folder, f"a folder for {', '.join(missing)}", ", ".join(path.name for path in folders.values())
+        )
     if not tasks:
-        raise data_error(folder, f"folders such as {', '.join(known[:3])}", ", ".join(found) or "none")
+        raise data_error(folder, f"folders such as {', '.join(known[:3])}", ", ".join(folders) or "none")
     return tasks
 
 
@@ -136,13 +138,13 @@ def train_task(
     planned = settings(first[0])
     trials: list[dict[str, float]] = []
     kept: list[_Trained] = []
-    for number, each in enumerate(planned):
-        network, task = prepared(each.seed) if number else first
-        work = FineTuning(network, task, train, each)
+    for number, trial in enumerate(planned):
+        network, task = prepared(trial.seed) if number else first
+        work = FineTuning(network, task, train, trial)
         work.run(watch(work))
-        found = _Trained(work, {glue.name + ending: _scores(glue, work, rows) for ending, rows in dev_sets.items()})
-        trials.append({"learning_rate": each.rates.rate, "seed": each.seed, "score": found.score})
-        kept = [found] if best([one["score"] for one in trials]) == number else kept
+        trained = _Trained(work, {glue.name + ending: _scores(glue, work, rows) for ending, rows in dev_sets.items()})
+        trials.append({"learning_rate": trial.rates.rate, "seed": trial.seed, "score": trained.score})
+        kept = [trained] if best([one["score"] for one in trials]) == number else kept
     work = kept[0].work
     submission = {}
     for name, path in _test_sets(glue, folder).items():
@@ -169,34 +171,34 @@ def _predictions(work: FineTuning, examples: Sequence[Any]) -> Any:
 
 
 def _scores(glue: GlueTask, work: FineTuning, examples: Sequence[Any]) -> Scores:
-    found = _predictions(work, examples)
-    return glue.scores([example.label for example in examples], found, work.task.scores(examples, found))
+    predictions = _predictions(work, examples)
+    return glue.scores([example.label for example in examples], predictions, work.task.scores(examples, predictions))
 
 
 def submission_text(predictions: Sequence[Any], *, values: bool) -> str:
     """A file for the leaderboard: index and prediction. Numbers are clamped to STS-B's range, 0 to 5."""
-    lines = [f"{min(5.0, max(0.0, each)):.3f}" if values else str(each) for each in predictions]
+    lines = [f"{min(5.0, max(0.0, prediction)):.3f}" if values else str(prediction) for prediction in predictions]
     return "index\tprediction\n" + "".join(f"{index}\t{line}\n" for index, line in enumerate(lines))
 
 
 def _test_sets(glue: GlueTask, folder: Path) -> dict[str, Path]:
     """The files of the test sets by their names on the leaderboard; MNLI's model also predicts the diagnostic set."""
-    found = {}
+    test_files = {}
     for part, ending in glue.parts:
         if files := _part_named(folder, "test", part):
-            found[glue.name + ending] = files[0]
+            test_files[glue.name + ending] = files[0]
     if glue.name == "MNLI":
         for path in sorted(folder.parent.iterdir()):
             if path.is_dir() and _plain(path.name) in _DIAGNOSTIC_FOLDERS:
-                found.update((DIAGNOSTIC, file) for file in sorted(path.glob("*.tsv"))[:1])
-    return found
+                test_files.update((DIAGNOSTIC, file) for file in sorted(path.glob("*.tsv"))[:1])
+    return test_files
 
 
 def _files(folder: Path, part: str, ending: str) -> list[Path]:
     files = _part_named(folder, part, ending)
     if not files:
         raise data_error(
-            folder, f"a file {part}{ending}.tsv", ", ".join(sorted(each.name for each in folder.iterdir()))
+            folder, f"a file {part}{ending}.tsv", ", ".join(sorted(file.name for file in folder.iterdir()))
         )
     return files
 
@@ -217,5 +219,5 @@ def _plain(name: str) -> str:
 def _positive_f1(gold: Sequence[str], predicted: Sequence[Any]) -> float:
     """F1 of the label 1."""
     both = sum(a == b == "1" for a, b in zip(gold, predicted, strict=True))
-    total = sum(each == "1" for each in (*gold, *predicted))
+    total = sum(label == "1" for label in (*gold, *predicted))
     return 2 * both / total if total else 0.0

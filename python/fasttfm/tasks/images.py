@@ -51,15 +51,17 @@ def image_language(directory: Path, family: Family, config: Any) -> ImageLanguag
     """The input format of a checkpoint's model, from its ``preprocessor_config.json`` and the model's image size."""
     form = Format([], [], [], config.tokens(), segments=False)
     grey = dict.fromkeys(("image_mean", "image_std"), [0.5] * config.num_channels)
-    found = {**grey, **(read_json(directory / PROCESSOR) if (directory / PROCESSOR).is_file() else {})}
-    mean, std = (found[name] for name in grey)
-    if found.get("do_normalize") is False:
+    settings = {**grey, **(read_json(directory / PROCESSOR) if (directory / PROCESSOR).is_file() else {})}
+    mean, std = (settings[name] for name in grey)
+    if settings.get("do_normalize") is False:
         mean, std = [0.0] * config.num_channels, [1.0] * config.num_channels
     for name, expected in (("resample", list(_RESAMPLING)), ("do_rescale", [True]), ("do_center_crop", [False, None])):
-        if name in found and found[name] not in expected:
-            raise CheckpointError(f"{directory / PROCESSOR}: {name}: expected one of {expected}, got {found[name]!r}")
+        if name in settings and settings[name] not in expected:
+            raise CheckpointError(
+                f"{directory / PROCESSOR}: {name}: expected one of {expected}, got {settings[name]!r}"
+            )
     images = ImageFormat(
-        config.image(), config.num_channels, tuple(mean), tuple(std), _RESAMPLING[found.get("resample", 2)]
+        config.image(), config.num_channels, tuple(mean), tuple(std), _RESAMPLING[settings.get("resample", 2)]
     )
     return ImageLanguage(None, family, form, images)  # type: ignore[arg-type]  # there is no tokenizer
 
@@ -113,21 +115,21 @@ class ImageTask(ClassifyTask):
     def for_values(cls) -> type[Task] | None:  # type: ignore[override]
         return None
 
-    def is_example(self, given: Any) -> bool:
-        return not isinstance(given, (list, Iterator))
+    def is_example(self, value: Any) -> bool:
+        return not isinstance(value, (list, Iterator))
 
-    def example(self, given: Any) -> Any:
+    def example(self, value: Any) -> Any:
         """An array, a tensor [channels, height, width], Pillow's image or a path."""
-        if isinstance(given, ImageExample):
-            return given
+        if isinstance(value, ImageExample):
+            return value
         label = None
-        if isinstance(given, Mapping):
-            label, given = given.get("label"), given.get("image")
-        if isinstance(given, (str, Path)):
-            return ImageExample(str(given), Path(given), None if label is None else str(label))
-        if not isinstance(given, (np.ndarray, Tensor)) and not hasattr(given, "getbands"):
-            raise DataError(f"{self.name}: expected an image or its path, got {given!r:.60}")
-        return ImageExample("an array", as_pixels(given, self.name), None if label is None else str(label))
+        if isinstance(value, Mapping):
+            label, value = value.get("label"), value.get("image")
+        if isinstance(value, (str, Path)):
+            return ImageExample(str(value), Path(value), None if label is None else str(label))
+        if not isinstance(value, (np.ndarray, Tensor)) and not hasattr(value, "getbands"):
+            raise DataError(f"{self.name}: expected an image or its path, got {value!r:.60}")
+        return ImageExample("an array", as_pixels(value, self.name), None if label is None else str(label))
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         tokens = self.language.format.max_length

@@ -62,10 +62,10 @@ class Feature:
 
 def checksum(features: Iterable[Any]) -> str:
     """A checksum of all that a training reads of the features, which have ``content``."""
-    found = 0
+    checksum = 0
     for content in (content for feature in features for content in feature.content()):
-        found = zlib.crc32(content, found)
-    return f"{found:08x}"
+        checksum = zlib.crc32(content, checksum)
+    return f"{checksum:08x}"
 
 
 @dataclass
@@ -88,16 +88,16 @@ class TaskBatch:
     def inputs(self) -> dict[str, Any]:
         """The model's arguments, without targets."""
         names = ("input_ids", "token_type_ids", "cu_seqlens", "max_seqlen")
-        own = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return {**own, **LAST_STATES, **self.others}
+        arguments = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {**arguments, **LAST_STATES, **self.others}
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> TaskBatch:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self._apply(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TaskBatch:
-        return self._each(lambda tensor: tensor.pin_memory())
+        return self._apply(lambda tensor: tensor.pin_memory())
 
-    def _each(self, change: Callable[[Any], Any]) -> TaskBatch:
+    def _apply(self, change: Callable[[Any], Any]) -> TaskBatch:
         return replace(
             self,
             input_ids=change(self.input_ids),
@@ -151,7 +151,7 @@ def truncation(features: Sequence[Feature], max_length: int) -> str | None:
     if not cut:
         return None
     longest = max(len(sequence.ids) + sequence.cut for feature in cut for sequence in feature.sequences)
-    some, all_of_them = (len({feature.example for feature in each}) for each in (cut, features))
+    some, all_of_them = (len({feature.example for feature in part}) for part in (cut, features))
     return (
         f"{some:,} of {all_of_them:,} examples have more than {max_length} tokens, the "
         f"longest {longest:,}, and are truncated: {sum(feature.cut for feature in cut):,} tokens are ignored"

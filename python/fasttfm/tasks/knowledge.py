@@ -30,7 +30,7 @@ from fasttfm.data.knowledge import (
 from fasttfm.data.lines import DataError
 from fasttfm.models.pretrained import PretrainedModel
 from fasttfm.nn import AlignedEntities
-from fasttfm.tasks.given import unusable
+from fasttfm.tasks.example_fields import unusable
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.labels import ClassifyTask
 from fasttfm.tasks.metrics import Scores, most_common, type_scores
@@ -75,12 +75,12 @@ class MarkedTask(ClassifyTask):
     def marked(self, example: Any) -> list[MarkedSpan]:
         raise NotImplementedError
 
-    def example(self, given: Any) -> Any:
-        if isinstance(given, RelationExample | TypingExample):
-            return given
-        if not isinstance(given, Mapping):
-            raise unusable(self.name, "an object with a text and its marked spans", given)
-        return self.parsed(given)
+    def example(self, value: Any) -> Any:
+        if isinstance(value, RelationExample | TypingExample):
+            return value
+        if not isinstance(value, Mapping):
+            raise unusable(self.name, "an object with a text and its marked spans", value)
+        return self.parsed(value)
 
     def parsed(self, row: Mapping[str, Any]) -> Any:
         """The example of a line of a file."""
@@ -94,19 +94,19 @@ class MarkedTask(ClassifyTask):
         return replace(example, text="", entities=[])
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
-        found: list[Feature] = []
+        features: list[Feature] = []
         form, tokenizer = self.language.format, self.language.tokenizer
         room = form.max_length - len(form.first) - len(form.last)
         for index, example in enumerate(examples):
             marked = self.marked(example)
-            others = [each for each in example.entities if all(_are_disjoint(each, mark.span) for mark in marked)]
-            spans = sorted(self._named(example.text, span) for span in (*others, *(each.span for each in marked)))
+            others = [span for span in example.entities if all(_are_disjoint(span, mark.span) for mark in marked)]
+            spans = sorted(self._named(example.text, span) for span in (*others, *(mark.span for mark in marked)))
             ids, entities = self._with_marks(align(tokenizer, example.text, spans, self.entities), marked)
             start = self._start(ids, room)
             tokens = form.one(ids[start : start + room])._replace(cut=max(0, len(ids) - room))
-            own = [*[-1] * len(form.first), *entities[start : start + room], *[-1] * len(form.last)]
-            found.append(EntityFeature(index, [tokens], self._target(example), own))
-        return found
+            entity_ids = [*[-1] * len(form.first), *entities[start : start + room], *[-1] * len(form.last)]
+            features.append(EntityFeature(index, [tokens], self._target(example), entity_ids))
+        return features
 
     def _named(self, text: str, span: Span) -> Span:
         """The span; without a stated entity, that of the same name."""
@@ -140,7 +140,7 @@ class MarkedTask(ClassifyTask):
     def batch(self, features: Sequence[Feature]) -> TaskBatch:
         batch = super().batch(features)
         if hasattr(self.language.family.config, "num_entities"):
-            ids = [each for feature in features for each in getattr(feature, "entities", [])]
+            ids = [entity for feature in features for entity in getattr(feature, "entities", [])]
             batch.others["entities"] = AlignedEntities.of(
                 torch.tensor(ids, dtype=torch.int64, device="cpu"), batch.cu_seqlens, batch.max_seqlen
             )
@@ -214,12 +214,12 @@ class EntityTypingTask(MarkedTask):
         }
 
     def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
-        found = []
+        results = []
         for logits in read:
             probabilities = torch.from_numpy(logits).sigmoid().tolist()
             labels = sorted(label for label, logit in zip(self.labels, logits, strict=True) if logit > 0)
-            found.append(TypesResult(labels, dict(zip(self.labels, probabilities, strict=True))))
-        return found
+            results.append(TypesResult(labels, dict(zip(self.labels, probabilities, strict=True))))
+        return results
 
     def prediction(self, result: Any) -> Any:
         return tuple(result.labels)
@@ -234,5 +234,5 @@ class EntityTypingTask(MarkedTask):
         return [most_common(example.label for example in train)] * len(examples)
 
     def files(self, examples: Sequence[Any], predictions: Predictions) -> dict[str, str]:
-        rows = ({"index": index, "labels": list(found)} for index, found in enumerate(predictions))
+        rows = ({"index": index, "labels": list(labels)} for index, labels in enumerate(predictions))
         return {"predictions.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)}

@@ -18,7 +18,7 @@ from fasttfm.data.choice_files import read_choices
 from fasttfm.data.lines import DataError
 from fasttfm.data.task_files import ChoiceExample, TagExample, TextExample, read_conll, read_texts
 from fasttfm.models.family import Head
-from fasttfm.tasks.given import PAIR_NAMES, TEXT_NAMES, field, unusable
+from fasttfm.tasks.example_fields import PAIR_NAMES, TEXT_NAMES, field, unusable
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.metrics import Scores, label_scores, most_common, tag_scores, value_scores
 from fasttfm.tasks.results import ChoiceResult, LabelResult, TagResult, ValueResult
@@ -87,19 +87,19 @@ class ClassifyTask(Task):
     def has_auxiliary(self) -> bool:
         return hasattr(self.language.family.config, "auxiliary_loss_weight")  # GPT-1's; later models have none
 
-    def example(self, given: Any) -> Any:
-        if isinstance(given, TextExample):
-            return given
-        if isinstance(given, str):
-            return TextExample(given, None, None)
+    def example(self, value: Any) -> Any:
+        if isinstance(value, TextExample):
+            return value
+        if isinstance(value, str):
+            return TextExample(value, None, None)
         label = None
-        if isinstance(given, Mapping):
-            label = given.get("label")
-            texts = [field(given, names) for names in (TEXT_NAMES, PAIR_NAMES)]
+        if isinstance(value, Mapping):
+            label = value.get("label")
+            texts = [field(value, names) for names in (TEXT_NAMES, PAIR_NAMES)]
         else:
-            texts = list(given) if isinstance(given, Sequence) and len(given) == 2 else [None, None]
+            texts = list(value) if isinstance(value, Sequence) and len(value) == 2 else [None, None]
         if not isinstance(texts[0], str) or not isinstance(texts[1], str | None):
-            raise unusable(self.name, "a text or two texts", given)
+            raise unusable(self.name, "a text or two texts", value)
         return TextExample(texts[0], texts[1], None if label is None else str(label))
 
     def example_of_line(self, line: str) -> Any:
@@ -109,14 +109,14 @@ class ClassifyTask(Task):
         encode, form = self.language.tokenizer.encode_batch, self.language.format
         firsts = encode([example.first for example in examples])
         seconds = iter(encode([example.second for example in examples if example.second is not None]))
-        found = []
+        features = []
         for index, (example, text) in enumerate(zip(examples, firsts, strict=True)):
             texts = [text] if example.second is None else [text, next(seconds)]
             sequences = [form.one(*texts) if len(texts) == 1 else form.two(*texts)]
             if self.both_orders:
                 sequences.append(form.one(*texts) if len(texts) == 1 else form.two(*reversed(texts)))
-            found.append(Feature(index, sequences, self._target(example)))
-        return found
+            features.append(Feature(index, sequences, self._target(example)))
+        return features
 
     def losses(self, model: Any, batch: TaskBatch) -> tuple[Tensor, ...]:
         return self.terms_of(model(**batch.inputs(), **batch.targets, **self._orders()))
@@ -127,8 +127,8 @@ class ClassifyTask(Task):
 
     @property
     def on_session(self) -> bool:
-        own = (type(self).batch, type(self).logits) != (Task.batch, ClassifyTask.logits)
-        return not own and not self.both_orders
+        overridden = (type(self).batch, type(self).logits) != (Task.batch, ClassifyTask.logits)
+        return not overridden and not self.both_orders
 
     def _orders(self) -> dict[str, int]:
         return {"num_orders": 2} if self.both_orders else {}
@@ -154,13 +154,13 @@ class ClassifyTask(Task):
         return list(logits.float().cpu().numpy())
 
     def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
-        found = []
+        results = []
         for logits in read:
             values = probabilities(logits)
             best = int(logits.argmax())
             named = dict(zip(self.labels, values, strict=True))
-            found.append(LabelResult(self.labels[best], values[best], named))
-        return found
+            results.append(LabelResult(self.labels[best], values[best], named))
+        return results
 
     def prediction(self, result: Any) -> Any:
         return result.label
@@ -330,17 +330,17 @@ class TagTask(Task):
     def description(self) -> dict[str, Any]:
         return {**super().description(), "common": self.common}
 
-    def example(self, given: Any) -> Any:
+    def example(self, value: Any) -> Any:
         """A text is split at white space."""
-        if isinstance(given, TagExample):
-            return given
+        if isinstance(value, TagExample):
+            return value
         tags: Any = ()
-        if isinstance(given, Mapping):
-            tags = field(given, ("tags", "labels")) or ()
-            given = field(given, ("words", "tokens", *TEXT_NAMES))
-        words = given.split() if isinstance(given, str) else given
+        if isinstance(value, Mapping):
+            tags = field(value, ("tags", "labels")) or ()
+            value = field(value, ("words", "tokens", *TEXT_NAMES))
+        words = value.split() if isinstance(value, str) else value
         if not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
-            raise unusable(self.name, "a sentence or a list of its words", given)
+            raise unusable(self.name, "a sentence or a list of its words", value)
         if tags and len(tags) != len(words):
             raise DataError(f"tags: expected one for each of {len(words)} words, got {len(tags)}")
         return TagExample(list(words), [str(tag) for tag in tags])
@@ -351,7 +351,7 @@ class TagTask(Task):
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         form = self.language.format
         room = form.max_length - len(form.first) - len(form.last)
-        found = []
+        features = []
         for index, example in enumerate(examples):
             ids, firsts = self._tokens(example.words)
             for start in range(0, max(1, len(ids)), room):
@@ -360,8 +360,8 @@ class TagTask(Task):
                 positions = {
                     position + shift: word for position, word in firsts.items() if start <= position < start + room
                 }
-                found.append(Feature(index, [tokens], TagTarget(positions, example.tags)))
-        return found
+                features.append(Feature(index, [tokens], TagTarget(positions, example.tags)))
+        return features
 
     def _tokens(self, words: Sequence[str]) -> tuple[list[int], dict[int, int]]:
         """The ids of a sentence, and the word that starts at each token that starts one."""
@@ -408,12 +408,12 @@ class TagTask(Task):
         ]
 
     def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
-        found = [TagResult([self.common] * len(example.words), [None] * len(example.words)) for example in examples]
+        results = [TagResult([self.common] * len(example.words), [None] * len(example.words)) for example in examples]
         for feature, tags in zip(features, read, strict=True):
-            result = found[feature.example]
+            result = results[feature.example]
             for word, (best, probability) in tags.items():
                 result.tags[word], result.probabilities[word] = self.labels[best], probability
-        return found
+        return results
 
     def prediction(self, result: Any) -> Any:
         return result.tags
@@ -449,7 +449,7 @@ class TagTask(Task):
         sentences = [
             "\n".join(" ".join(row) for row in zip(*columns, strict=True))
             for example, tags in zip(examples, predictions, strict=True)
-            if (columns := [each for each in (example.words, example.tags, tags) if each])
+            if (columns := [column for column in (example.words, example.tags, tags) if column])
         ]
         return {"predictions.conll": "\n\n".join(sentences) + "\n"}
 
@@ -482,35 +482,35 @@ class ChoiceTask(Task):
             None if train is None else len(train[0].endings)
         )  # after training, any number of endings is allowed
 
-    def example(self, given: Any) -> Any:
-        if isinstance(given, ChoiceExample):
-            return given
+    def example(self, value: Any) -> Any:
+        if isinstance(value, ChoiceExample):
+            return value
         start, label = "", None
-        if isinstance(given, Mapping):
-            start, label = given.get("start", ""), given.get("label")
-            given = (field(given, ("context", *TEXT_NAMES)), field(given, ("endings", "choices")))
-        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) < 2:
-            raise unusable(self.name, "a context and its endings", given)
-        context, *endings = given
+        if isinstance(value, Mapping):
+            start, label = value.get("start", ""), value.get("label")
+            value = (field(value, ("context", *TEXT_NAMES)), field(value, ("endings", "choices")))
+        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) < 2:
+            raise unusable(self.name, "a context and its endings", value)
+        context, *endings = value
         if len(endings) == 1 and isinstance(endings[0], Sequence) and not isinstance(endings[0], str):
             endings = list(endings[0])
-        if len(endings) < 2 or not all(isinstance(each, str) for each in (context, start, *endings)):
-            raise unusable(self.name, "a context and two endings or more", given)
+        if len(endings) < 2 or not all(isinstance(text, str) for text in (context, start, *endings)):
+            raise unusable(self.name, "a context and two endings or more", value)
         if label is not None and label not in range(len(endings)):
             raise DataError(f"label: expected the number of an ending, 0 to {len(endings) - 1}, got {label!r}")
         return ChoiceExample(context, start, endings, label)
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         encode, form = self.language.tokenizer.encode, self.language.format
-        found = []
+        features = []
         for index, example in enumerate(examples):
             if self.choices is not None and len(example.endings) != self.choices:
                 expected = f"{self.choices} endings, as the first example has"
                 raise DataError(f"example {index + 1}: expected {expected}, got {len(example.endings)}")
             context = encode(example.context)
             sequences = [form.two(context, encode(f"{example.start} {ending}".strip())) for ending in example.endings]
-            found.append(Feature(index, sequences, example.label))
-        return found
+            features.append(Feature(index, sequences, example.label))
+        return features
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         labels = torch.tensor([feature.target for feature in batch.features], dtype=torch.int64, device="cpu")
@@ -544,11 +544,11 @@ class ChoiceTask(Task):
         return [row[: len(feature.sequences)] for feature, row in zip(batch.features, rows, strict=True)]
 
     def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
-        found = []
+        results = []
         for example, logits in zip(examples, read, strict=True):
             best = int(logits.argmax())
-            found.append(ChoiceResult(best, example.endings[best], probabilities(logits)))
-        return found
+            results.append(ChoiceResult(best, example.endings[best], probabilities(logits)))
+        return results
 
     def prediction(self, result: Any) -> Any:
         return result.choice
@@ -564,7 +564,7 @@ class ChoiceTask(Task):
         return replace(example, context="", start="", endings=[])
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
-        right = [example.label == found for example, found in zip(examples, predictions, strict=True)]
+        right = [example.label == prediction for example, prediction in zip(examples, predictions, strict=True)]
         return {"accuracy": sum(right) / max(1, len(right))}
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
@@ -580,8 +580,8 @@ class ChoiceTask(Task):
 def probabilities(logits: np.ndarray) -> list[float]:
     """Softmax."""
     powers = np.exp(logits - logits.max())
-    found: list[float] = (powers / powers.sum()).tolist()
-    return found
+    probabilities: list[float] = (powers / powers.sum()).tolist()
+    return probabilities
 
 
 def some(names: Sequence[str], most: int = 5) -> str:

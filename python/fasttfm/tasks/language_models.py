@@ -138,13 +138,13 @@ class LanguageModel:
     ) -> list[int]:
         """The tokens that ``pick`` chooses of the logits [positions, vocabulary] at these positions of each feature."""
         starts = itertools.accumulate((feature.tokens for feature, _ in features), initial=0)
-        rows = [start + position for (_, each), start in zip(features, starts, strict=False) for position in each]
+        rows = [start + at for (_, positions), start in zip(features, starts, strict=False) for at in positions]
         states = self._states([feature for feature, _ in features])
-        found: list[int] = []
+        tokens: list[int] = []
         for part in torch.tensor(rows, device=self._device, dtype=torch.int64).split(_ROWS):
             with torch.inference_mode():
-                found += pick(self._head(states.index_select(0, part)).float()).tolist()
-        return found
+                tokens += pick(self._head(states.index_select(0, part)).float()).tolist()
+        return tokens
 
     # ---- likelihoods -------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class LanguageModel:
         differs from those of the text by itself."""
         if isinstance(text, str):
             return self.tokenizer.encode(text), 0
-        before, whole = (self.tokenizer.encode(each) for each in (text[0], text[0] + text[1]))
+        before, whole = (self.tokenizer.encode(part) for part in (text[0], text[0] + text[1]))
         pairs = zip(before, whole, strict=False)
         begin = next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(before), len(whole)))
         return whole, begin

@@ -92,10 +92,10 @@ class Predictor:
         self.counts = Counts()
         count = len(examples) if hasattr(examples, "__len__") and not single else None
         source = self.stream([examples] if single else examples)
-        found = [result for _, result in progress(source, count, "example")]
+        results = [result for _, result in progress(source, count, "example")]
         if note := self.counts.note(self.max_length):
             warnings.warn(note, stacklevel=2)
-        return found[0] if single else found
+        return results[0] if single else results
 
     def __repr__(self) -> str:
         first = next(self.model.parameters())
@@ -109,7 +109,7 @@ class Predictor:
 
     def stream(self, examples: Iterable[Any]) -> Iterator[tuple[Any, Result]]:
         """Yields each example with its result, in order. Examples are read lazily, a bounded number ahead."""
-        source = (self.task.example(given) for given in examples)
+        source = (self.task.example(value) for value in examples)
         while window := list(itertools.islice(source, _WINDOW)):
             yield from zip(window, self._results(window), strict=True)
 
@@ -119,7 +119,7 @@ class Predictor:
         self._count(examples, features)
         read = self._runner.read(features)
         results = self.task.results(examples, features, read)
-        self.counts.words += sum(each.probabilities.count(None) for each in results if hasattr(each, "tags"))
+        self.counts.words += sum(result.probabilities.count(None) for result in results if hasattr(result, "tags"))
         return results
 
     def _count(self, examples: Sequence[Any], features: Sequence[Feature]) -> None:
@@ -142,6 +142,7 @@ def load(
     directory: str | Path,
     *,
     task: str | None = None,
+    adapter: str | Path | None = None,
     tokenizer: str | Path | None = None,
     max_length: int | None = None,
     device: str | torch.device | None = None,
@@ -158,6 +159,8 @@ def load(
 
     Args:
         task: One of ``PRETRAINED_TASKS``, for a checkpoint that has the head of its pre-training but does not name it.
+        adapter: A LoRA adapter that is added to the weights, and whose head replaces the model's: a folder of its
+            directory, another directory or a hub id.
         tokenizer: The directory or file of the tokenizer, if it is not in ``directory``.
         max_length: The maximum number of tokens in a sequence, instead of the checkpoint's.
         device: By default a GPU if there is one.
@@ -185,7 +188,7 @@ def load(
         kept = {name: value for name, value in kept.items() if name not in ("stride", "max_question")}
     made = kind(language, None, known=known, **kept | options)
     where = device if isinstance(device, torch.device) else device_named(device)
-    model = open_model(path, kind.head, trained=True, dtype=torch.float32).to(where)
+    model = open_model(path, kind.head, trained=True, adapter=adapter, dtype=torch.float32).to(where)
     made.adjust(model)
     default = "bfloat16" if where.type == "cuda" else "float32"
     return Predictor(model, made, tokens_per_batch=tokens_per_batch, precision=precision or default)
@@ -206,11 +209,11 @@ def _task_of(path: Path, config: Any, family: Family) -> tuple[type[Task], dict[
     if stated is None:
         return _inferred(path, config, family), {}
     named = TASKS.get(str(stated.get("task"))) if isinstance(stated, dict) else None
-    found = named.for_values() if named is not None and stated.get("values") else named
-    if found is None:
+    task = named.for_values() if named is not None and stated.get("values") else named
+    if task is None:
         expected = f"an object with a task of {', '.join(TASKS)}"
         raise CheckpointError(f"{path / CONFIG}: {TASK_KEY}: expected {expected}, got {stated!r:.80}")
-    return found, stated
+    return task, stated
 
 
 def _inferred(path: Path, config: Any, family: Family) -> type[Task]:
@@ -248,8 +251,8 @@ def _format(family: Family, config: Any, tokenizer: Tokenizer, length: int | Non
     longest = longest_input(config)
     length = min(longest, max(kind.max_length, 512)) if length is None else length
     plain = family.task_tokens and tokenizer.backend.token_to_id(TASK_TOKENS[0]) is None
-    found = Format([], [], [], length, segments=False) if plain else format_of(family, config, tokenizer, length)
-    least = length - found.room + 2
+    form = Format([], [], [], length, segments=False) if plain else format_of(family, config, tokenizer, length)
+    least = length - form.room + 2
     if not least <= length <= longest:
         raise ValueError(f"max_length: expected {least} to the model's {longest} positions, got {length}")
-    return found
+    return form

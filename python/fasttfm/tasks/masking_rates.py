@@ -31,14 +31,16 @@ def fill_at_rates(
         if not 0 < rate <= 1:
             raise ValueError(f"rates: expected numbers above 0 and up to 1, got {rate}")
     features = _features(model, texts, rates, seed)
-    found: list[MaskedText] = []
+    masked: list[MaskedText] = []
     for group in by_budget(features, model.tokens_per_batch):
         predicted = iter(model.best_at([(feature, feature.target.positions) for feature in group]))
         for feature in group:
-            found.append(feature.target.filled(model, list(itertools.islice(predicted, len(feature.target.positions)))))
-            if len(found) == len(rates):
-                yield found
-                found = []
+            masked.append(
+                feature.target.filled(model, list(itertools.islice(predicted, len(feature.target.positions))))
+            )
+            if len(masked) == len(rates):
+                yield masked
+                masked = []
 
 
 class _Masked(NamedTuple):
@@ -95,11 +97,11 @@ def _features(model: LanguageModel, texts: Iterable[str], rates: Sequence[float]
             yield Feature(number - 1, [sequence._replace(ids=masked)], target)
 
 
-def accuracy_by_rate(found: Iterable[Sequence[MaskedText]]) -> list[dict[str, float | int]]:
+def accuracy_by_rate(texts: Iterable[Sequence[MaskedText]]) -> list[dict[str, float | int]]:
     """For each rate the numbers of masked tokens and of right predictions, over all texts."""
     rows: dict[float, dict[str, float | int]] = {}
-    for each in itertools.chain.from_iterable(found):
-        row = rows.setdefault(each.rate, {"rate": each.rate, "tokens": 0, "right": 0})
-        row["tokens"] += each.tokens
-        row["right"] += each.right
+    for text in itertools.chain.from_iterable(texts):
+        row = rows.setdefault(text.rate, {"rate": text.rate, "tokens": 0, "right": 0})
+        row["tokens"] += text.tokens
+        row["right"] += text.right
     return [{**row, "accuracy": row["right"] / row["tokens"]} for row in rows.values()]

@@ -67,31 +67,33 @@ def tag_scores(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]
     scores = {"accuracy": sum(a == b for a, b in pairs) / max(1, len(pairs))}
     if not all(_SCHEME.fullmatch(tag) for pair in pairs for tag in pair):
         return scores
-    right = wanted = found = 0
+    right = gold_count = predicted_count = 0
     for tags, others in zip(gold, predicted, strict=True):
         ours, theirs = entities(tags), entities(others)
-        right, wanted, found = right + len(ours & theirs), wanted + len(ours), found + len(theirs)
+        right += len(ours & theirs)
+        gold_count += len(ours)
+        predicted_count += len(theirs)
     return {
         **scores,
-        "precision": right / max(1, found),
-        "recall": right / max(1, wanted),
-        "f1": 2 * right / max(1, wanted + found),
+        "precision": right / max(1, predicted_count),
+        "recall": right / max(1, gold_count),
+        "f1": 2 * right / max(1, gold_count + predicted_count),
     }
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
     """Kind, first word and end of every entity in a sentence. An I- or E- without a predecessor starts an entity."""
-    found = set()
+    entities = set()
     start, kind, closed = None, "", False
     for index, tag in enumerate([*tags, "O"]):
         prefix, _, name = tag.partition("-")
         if start is not None and (closed or prefix not in ("I", "E") or name != kind):
-            found.add((kind, start, index))
+            entities.add((kind, start, index))
             start = None
         if prefix != "O" and start is None:
             start, kind = index, name
         closed = prefix in ("E", "S")
-    return found
+    return entities
 
 
 # ---- types of entities -----------------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ def type_scores(gold: Sequence[Collection[str]], predicted: Sequence[Collection[
     the means of each entity's precision and recall, and micro, over all types together."""
     pairs = [(set(ours), set(theirs)) for ours, theirs in zip(gold, predicted, strict=True)]
     count = max(1, len(pairs))
-    right, wanted, found = (
+    right, gold_count, predicted_count = (
         sum(map(len, sets)) for sets in ((a & b for a, b in pairs), (a for a, _ in pairs), (b for _, b in pairs))
     )
     precision = sum(len(a & b) / len(b) for a, b in pairs if b) / count
@@ -110,7 +112,7 @@ def type_scores(gold: Sequence[Collection[str]], predicted: Sequence[Collection[
     return {
         "accuracy": sum(a == b for a, b in pairs) / count,
         "macro_f1": 2 * precision * recall / max(precision + recall, 1e-12),
-        "micro_f1": 2 * right / max(1, wanted + found),
+        "micro_f1": 2 * right / max(1, gold_count + predicted_count),
     }
 
 
@@ -153,11 +155,11 @@ def exact_match(gold: str, answer: str, rules: AnswerRules = SQUAD) -> float:
 
 def answer_f1(gold: str, answer: str, rules: AnswerRules = SQUAD) -> float:
     """F1 of the common units, counted with multiplicity; if either answer is empty, whether both are."""
-    wanted, found = (rules.units(rules.normalized(each)) for each in (gold, answer))
-    if not wanted or not found:
-        return float(wanted == found)
-    common = sum((Counter(wanted) & Counter(found)).values())
-    return 2 * common / (len(wanted) + len(found))
+    gold_units, answer_units = (rules.units(rules.normalized(text)) for text in (gold, answer))
+    if not gold_units or not answer_units:
+        return float(gold_units == answer_units)
+    common = sum((Counter(gold_units) & Counter(answer_units)).values())
+    return 2 * common / (len(gold_units) + len(answer_units))
 
 
 Gold = Sequence[str] | Sequence[Sequence[str]]
@@ -197,7 +199,7 @@ def best_threshold(
         rules: How answers are compared.
     """
     score_of = partial(answer_f1, rules=rules)
-    f1, none = (_best(gold, each, score_of, rules) for each in (answers, dict.fromkeys(gold, "")))
+    f1, none = (_best(gold, texts, score_of, rules) for texts in (answers, dict.fromkeys(gold, "")))
     order = sorted(gold, key=lambda key: no_answer[key])
     score = best = sum(none.values())  # with no question answered
     threshold = min(no_answer.values(), default=0.0) - 1
@@ -212,8 +214,8 @@ def best_threshold(
 def _lists(right: Gold, rules: AnswerRules) -> list[list[str]]:
     """The lists of right answers, with an empty answer if there is none. SQuAD ignores answers that are empty after
     normalization, unless there are no others."""
-    lists = [list(each) for each in right if not isinstance(each, str)]
-    texts = [each for each in right if isinstance(each, str) and rules.normalized(each)]
+    lists = [list(text) for text in right if not isinstance(text, str)]
+    texts = [text for text in right if isinstance(text, str) and rules.normalized(text)]
     return lists or [texts or [""]]
 
 
@@ -228,11 +230,11 @@ def _best(gold: Mapping[Any, Gold], answers: Mapping[Any, str], score: Any, rule
 
     def of(right: Gold, answer: str) -> float:
         lists = _lists(right, rules)
-        return sum(max(score(each, answer) for each in answers) for answers in lists) / len(lists)
+        return sum(max(score(text, answer) for text in answers) for answers in lists) / len(lists)
 
     return {key: of(right, answers[key]) for key, right in gold.items()}
 
 
 def _mean(scores: Mapping[Any, float], keys: Iterable[Any]) -> float:
-    found = [scores[key] for key in keys]
-    return sum(found) / max(1, len(found))
+    values = [scores[key] for key in keys]
+    return sum(values) / max(1, len(values))

@@ -1,14 +1,15 @@
-"""Parquet files of vectors and of predictions, written in row groups."""
+"""Parquet files of vectors and of predictions, written and read in row groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fasttfm import _extras
+from fasttfm.data.lines import data_error
 
 _ROW_GROUP = 8192  # rows
 
@@ -89,11 +90,29 @@ def write_parquet(path: Path, rows: Iterable[Any], dtype: str, first_row: int | 
     return count, width
 
 
-def pyarrow_or_error() -> Any:
+def read_parquet(path: Path, rows: int) -> Iterator[tuple[np.ndarray, list[str]]]:
+    """Yields blocks fp32 [up to ``rows``, width] of the column ``vector``, and their texts."""
+    arrow = pyarrow_or_error("reading")
+    try:
+        file = arrow.parquet.ParquetFile(path)
+    except (arrow.ArrowException, OSError) as error:
+        raise data_error(path, "a parquet file", str(error)) from None
+    with file:
+        schema = file.schema_arrow
+        is_fixed = "vector" in schema.names and arrow.types.is_fixed_size_list(schema.field("vector").type)
+        if not is_fixed or "text" not in schema.names:
+            expected = "the columns 'text' and 'vector', a list of fixed size"
+            raise data_error(path, expected, f"{', '.join(schema.names)}")
+        for batch in file.iter_batches(rows, columns=["text", "vector"]):
+            vectors = batch.column("vector").flatten().to_numpy(zero_copy_only=False)
+            yield vectors.astype(np.float32).reshape(len(batch), -1), batch.column("text").to_pylist()
+
+
+def pyarrow_or_error(action: str = "writing") -> Any:
     """The module pyarrow with its parquet files. Raises ImportError that names the extra without it."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise _extras.missing("writing parquet files", "pyarrow", "files") from None
+        raise _extras.missing(f"{action} parquet files", "pyarrow", "files") from None
     return pyarrow

@@ -18,9 +18,9 @@ def confusion_counts(gold: Sequence[str], predicted: Sequence[str], labels: Sequ
     """How often each label (rows) was predicted as each label (columns)."""
     numbers = {label: number for number, label in enumerate(labels)}
     counts = [[0] * len(labels) for _ in labels]
-    for right, found in zip(gold, predicted, strict=True):
-        if right in numbers and found in numbers:
-            counts[numbers[right]][numbers[found]] += 1
+    for right, prediction in zip(gold, predicted, strict=True):
+        if right in numbers and prediction in numbers:
+            counts[numbers[right]][numbers[prediction]] += 1
     return counts
 
 

@@ -71,7 +71,7 @@ def example_rows(source: str, task_of: Callable[[], Task], columns: Any = None) 
     path = Path(source)
     if columns is None and path.name.endswith(_LINES):
         is_json = path.name.endswith((".jsonl", ".jsonl.gz"))
-        return (Line(*each) for each in read_lines(path) if not is_json or each[1].strip())
+        return (Line(*line) for line in read_lines(path) if not is_json or line[1].strip())
     if columns is None and path.suffix == ".parquet":
         table = Parquet(path)
         return ({name: table.value(row, name) for name in table.columns} for _, row in table.rows())
@@ -92,11 +92,11 @@ def _is_known(task: Task, path: Path) -> bool:
     """Whether the first object has the fields that ``task.example`` reads."""
     first = next((line for _, line in read_lines(path) if line.strip()), "")
     try:
-        found = _object(first)
+        row = _object(first)
     except DataError:
         return True  # reading it line by line reports the line
     try:
-        task.example(found)
+        task.example(row)
     except DataError:
         return False
     return True
@@ -117,14 +117,14 @@ def _of_lines(task: Task, source: str, lines: Iterable[tuple[int, str]], is_json
 
 def _object(line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"expected a JSON object, got {line:.60} ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise DataError(f"expected a JSON object, got {line:.60}")
-    if SURROGATE.search(json.dumps(found, ensure_ascii=False)):  # "\\ud800" is valid JSON, but not a character
+    if SURROGATE.search(json.dumps(value, ensure_ascii=False)):  # "\\ud800" is valid JSON, but not a character
         raise DataError("expected UTF-8 text, got half of a surrogate pair")
-    return found
+    return value
 
 
 def _columns(path: Path) -> int:

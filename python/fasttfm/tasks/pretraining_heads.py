@@ -23,7 +23,7 @@ from fasttfm.models.checkpoint_files import read_json
 from fasttfm.models.families import objectives_of
 from fasttfm.models.family import Family, Head
 from fasttfm.models.objectives import MaskedLMWithSentences, NextSentence, ReplacedTokenDetection, SentenceOrder
-from fasttfm.tasks.given import PAIR_NAMES, TEXT_NAMES, field, unusable
+from fasttfm.tasks.example_fields import PAIR_NAMES, TEXT_NAMES, field, unusable
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.labels import PairTask
 from fasttfm.tasks.metrics import Scores
@@ -49,11 +49,11 @@ class SentencePairTask(PairTask):
     def labels_of(self, train: Sequence[Any], known: Sequence[str]) -> list[str]:
         raise _no_training(self.name)
 
-    def example(self, given: Any) -> Any:
-        found = super().example(given)
-        if found.second is None:
-            raise unusable(self.name, "two texts", given)
-        return found
+    def example(self, value: Any) -> Any:
+        example = super().example(value)
+        if example.second is None:
+            raise unusable(self.name, "two texts", value)
+        return example
 
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
         inputs = batch.inputs()
@@ -113,25 +113,25 @@ class ReplacedTokensTask(Task):
 
     def read_file(self, path: Any, columns: Columns = BY_NAME) -> list[ReplacedExample]:
         """The texts of a table; a second text is the original."""
-        return [self._compared(each.first, each.second) for each in read_texts(path, columns)]
+        return [self._compared(pair.first, pair.second) for pair in read_texts(path, columns)]
 
-    def example(self, given: Any) -> Any:
-        if isinstance(given, ReplacedExample):
-            return given
-        text, original = given, None
-        if isinstance(given, Mapping):
-            text, original = field(given, TEXT_NAMES), field(given, ("original", *PAIR_NAMES))
-        elif isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
-            text, original = given
+    def example(self, value: Any) -> Any:
+        if isinstance(value, ReplacedExample):
+            return value
+        text, original = value, None
+        if isinstance(value, Mapping):
+            text, original = field(value, TEXT_NAMES), field(value, ("original", *PAIR_NAMES))
+        elif isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 2:
+            text, original = value
         if not isinstance(text, str) or not isinstance(original, str | None):
-            raise unusable(self.name, "a text, and perhaps its original", given)
+            raise unusable(self.name, "a text, and perhaps its original", value)
         return self._compared(text, original)
 
     def _compared(self, text: str, original: str | None) -> ReplacedExample:
         """The tokens that differ from those at the same position of the original are replaced."""
         if original is None:
             return ReplacedExample(text, None)
-        ids, others = (self.language.tokenizer.encode(each) for each in (text, original))
+        ids, others = (self.language.tokenizer.encode(side) for side in (text, original))
         if len(ids) != len(others):
             expected = f"an original of {len(ids)} tokens, as its text has"
             raise DataError(f"{self.name}: expected {expected}, got {len(others)}: {original!r:.60}")
@@ -140,12 +140,12 @@ class ReplacedTokensTask(Task):
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         form = self.language.format
         room = form.max_length - len(form.first) - len(form.last)
-        found = []
+        features = []
         for index, example in enumerate(examples):
             ids = self.language.tokenizer.encode(example.text) if example.ids is None else example.ids
             for start in range(0, max(1, len(ids)), room):
-                found.append(Feature(index, [form.one(ids[start : start + room])]))
-        return found
+                features.append(Feature(index, [form.one(ids[start : start + room])]))
+        return features
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         raise _no_training(self.name)
@@ -166,13 +166,13 @@ class ReplacedTokensTask(Task):
         probabilities: list[list[float]] = [[] for _ in examples]
         for feature, values in zip(features, read, strict=True):
             probabilities[feature.example] += values
-        found = []
+        results = []
         for example, values in zip(examples, probabilities, strict=True):
             spans = example.spans or self.language.tokenizer.encode_with_offsets(example.text)[1]
             tokens = [example.text[begin:end] for begin, end in spans]
             starts = [begin for begin, _ in spans]
-            found.append(ReplacedResult(tokens, starts, values, [value > 0.5 for value in values]))
-        return found
+            results.append(ReplacedResult(tokens, starts, values, [value > 0.5 for value in values]))
+        return results
 
     def prediction(self, result: Any) -> Any:
         return result.replaced
@@ -201,16 +201,16 @@ class ReplacedTokensTask(Task):
         """Accuracy over all tokens; precision, recall and F1 of the replaced ones."""
         pairs = [
             pair
-            for example, found in zip(examples, predictions, strict=True)
-            for pair in zip(example.replaced, found, strict=True)
+            for example, prediction in zip(examples, predictions, strict=True)
+            for pair in zip(example.replaced, prediction, strict=True)
         ]
-        right = sum(gold and found for gold, found in pairs)
-        wanted, marked = (sum(pair[side] for pair in pairs) for side in (0, 1))
+        right = sum(gold and predicted for gold, predicted in pairs)
+        replaced, marked = (sum(pair[side] for pair in pairs) for side in (0, 1))
         return {
-            "accuracy": sum(gold == found for gold, found in pairs) / max(1, len(pairs)),
+            "accuracy": sum(gold == predicted for gold, predicted in pairs) / max(1, len(pairs)),
             "precision": right / max(1, marked),
-            "recall": right / max(1, wanted),
-            "f1": 2 * right / max(1, wanted + marked),
+            "recall": right / max(1, replaced),
+            "f1": 2 * right / max(1, replaced + marked),
         }
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
@@ -245,8 +245,8 @@ def pretrained_task(family: Family, architecture: str, checkpoint: Path) -> type
         name = stated.get("objective") if isinstance(stated, dict) else None
         objective = objectives_of(family)[name].module if name in objectives_of(family) else objective
     kind = None if objective is None else _BY_OBJECTIVE.get(objective)
-    own = kind is not None and kind.head in family.models and family.models[kind.head].__name__ == architecture
-    return kind if own else None
+    matches = kind is not None and kind.head in family.models and family.models[kind.head].__name__ == architecture
+    return kind if matches else None
 
 
 def check_pretrained_task(kind: type[Task], family: Family) -> None:

@@ -123,7 +123,7 @@ class Evaluation:
     def answers(self, questions: Sequence[Question], shots: Sequence[Question], k: int, seed: int) -> Iterator[str]:
         """Yields an answer to each question, after a prompt with ``k`` of the ``shots``, drawn for each question with
         the seed. A question's own example is never drawn."""
-        labels = list(dict.fromkeys(each.outputs[0] for each in (shots or questions)))
+        labels = list(dict.fromkeys(question.outputs[0] for question in (shots or questions)))
         prompts = self._prompts(questions, shots, k, seed)
         self.likelihoods = []
         if self.answer == "generate":
@@ -220,18 +220,18 @@ class Evaluation:
             for prompt, question in group:
                 ending = self.tokenizer.encode(prompt.answer_prefix + question.outputs[0])
                 pairs.append((self._fitting(prompt, question, self._longest - len(ending)), ending))
-            for found in self._predicted(pairs):
-                self.likelihoods.append(found.log_likelihood)
-                yield self.tokenizer.decode(found.best).strip()
+            for predicted in self._predicted(pairs):
+                self.likelihoods.append(predicted.log_likelihood)
+                yield self.tokenizer.decode(predicted.best).strip()
 
     def log_likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[float]:
         """``log P(second | first)`` for each pair of lists of ids; the first has at least one id."""
-        return [found.log_likelihood for found in self._predicted(pairs)]
+        return [predicted.log_likelihood for predicted in self._predicted(pairs)]
 
     @torch.inference_mode()
     def _predicted(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Predicted]:
         head: Any = self.model.get_submodule("lm_head")
-        found: list[Predicted] = []
+        predicted: list[Predicted] = []
         features = [
             Feature(number, [Tokens([*first, *last[:-1]], [])], (len(first), last))
             for number, (first, last) in enumerate(pairs)
@@ -253,8 +253,8 @@ class Evaluation:
             )
             picked = logits.gather(1, torch.tensor(targets, device=self._device, dtype=torch.int64)[:, None]).squeeze(1)
             parts = zip(picked.cpu().split(sizes), logits.argmax(-1).cpu().split(sizes), strict=True)
-            found += [Predicted(float(values.sum()), best.tolist()) for values, best in parts]
-        return found
+            predicted += [Predicted(float(values.sum()), best.tolist()) for values, best in parts]
+        return predicted
 
 
 class Predicted(NamedTuple):
@@ -294,12 +294,12 @@ def domain_scores(
     domains = sorted({question.domain for question in questions})
     if len(domains) < 2:
         return {}
-    found: dict[str, dict[str, Any]] = {}
+    domain_results: dict[str, dict[str, Any]] = {}
     for domain in domains:
-        own = [index for index, question in enumerate(questions) if question.domain == domain]
-        scores = prompt_scores(metrics, [questions[index] for index in own], [answers[index] for index in own])
-        found[domain] = {"questions": len(own), **scores}
-    return found
+        indices = [index for index, question in enumerate(questions) if question.domain == domain]
+        scores = prompt_scores(metrics, [questions[index] for index in indices], [answers[index] for index in indices])
+        domain_results[domain] = {"questions": len(indices), **scores}
+    return domain_results
 
 
 def check_metrics(metrics: Iterable[str]) -> None:
@@ -314,22 +314,22 @@ def check_metrics(metrics: Iterable[str]) -> None:
 Gold = Sequence[list[list[str]]]  # for each question lists of right answers
 
 
-def _each(name: str, score: Callable[[str, str], float]) -> Callable[[Gold, Sequence[str]], Scores]:
+def _mean_over(name: str, score: Callable[[str, str], float]) -> Callable[[Gold, Sequence[str]], Scores]:
     """The mean over examples of the best score against any right answer, averaged over the lists of these."""
 
     def mean(gold: Gold, answers: Sequence[str]) -> Scores:
-        found = [
-            statistics.fmean(max(score(each, answer) for each in right) for right in lists)
+        means = [
+            statistics.fmean(max(score(text, answer) for text in right) for right in lists)
             for lists, answer in zip(gold, answers, strict=True)
         ]
-        return {name: sum(found) / len(found)}
+        return {name: sum(means) / len(means)}
 
     return mean
 
 
 def _f1(gold: Gold, answers: Sequence[str]) -> Scores:
-    found = label_scores([lists[0][0] for lists in gold], list(answers))
-    return {name: value for name, value in found.items() if name == "f1"}
+    scores = label_scores([lists[0][0] for lists in gold], list(answers))
+    return {name: value for name, value in scores.items() if name == "f1"}
 
 
 def _bleu(gold: Gold, answers: Sequence[str]) -> Scores:
@@ -348,7 +348,7 @@ def _rouge(gold: Gold, answers: Sequence[str]) -> Scores:
     kinds = ("rouge1", "rouge2", "rougeL")
     scorer = _rouge_scorer().RougeScorer(kinds, use_stemmer=True)
     scored = [scorer.score_multi(right, answer) for right, answer in zip(_texts(gold), answers, strict=True)]
-    return {kind: sum(each[kind].fmeasure for each in scored) / len(scored) for kind in kinds}
+    return {kind: sum(result[kind].fmeasure for result in scored) / len(scored) for kind in kinds}
 
 
 def _sacrebleu() -> Any:
@@ -368,10 +368,10 @@ def _rouge_scorer() -> Any:
 
 
 _SCORERS: dict[str, Callable[[Gold, Sequence[str]], Scores]] = {
-    "accuracy": _each("accuracy", lambda right, answer: float(right.strip() == answer.strip())),
+    "accuracy": _mean_over("accuracy", lambda right, answer: float(right.strip() == answer.strip())),
     "f1": _f1,
-    "exact_match": _each("exact_match", exact_match),
-    "answer_f1": _each("answer_f1", answer_f1),
+    "exact_match": _mean_over("exact_match", exact_match),
+    "answer_f1": _mean_over("answer_f1", answer_f1),
     "bleu": _bleu,
     "rouge": _rouge,
 }

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,10 +16,20 @@ from fasttfm.data.lines import DataError
 from fasttfm.data.question_files import read_questions
 from fasttfm.data.task_files import Answer as RightAnswer
 from fasttfm.data.task_files import QuestionExample
+from fasttfm.inference.network import Output
+from fasttfm.inference.spans import AnswerSpans
 from fasttfm.models.family import Head
 from fasttfm.nn import PackedBatch
-from fasttfm.tasks.answers import Found, Offsets, Window, Windows, best_of_windows, span_of_characters
-from fasttfm.tasks.given import unusable
+from fasttfm.tasks.answers import (
+    Offsets,
+    Window,
+    WindowAnswer,
+    Windows,
+    best_of_windows,
+    span_of_characters,
+    window_answer,
+)
+from fasttfm.tasks.example_fields import unusable
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.metrics import ANSWER_RULES, AnswerRules, Gold, Scores, answer_scores, best_threshold, most_common
 from fasttfm.tasks.results import AnswerResult
@@ -64,6 +75,7 @@ class QuestionTask(Task):
     options = ("stride", "max_question", "max_answer", "answer_score")
     kept = (*options, "threshold")
     main_score = "f1"
+    session_output = Output.SPANS
 
     def __init__(
         self,
@@ -94,21 +106,21 @@ class QuestionTask(Task):
         self.answer_score = answer_score
         self.threshold = threshold
 
-    def example(self, given: Any) -> Any:
-        if isinstance(given, QuestionExample):
-            return given
+    def example(self, value: Any) -> Any:
+        if isinstance(value, QuestionExample):
+            return value
         id, answers, impossible = "", [], False
-        if isinstance(given, Mapping):
-            id, impossible = str(given.get("id", "")), bool(given.get("is_impossible", False))
-            answers = [] if impossible else _answers(given.get("answers"))
-            given = (given.get("question"), given.get("context"))
-        if not isinstance(given, Sequence) or len(given) != 2 or not all(isinstance(each, str) for each in given):
-            raise unusable(self.name, "a question and its context", given)
-        return QuestionExample(id, given[0], given[1], answers, impossible)
+        if isinstance(value, Mapping):
+            id, impossible = str(value.get("id", "")), bool(value.get("is_impossible", False))
+            answers = [] if impossible else _answers(value.get("answers"))
+            value = (value.get("question"), value.get("context"))
+        if not isinstance(value, Sequence) or len(value) != 2 or not all(isinstance(text, str) for text in value):
+            raise unusable(self.name, "a question and its context", value)
+        return QuestionExample(id, value[0], value[1], answers, impossible)
 
     def features(self, examples: Sequence[Any]) -> list[Feature]:
         tokenizer = self.language.tokenizer
-        found = []
+        features = []
         for index, example in enumerate(examples):
             ids, offsets = tokenizer.encode_with_offsets(example.context)
             span = None
@@ -117,8 +129,8 @@ class QuestionTask(Task):
                 span = span_of_characters(offsets, answer.start, answer.start + len(answer.text))
             for window in self.windows.split(tokenizer.encode(example.question), ids):
                 target = SpanTarget(window, offsets, *window.positions_of(span))
-                found.append(Feature(index, [window.tokens], target))
-        return found
+                features.append(Feature(index, [window.tokens], target))
+        return features
 
     def targets(self, batch: TaskBatch) -> dict[str, Tensor]:
         return {
@@ -133,36 +145,57 @@ class QuestionTask(Task):
     def logits(self, model: Any, batch: TaskBatch) -> Tensor:
         """[2 * features, longest]: the start logits of all features, then the end logits."""
         output = model(**batch.inputs())
-        return self.logits_of_rows(batch, torch.stack([output.start_logits, output.end_logits], -1))
+        rows = torch.stack([output.start_logits, output.end_logits], -1)  # [T, 2]
+        packed = PackedBatch(batch.cu_seqlens, batch.max_seqlen, batch.tokens)
+        padded = packed.per_sequence(rows, fill=torch.finfo(rows.dtype).min / 2)
+        return padded.permute(2, 0, 1).flatten(0, 1)
 
     @property
     def on_session(self) -> bool:
         return True
 
-    def logits_of_rows(self, batch: TaskBatch, rows: Tensor) -> Tensor:
-        """``rows`` [T, 2] are the start and end logits of each token."""
-        packed = PackedBatch(batch.cu_seqlens, batch.max_seqlen, batch.tokens)
-        padded = packed.per_sequence(rows, fill=torch.finfo(rows.dtype).min / 2)
-        return padded.permute(2, 0, 1).flatten(0, 1)
-
     def rows(self, batch: TaskBatch) -> int:
         return 2 * len(batch.features)
 
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
+        """What each feature's window says."""
         starts, ends = logits.float().cpu().numpy().reshape(2, len(batch.features), -1)
-        return list(zip(starts, ends, strict=True))
+        return [
+            window_answer(feature.target.window, start, end, self.max_answer)
+            for feature, start, end in zip(batch.features, starts, ends, strict=True)
+        ]
+
+    def read_rows(self, batch: TaskBatch, rows: np.ndarray) -> list[Any]:
+        return [
+            WindowAnswer(feature.target.window.span_at(int(first), int(last), score), none)
+            for feature, (none, score, first, last) in zip(batch.features, rows.tolist(), strict=True)
+        ]
+
+    @property
+    def answers_of_session(self) -> AnswerSpans:
+        return AnswerSpans.of(self.language.format, self.max_answer)
+
+    def session_segments(self, batch: TaskBatch) -> Tensor:
+        """1 from the first token of each context on, for every model."""
+        if self.language.format.segments and batch.token_type_ids is not None:
+            return batch.token_type_ids
+        segments = torch.zeros_like(batch.input_ids)
+        starts = batch.cu_seqlens.tolist()
+        for feature, start, end in zip(batch.features, starts, starts[1:], strict=False):
+            segments[start + feature.target.window.first : end] = 1
+        return segments
 
     def predictions(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> Predictions:
         """The ``Answer`` of each example."""
-        windows: list[list[tuple[SpanTarget, Any]]] = [[] for _ in examples]
-        for feature, logits in zip(features, read, strict=True):
-            windows[feature.example].append((feature.target, logits))
-        found = []
+        windows: list[list[tuple[SpanTarget, WindowAnswer]]] = [[] for _ in examples]
+        for feature, window in zip(features, read, strict=True):
+            windows[feature.example].append((feature.target, window))
+        answers = []
         for example, parts in zip(examples, windows, strict=True):
-            targets, logits = zip(*parts, strict=True)
-            best = best_of_windows([target.window for target in targets], logits, self.max_answer)
-            found.append(Answer.of(best, targets[0].offsets, example.context))
-        return found
+            target, _ = parts[0]
+            best = best_of_windows([window for _, window in parts])
+            answers.append(Answer.of(best, target.offsets, example.context))
+        return answers
 
     def results(self, examples: Sequence[Any], features: Sequence[Feature], read: Sequence[Any]) -> list[Any]:
         return [self._result(answer) for answer in self.predictions(examples, features, read)]
@@ -222,17 +255,17 @@ class QuestionTask(Task):
             indices.setdefault(example.domain or "other", []).append(index)
         if len(indices) < 2:
             return {}
-        found: dict[str, Scores] = {}
+        domains: dict[str, Scores] = {}
         for domain, chosen in sorted(indices.items()):
             some = ([every[index] for index in chosen] for every in (examples, predictions))
             scores = self.scores(*some)
-            found[domain] = {"questions": len(chosen), "exact": scores["exact"], "f1": scores["f1"]}
-        return found
+            domains[domain] = {"questions": len(chosen), "exact": scores["exact"], "f1": scores["f1"]}
+        return domains
 
     def description(self) -> dict[str, Any]:
         windows = {"stride": self.windows.stride, "max_question": self.windows.max_question}
-        own = {"max_answer": self.max_answer, "answer_score": self.answer_score, "threshold": self.threshold}
-        return {**super().description(), **windows, **own}
+        settings = {"max_answer": self.max_answer, "answer_score": self.answer_score, "threshold": self.threshold}
+        return {**super().description(), **windows, **settings}
 
     def labelled(self, examples: Sequence[Any]) -> bool:
         return any(example.answers for example in examples)
@@ -259,25 +292,25 @@ class Answer(NamedTuple):
     score: float = 0.0  # of the span
 
     @staticmethod
-    def of(found: Found, offsets: Offsets, context: str) -> Answer:
-        if found.span is None:
+    def of(best: WindowAnswer, offsets: Offsets, context: str) -> Answer:
+        if best.span is None:
             return Answer("", 0.0)
-        first, end = offsets[found.span.start][0], offsets[found.span.end][1]
+        first, end = offsets[best.span.start][0], offsets[best.span.end][1]
         text = context[first:end].strip()
-        return Answer(text, found.no_answer, context.index(text, first), found.span.score)
+        return Answer(text, best.no_answer, context.index(text, first), best.span.score)
 
 
-def _answers(given: Any) -> list[RightAnswer]:
+def _answers(answers: Any) -> list[RightAnswer]:
     """Right answers in the format of SQuAD's files, of its data set on the hub, or as texts."""
-    if given is None:
+    if answers is None:
         return []
-    if isinstance(given, Mapping):
-        given = given.get("text")
-    if isinstance(given, str):
-        given = [given]
-    texts: list[Any] = [each.get("text") if isinstance(each, Mapping) else each for each in given or ()]
+    if isinstance(answers, Mapping):
+        answers = answers.get("text")
+    if isinstance(answers, str):
+        answers = [answers]
+    texts: list[Any] = [answer.get("text") if isinstance(answer, Mapping) else answer for answer in answers or ()]
     if not all(isinstance(text, str) for text in texts):
-        raise DataError(f"answers: expected texts, got {given!r:.60}")
+        raise DataError(f"answers: expected texts, got {answers!r:.60}")
     return [RightAnswer(text, 0) for text in texts]
 
 

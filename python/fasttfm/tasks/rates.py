@@ -43,13 +43,13 @@ class Rates:
         """The optimizer's parameter groups of the model's trained parameters; biases and LayerNorms do not decay."""
         rates = {parameter: self.rate * factor for parameter, factor in self._factors(stack_of(model))}
         head = self.rate if self.head_rate is None else self.head_rate
-        found = []
+        groups = []
         for group in parameter_groups(model, self.weight_decay):
             by_rate: dict[float, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 by_rate.setdefault(rates.get(parameter, head), []).append(parameter)
-            found += [{**group, "params": some, "lr": rate} for rate, some in sorted(by_rate.items())]
-        return found
+            groups += [{**group, "params": some, "lr": rate} for rate, some in sorted(by_rate.items())]
+        return groups
 
     def _factors(self, base: BaseModel) -> Iterator[tuple[nn.Parameter, float]]:
         layers = len(base.encoder.layers)

@@ -66,8 +66,8 @@ def read_examples(
     else:
         parts = {"train": [data]}
         if data.is_dir() and not _is_split(data) and not (task == ImageTask.name and is_image_folder(data)):
-            wanted = ("train",) if dev is not None else ("train", "dev")
-            parts = {part: files for part in wanted if (files := part_files(data, part))}
+            part_names = ("train",) if dev is not None else ("train", "dev")
+            parts = {part: files for part in part_names if (files := part_files(data, part))}
             if "train" not in parts:
                 raise data_error(data, "a file whose name has 'train' in it", "none")
         source = str(data)
@@ -89,39 +89,39 @@ def read_files(task: str, files: list[Path], columns: Columns = BY_NAME) -> list
     """The examples of all files."""
     read: Any = TASKS[task].read_file
     if columns != BY_NAME and "columns" not in inspect.signature(read).parameters:
-        able = [name for name, each in TASKS.items() if "columns" in inspect.signature(each.read_file).parameters]
+        able = [name for name, task in TASKS.items() if "columns" in inspect.signature(task.read_file).parameters]
         raise ValueError(f"columns: expected with the tasks {', '.join(able)}, got them with {task}")
-    found: list[Any] = []
+    examples_of_files: list[Any] = []
     for path in files:
         examples = read(path) if columns == BY_NAME else read(path, columns)
         if task == PairTask.name and examples[0].second is None:
             raise data_error(path, "two texts in each example (--pair-column names the second)", "one")
-        found += examples
-    return found
+        examples_of_files += examples
+    return examples_of_files
 
 
 def part_files(folder: Path, part: str) -> list[Path]:
     """The file of a part of a data set in a folder, or its shards; empty if there is none. If it exists in several
     formats, the first of ``_SUFFIXES``; of MNLI's dev and test sets, the matched one."""
     names = _PARTS[part]
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         stem = _stem(path)
         if any(word in names for word in re.split(r"[^a-z]+", stem)) and (path.is_file() or path.is_dir()):
-            found.setdefault(_SHARD.sub("", path.name), []).append(path)
-    if not found and (folder / "data").is_dir():  # the layout of data sets on the hub
+            files.setdefault(_SHARD.sub("", path.name), []).append(path)
+    if not files and (folder / "data").is_dir():  # the layout of data sets on the hub
         return part_files(folder / "data", part)
     for chosen in (
-        [key for key in found if _stem(Path(key)) in names],
-        [key for key in found if "matched" in re.split(r"[^a-z]+", key)],
-        list(found),
+        [key for key in files if _stem(Path(key)) in names],
+        [key for key in files if "matched" in re.split(r"[^a-z]+", key)],
+        list(files),
     ):
         best = [key for suffix in _SUFFIXES for key in chosen if key.removesuffix(".gz").endswith(suffix)]
         same = len({_stem(Path(key)) for key in chosen}) == 1
         if len(chosen) == 1 or (same and best):
-            return found[best[0] if best else chosen[0]]
-    if found:
-        raise data_error(folder, f"one file for {part}", ", ".join(found))
+            return files[best[0] if best else chosen[0]]
+    if files:
+        raise data_error(folder, f"one file for {part}", ", ".join(files))
     return []
 
 

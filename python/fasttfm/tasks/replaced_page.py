@@ -69,8 +69,8 @@ class Page:
         gold = record.get("gold")
 
         def token(index: int, text: str) -> str:
-            found = record["replaced"][index]
-            names = ["marked"] * found + ["wrong"] * (gold is not None and gold[index] != found)
+            replaced = record["replaced"][index]
+            names = ["marked"] * replaced + ["wrong"] * (gold is not None and gold[index] != replaced)
             return _span(html.escape(text), record["probabilities"][index], " ".join(names))
 
         original = record.get("original")
@@ -90,11 +90,11 @@ def _span(text: str, probability: float, names: str) -> str:
 def _with_tokens(record: dict[str, Any], between: Any, token: Any) -> str:
     """The text of a record, each token and each part between tokens converted by these functions."""
     text, parts, done = record["text"], [], 0
-    for index, (start, each) in enumerate(zip(record["starts"], record["tokens"], strict=True)):
-        space = len(each) - len(each.lstrip())  # a token may start with the space before its word
-        start, each = start + space, each.lstrip()
-        if start < done or not each:  # several tokens of the same character
+    for index, (start, token_text) in enumerate(zip(record["starts"], record["tokens"], strict=True)):
+        space = len(token_text) - len(token_text.lstrip())  # a token may start with the space before its word
+        start, token_text = start + space, token_text.lstrip()
+        if start < done or not token_text:  # several tokens of the same character
             continue
-        parts += [between(text[done:start]), token(index, each)]
-        done = start + len(each)
+        parts += [between(text[done:start]), token(index, token_text)]
+        done = start + len(token_text)
     return "".join([*parts, between(text[done:])])

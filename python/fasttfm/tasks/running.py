@@ -12,9 +12,8 @@ from torch import Tensor
 
 from fasttfm.inference import Session
 from fasttfm.inference.batches import Packed, plan
-from fasttfm.inference.network import Output
 from fasttfm.models.pretrained import PretrainedModel
-from fasttfm.ops.library import PLAIN_TENSORS
+from fasttfm.ops.core.library import PLAIN_TENSORS
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.task import Task
 
@@ -55,8 +54,9 @@ class FeatureRunner:
         self._session = self._new_session()
 
     def _new_session(self) -> Session | None:
-        if self.task.on_session and all(type(each) in PLAIN_TENSORS for each in self.model.parameters()):
-            return Session(self.model, dtype=self._dtype, max_tokens=self.tokens, max_graphs=self._max_graphs)
+        if self.task.on_session and all(type(parameter) in PLAIN_TENSORS for parameter in self.model.parameters()):
+            sizes: dict[str, Any] = {"max_tokens": self.tokens, "max_graphs": self._max_graphs}
+            return Session(self.model, dtype=self._dtype, answers=self.task.answers_of_session, **sizes)
         return None
 
     def refresh(self) -> None:
@@ -67,16 +67,16 @@ class FeatureRunner:
 
     def read(self, features: Sequence[Feature]) -> list[Any]:
         """The result of ``Task.read`` for each feature."""
-        found: list[Any] = [None] * len(features)
+        results: list[Any] = [None] * len(features)
         groups = plan([max(1, feature.tokens) for feature in features], self.tokens, _MAX_FEATURES)
         launched: deque[tuple[list[int], Callable[[], list[Any]]]] = deque()
         for group, finish in self._launched(groups, features):
             launched.append((group, finish))
             if len(launched) > _IN_FLIGHT:
-                _put(found, *launched.popleft())
+                _put(results, *launched.popleft())
         for group, finish in launched:
-            _put(found, group, finish)
-        return found
+            _put(results, group, finish)
+        return results
 
     def _launched(
         self, groups: list[list[int]], features: Sequence[Feature]
@@ -87,11 +87,9 @@ class FeatureRunner:
                 read = self._called(batch)
                 yield group, lambda read=read: read  # type: ignore[misc]
             else:
-                rows = self._session.run(_packed(batch), Output.LOGITS)
-                yield group, lambda batch=batch, rows=rows: self._of_rows(batch, rows())  # type: ignore[misc]
-
-    def _of_rows(self, batch: TaskBatch, rows: np.ndarray) -> list[Any]:
-        return self.task.read(batch, self.task.logits_of_rows(batch, torch.from_numpy(rows)))
+                packed = _packed(batch, self.task.session_segments(batch))
+                rows = self._session.run(packed, self.task.session_output)
+                yield group, lambda batch=batch, rows=rows: self.task.read_rows(batch, rows())  # type: ignore[misc]
 
     @torch.inference_mode()
     def _called(self, batch: TaskBatch) -> list[Any]:
@@ -102,13 +100,12 @@ class FeatureRunner:
             return self.task.read(batch, logits)
 
 
-def _put(found: list[Any], group: list[int], finish: Callable[[], list[Any]]) -> None:
-    for index, each in zip(group, finish(), strict=True):
-        found[index] = each
+def _put(results: list[Any], group: list[int], finish: Callable[[], list[Any]]) -> None:
+    for index, result in zip(group, finish(), strict=True):
+        results[index] = result
 
 
-def _packed(batch: TaskBatch) -> Packed:
-    segments = batch.token_type_ids
+def _packed(batch: TaskBatch, segments: Tensor | None) -> Packed:
     return Packed(
         batch.input_ids.numpy().astype(np.int32),
         None if segments is None or not bool(segments.any()) else segments.numpy().astype(np.int32),

@@ -52,18 +52,17 @@ def search(
     """
     if count < 1:
         raise ValueError(f"search: count: expected a number from 1 on, got {count}")
-    wanted = functional.normalize(torch.as_tensor(queries, dtype=torch.float32, device=device), dim=-1)
-    best: list[list[Match]] = [[] for _ in range(len(wanted))]
-    rows = max(1, _BLOCK_BYTES // (4 * max(1, wanted.shape[1])))
+    normalized = functional.normalize(torch.as_tensor(queries, dtype=torch.float32, device=device), dim=-1)
+    best: list[list[Match]] = [[] for _ in range(len(normalized))]
+    rows = max(1, _BLOCK_BYTES // (4 * max(1, normalized.shape[1])))
     first = 0
-    blocks = _blocks(vectors, wanted, rows, count)
+    blocks = _blocks(vectors, normalized, rows, count)
     if progress:
         blocks = tracked(blocks, "blocks", total=None if vectors.count is None else -(-vectors.count // rows))
     for size, texts, nearest in blocks:
-        for found, row in zip(best, nearest, strict=True):
-            found += [Match(first + at, score, None if texts is None else texts[at]) for at, score in row]
-            found.sort(key=lambda match: (-match.score, match.row))
-            del found[count:]
+        for query_matches, row in zip(best, nearest, strict=True):
+            matches = (Match(first + at, score, None if texts is None else texts[at]) for at, score in row)
+            keep_best(query_matches, matches, count)
         first += size
     if not first:
         raise data_error(vectors.path, "vectors", "none")
@@ -78,16 +77,24 @@ def search_texts(vectors: VectorFile, queries: np.ndarray, count: int = 10, **op
         raise data_error(vectors.path, "vectors of chunks, with the array 'chunks'", "none")
     texts, rows = min(count, len(chunks) - 1), count
     while True:
-        found = []
+        text_matches = []
         for matches in search(vectors, queries, rows, **options):
             owners = np.searchsorted(chunks, [match.row for match in matches], "right") - 1
             best: dict[int, Match] = {}
             for owner, match in zip(owners.tolist(), matches, strict=True):
                 best.setdefault(owner, match._replace(row=owner))
-            found.append(list(best.values())[:count])
-        if rows >= int(chunks[-1]) or all(len(row) >= texts for row in found):
-            return found
+            text_matches.append(list(best.values())[:count])
+        if rows >= int(chunks[-1]) or all(len(row) >= texts for row in text_matches):
+            return text_matches
         rows *= 4  # some text has many of the nearest chunks
+
+
+def keep_best(best: list[Match], matches: Iterable[Match], count: int) -> None:
+    """Adds matches to ``best`` and leaves the ``count`` with the largest scores, the largest first; ties are ordered by
+    their rows."""
+    best += matches
+    best.sort(key=lambda match: (-match.score, match.row))
+    del best[count:]
 
 
 class _Block(NamedTuple):
@@ -115,20 +122,22 @@ def _blocks(vectors: VectorFile, queries: Tensor, rows: int, count: int) -> Iter
         rough = compare(stored, first)
         candidates = rough.topk(min(_RESCORED * count, len(stored)), dim=1).indices.sort(dim=1).values
         nearest = []
-        for query, own in zip(queries, candidates, strict=True):
-            restored = restore_vectors(stored[own.cpu().numpy()], vectors.precision, vectors.ranges)[:, :width]
+        for query, query_candidates in zip(queries, candidates, strict=True):
+            restored = restore_vectors(stored[query_candidates.cpu().numpy()], vectors.precision, vectors.ranges)[
+                :, :width
+            ]
             exact = functional.normalize(torch.as_tensor(restored, dtype=torch.float32, device=query.device), dim=-1)
-            (found,) = _largest((exact @ query)[None], count)
-            nearest.append([(own.tolist()[at], score) for at, score in found])
+            (exact_best,) = _largest((exact @ query)[None], count)
+            nearest.append([(query_candidates.tolist()[at], score) for at, score in exact_best])
         first += len(stored)
         yield _Block(len(stored), None, nearest)
 
 
-def _check_width(vectors: VectorFile, found: int, width: int) -> None:
+def _check_width(vectors: VectorFile, query_width: int, width: int) -> None:
     expected = stored_width(vectors.precision, width)
-    if found != expected:
+    if query_width != expected:
         bytes_of = "" if expected == width else f", {expected} bytes of signs"
-        got = f"{found}; --model, --layers and --pooling must be those of the file"
+        got = f"{query_width}; --model, --layers and --pooling must be those of the file"
         raise data_error(vectors.path, f"vectors of the queries' width {width}{bytes_of}", got)
 
 
@@ -150,15 +159,15 @@ def _hamming(bytes_of: np.ndarray, queries: np.ndarray) -> np.ndarray:
     wide = np.uint64 if queries.shape[1] % 8 == 0 else np.uint8
     words = np.ascontiguousarray(bytes_of.view(wide).T)  # the sums run over its rows
     count = getattr(np, "bitwise_count", None)  # since numpy 2
-    found = np.empty((len(queries), len(bytes_of)), np.int32)
-    for row, query in zip(found, queries.view(wide), strict=True):
+    distances = np.empty((len(queries), len(bytes_of)), np.int32)
+    for row, query in zip(distances, queries.view(wide), strict=True):
         different = words ^ query[:, None]
         if count is not None:
             count(different).sum(0, dtype=np.int32, out=row)
         else:
             ones = _ONES[different.view(np.uint8)].reshape(*different.shape, -1)
             ones.sum((0, 2), dtype=np.int32, out=row)
-    return found
+    return distances
 
 
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(1, dtype=np.uint8)
@@ -169,7 +178,7 @@ def _of_integers(vectors: VectorFile, queries: Tensor) -> Compare:
     assert vectors.ranges is not None
     assert vectors.norms is not None
     device = queries.device
-    offsets, steps = (torch.from_numpy(each).to(device) for each in scales_of(vectors.ranges))
+    offsets, steps = (torch.from_numpy(scale).to(device) for scale in scales_of(vectors.ranges))
     scaled = queries * steps
     scale = scaled.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
     rounded, constant = (scaled / scale).round().to(torch.int8), (queries @ offsets)[:, None]
@@ -200,12 +209,12 @@ def with_texts(matches: list[list[Match]], texts: Iterable[str], total: int, sou
         total: The number of vectors.
         source: The origin of the texts, for error messages.
     """
-    wanted = {match.row for row in matches for match in row}
-    found: dict[int, str] = {}
+    rows = {match.row for row in matches for match in row}
+    texts_by_row: dict[int, str] = {}
     number = -1
     for number, text in enumerate(texts):
-        if number in wanted:
-            found[number] = text
+        if number in rows:
+            texts_by_row[number] = text
     if number + 1 != total:
         raise data_error(source, f"{total:,} texts, one for each vector", f"{number + 1:,}")
-    return [[match._replace(text=found[match.row]) for match in row] for row in matches]
+    return [[match._replace(text=texts_by_row[match.row]) for match in row] for row in matches]

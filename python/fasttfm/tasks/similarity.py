@@ -85,8 +85,8 @@ class SimilarityTask(Task):
             raise ValueError(f"temperature: expected a number above 0, got {temperature}")
         if mini_batch is not None:
             at_least("mini_batch", mini_batch, 1)
-        for each in dimensions:
-            at_least("dimensions", each, 1)
+        for dimension in dimensions:
+            at_least("dimensions", dimension, 1)
         self.temperature, self.mini_batch, self.dimensions = temperature, mini_batch, tuple(dimensions)
         taught = sum(example.teacher is not None for example in train or ())
         if train is not None and 0 < taught < len(train):
@@ -110,7 +110,7 @@ class SimilarityTask(Task):
         def target(example: Any) -> list[float]:
             """The score, or the teacher's margins."""
             if example.teacher is not None:
-                return [example.teacher[0] - each for each in example.teacher[1:]]
+                return [example.teacher[0] - score for score in example.teacher[1:]]
             return [0.0 if example.label is None else example.label]
 
         return [Feature(index, sequences(example), target(example)) for index, example in enumerate(examples)]
@@ -149,9 +149,9 @@ class SimilarityTask(Task):
     def _loss(self, vectors: Tensor, batch: TaskBatch) -> Tensor:
         """The loss of a batch's vectors, the mean over ``dimensions``."""
         width = vectors.shape[1]
-        if any(each > width for each in self.dimensions):
+        if any(dimension > width for dimension in self.dimensions):
             raise ValueError(f"dimensions: expected numbers from 1 to {width}, got {max(self.dimensions)}")
-        parts = [normalize(vectors[:, :each], dim=-1) for each in self.dimensions] or [vectors]
+        parts = [normalize(vectors[:, :dimension], dim=-1) for dimension in self.dimensions] or [vectors]
         return torch.stack([self._loss_of(part, batch) for part in parts]).mean()
 
     def _loss_of(self, vectors: Tensor, batch: TaskBatch) -> Tensor:
@@ -244,24 +244,24 @@ class SimilarityTask(Task):
 
 def retrieval_scores(queries: np.ndarray, keys: np.ndarray) -> Scores:
     """Accuracy and mean reciprocal rank of retrieving key i with query i, by cosine; ties get their mean rank."""
-    own = (queries * keys).sum(-1)
+    paired = (queries * keys).sum(-1)
     ranks = np.empty(len(queries))
     for first in range(0, len(queries), _BLOCK):
         rows = slice(first, first + _BLOCK)
-        ranks[rows] = own_ranks(queries[rows] @ keys.T, own[rows], first)
+        ranks[rows] = pair_ranks(queries[rows] @ keys.T, paired[rows], first)
     return scores_of_ranks(ranks)
 
 
-def own_ranks(scores: np.ndarray, own: np.ndarray, first: int = 0) -> np.ndarray:
+def pair_ranks(scores: np.ndarray, paired: np.ndarray, first: int = 0) -> np.ndarray:
     """The rank of each query's own key among all, ties at their mean rank. Row i of ``scores`` [n, keys], which is
-    changed, is that of query ``first + i``, whose score with its own key is ``own[i]``."""
+    changed, is that of query ``first + i``, whose score with its own key is ``paired[i]``."""
     scores[np.arange(len(scores)), np.arange(first, first + len(scores))] = -np.inf
-    above, equal = (scores > own[:, None]).sum(1), (scores == own[:, None]).sum(1)
+    above, equal = (scores > paired[:, None]).sum(1), (scores == paired[:, None]).sum(1)
     ranks: np.ndarray = 1 + above + equal / 2
     return ranks
 
 
 def scores_of_ranks(ranks: np.ndarray) -> Scores:
     """How many ranks are 1, and the mean reciprocal rank at ``_MAX_RANK``."""
-    found = ranks <= _MAX_RANK
-    return {"accuracy": float((ranks == 1).mean()), "mrr": float(np.where(found, 1 / ranks, 0.0).mean())}
+    in_range = ranks <= _MAX_RANK
+    return {"accuracy": float((ranks == 1).mean()), "mrr": float(np.where(in_range, 1 / ranks, 0.0).mean())}

@@ -81,23 +81,23 @@ class InvertedLists:
 
     def scores(self, query: SparseVector) -> np.ndarray:
         """fp32 [vectors]: the dot products."""
-        found = np.zeros(self._count, np.float32)
+        scores = np.zeros(self._count, np.float32)
         for word, weight in zip(query.indices.tolist(), query.values.tolist(), strict=True):
             part = slice(self._starts[word], self._starts[word + 1])
-            found[self._rows[part]] += weight * self._weights[part]  # a vector has a word once
-        return found
+            scores[self._rows[part]] += weight * self._weights[part]  # a vector has a word once
+        return scores
 
     def search(self, queries: SparseVectors, count: int = 10) -> list[list[Match]]:
         """The ``count`` vectors with the largest dot products with each query, the largest first; ties are ordered as
         in the file. Vectors that share no word with the query are not found."""
         if queries.width != self.width:
             raise ValueError(f"search: queries: expected vectors of the file's width {self.width}, got {queries.width}")
-        found = []
+        matches = []
         for query in queries:
             scores = self.scores(query)
             best = np.argpartition(-scores, min(count, self._count - 1))[:count] if count < self._count else None
             rows = np.arange(self._count) if best is None else np.flatnonzero(scores >= scores[best].min())
             rows = rows[scores[rows] > 0]
             order = rows[np.lexsort((rows, -scores[rows]))][:count]
-            found.append([Match(int(row), float(scores[row]), None) for row in order])
-        return found
+            matches.append([Match(int(row), float(scores[row]), None) for row in order])
+        return matches

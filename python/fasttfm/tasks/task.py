@@ -9,11 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from fasttfm.data.lines import DataError
 from fasttfm.data.tokenizer import Tokenizer
+from fasttfm.inference.network import Output
 from fasttfm.inference.opening import TASK_KEY
+from fasttfm.inference.spans import AnswerSpans
 from fasttfm.models.families import longest_input
 from fasttfm.models.family import Family, Head
 from fasttfm.models.pretrained import PretrainedModel
@@ -57,6 +61,7 @@ class Task(ABC):
     line_format: ClassVar[str] = "none"  # the format of an example in a line of text, for predictions
     json_fields: ClassVar[str] = "none"  # the fields of an example in a line of .jsonl, for predictions
     head: ClassVar[Head]
+    session_output: ClassVar[Output] = Output.LOGITS  # what a session computes (``on_session``)
     max_length: ClassVar[int] = 128  # the default maximum number of tokens, if the model has as many positions
     options: ClassVar[tuple[str, ...]] = ()  # arguments of the constructor that only this task has
     kept: ClassVar[tuple[str, ...]] = ()  # arguments of the constructor that a checkpoint stores
@@ -112,7 +117,7 @@ class Task(ABC):
 
     # ---- examples in -------------------------------------------------------------------------------------------------
 
-    def example(self, given: Any) -> Any:
+    def example(self, value: Any) -> Any:
         """Converts what a caller passes to an example: texts, a dictionary (a line of a .jsonl file) or an example.
         Raises DataError for anything else."""
         raise self._no_predictions()
@@ -121,9 +126,9 @@ class Task(ABC):
         """The example of a line of plain text, whose texts are separated by tabs."""
         return self.example(tuple(line.split("\t")) if "\t" in line else line)
 
-    def is_example(self, given: Any) -> bool:
+    def is_example(self, value: Any) -> bool:
         """Whether what a caller passes is one example, and not several."""
-        return isinstance(given, (str, tuple, Mapping))
+        return isinstance(value, (str, tuple, Mapping))
 
     @abstractmethod
     def features(self, examples: Sequence[Any]) -> list[Feature]:
@@ -179,7 +184,7 @@ class Task(ABC):
     def loss(self, model: Any, batch: TaskBatch) -> Tensor:
         """The weighted sum of ``losses``."""
         first, *others = self.losses(model, batch)
-        return sum((weight * each for weight, each in zip(self.weights[1:], others, strict=True)), first)
+        return sum((weight * loss for weight, loss in zip(self.weights[1:], others, strict=True)), first)
 
     # ---- answers out -------------------------------------------------------------------------------------------------
 
@@ -190,9 +195,22 @@ class Task(ABC):
 
     @property
     def on_session(self) -> bool:
-        """Whether ``logits`` are ``logits_of_rows`` of the model's head over packed ids, which an
-        ``inference.Session`` computes."""
+        """Whether an ``inference.Session`` computes what ``read_rows`` takes."""
         return False
+
+    @property
+    def answers_of_session(self) -> AnswerSpans | None:
+        """How the session finds spans, if the task reads those."""
+        return None
+
+    def session_segments(self, batch: TaskBatch) -> Tensor | None:
+        """The segments that the session reads."""
+        return batch.token_type_ids
+
+    def read_rows(self, batch: TaskBatch, rows: np.ndarray) -> list[Any]:
+        """What ``read`` returns, from the rows of the session's ``session_output``: by default the head's logits, one
+        for each sequence or token."""
+        return self.read(batch, self.logits_of_rows(batch, torch.from_numpy(rows)))
 
     def logits_of_rows(self, batch: TaskBatch, rows: Tensor) -> Tensor:
         """Computes ``logits`` from the head's logits ``rows``, one for each sequence or token."""
@@ -253,7 +271,7 @@ class Task(ABC):
         for name, value in record.items():
             if isinstance(value, dict):
                 prefix = "probability" if name == "probabilities" else name
-                row |= {f"{prefix}_{key}": each for key, each in value.items()}
+                row |= {f"{prefix}_{key}": field for key, field in value.items()}
             else:
                 row[name] = json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
         return [row]

@@ -30,7 +30,7 @@ def text_rows(sources: Sequence[str], split: str, column: str) -> Iterator[str |
     for source in sources:
         for path in files_of(source) or []:
             if path.name.endswith(_JSON):
-                yield from (JsonLine(str(path), *each) for each in read_lines(path) if each[1].strip())
+                yield from (JsonLine(str(path), *line) for line in read_lines(path) if line[1].strip())
             elif split == "document" or not path.name.endswith((".txt", ".txt.gz")):
                 yield from read_documents(path, column=column)
             elif split == "line":

@@ -10,7 +10,7 @@ import torch
 
 from fasttfm import ops
 from fasttfm.data.lines import data_error
-from fasttfm.tasks.search import Match
+from fasttfm.tasks.search import Match, keep_best
 from fasttfm.tasks.vector_files import VectorFile
 from fasttfm.train.progress import tracked
 
@@ -48,13 +48,12 @@ def search_tokens(
         blocks = tracked(blocks, "blocks", total=None)
     for first, last in blocks:
         rows = torch.as_tensor(vectors.rows(offsets[first], offsets[last]), dtype=torch.float32, device=device)
-        own = torch.as_tensor(offsets[first : last + 1] - offsets[first], dtype=torch.int32, device=device)
-        scores = ops.maxsim(packed, rows, query_cu_seqlens=bounds, document_cu_seqlens=own)
+        starts = torch.as_tensor(offsets[first : last + 1] - offsets[first], dtype=torch.int32, device=device)
+        scores = ops.maxsim(packed, rows, query_cu_seqlens=bounds, document_cu_seqlens=starts)
         values, places = scores.topk(min(count, last - first), dim=1)
-        for found, row, at in zip(best, values.tolist(), places.tolist(), strict=True):
-            found += [Match(first + n, score, None) for n, score in zip(at, row, strict=True) if score > -np.inf]
-            found.sort(key=lambda match: (-match.score, match.row))
-            del found[count:]
+        for query_matches, row, at in zip(best, values.tolist(), places.tolist(), strict=True):
+            matches = (Match(first + n, score, None) for n, score in zip(at, row, strict=True) if score > -np.inf)
+            keep_best(query_matches, matches, count)
     return best
 
 

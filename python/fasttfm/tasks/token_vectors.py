@@ -18,7 +18,7 @@ from fasttfm.data.lines import DataError
 from fasttfm.nn.packed_batch import on_device
 from fasttfm.tasks.inputs import Feature, TaskBatch
 from fasttfm.tasks.metrics import Scores
-from fasttfm.tasks.similarity import SimilarityTask, own_ranks, scores_of_ranks
+from fasttfm.tasks.similarity import SimilarityTask, pair_ranks, scores_of_ranks
 from fasttfm.tasks.task import Language, Predictions
 
 
@@ -82,17 +82,17 @@ class TokenVectorsTask(SimilarityTask):
         margins, losses = batch.targets["scores"], []
         columns = torch.arange(len(negative), device=scores.device) + len(first)
         for number in range(len(first)):  # examples may have different numbers of negatives
-            own = owner == number
-            student = torch.cat([scores[number, number][None], scores[number, columns[own]]])
-            teacher = torch.cat([margins.new_zeros(1), -margins[own]])
+            positive = owner == number
+            student = torch.cat([scores[number, number][None], scores[number, columns[positive]]])
+            teacher = torch.cat([margins.new_zeros(1), -margins[positive]])
             losses.append(kl_div(log_softmax(student, 0), softmax(teacher, 0), reduction="sum"))
         return torch.stack(losses).mean()
 
     def read(self, batch: TaskBatch, logits: Tensor) -> list[Any]:
         lengths, rows = _lengths(batch.features), logits.float().cpu().numpy()
         texts = iter([row[:length] for row, length in zip(rows, lengths, strict=True)])
-        own = [[next(texts) for _ in feature.sequences] for feature in batch.features]
-        return [TokenPair(each[0], each[1]) for each in own]
+        vectors = [[next(texts) for _ in feature.sequences] for feature in batch.features]
+        return [TokenPair(pair[0], pair[1]) for pair in vectors]
 
     def scores(self, examples: Sequence[Any], predictions: Predictions) -> Scores:
         """How often a first text's best second text is its own (``accuracy``), and the mean reciprocal rank at 10
@@ -100,8 +100,8 @@ class TokenVectorsTask(SimilarityTask):
         sides = [[pair[side] for pair in predictions] for side in range(2)]
         packed = [torch.from_numpy(np.concatenate(side)) for side in sides]
         ends = [torch.from_numpy(np.cumsum([0, *map(len, side)]).astype(np.int32)) for side in sides]
-        found = ops.maxsim(*packed, query_cu_seqlens=ends[0], document_cu_seqlens=ends[1]).numpy()
-        return scores_of_ranks(own_ranks(found, np.diagonal(found).copy()))
+        scores = ops.maxsim(*packed, query_cu_seqlens=ends[0], document_cu_seqlens=ends[1]).numpy()
+        return scores_of_ranks(pair_ranks(scores, np.diagonal(scores).copy()))
 
     def majority(self, train: Sequence[Any], examples: Sequence[Any]) -> Predictions:
         """The same vector for all texts."""
@@ -134,4 +134,4 @@ class TokenVectorsTask(SimilarityTask):
 
 def _lengths(features: Sequence[Feature]) -> list[int]:
     """The number of tokens of each text."""
-    return [len(each.ids) for feature in features for each in feature.sequences]
+    return [len(sequence.ids) for feature in features for sequence in feature.sequences]

@@ -27,7 +27,7 @@ def plan(rates: Sequence[float], seed: int, restarts: int = 1) -> list[Trial]:
         raise ValueError(f"restarts: expected a number from 1 on, got {restarts}")
     if len(set(rates)) < len(rates):
         raise ValueError(f"search: expected different learning rates, got {', '.join(f'{rate:g}' for rate in rates)}")
-    return [Trial(rate, each) for rate, each in itertools.product(rates, range(seed, seed + restarts))]
+    return [Trial(rate, trial_seed) for rate, trial_seed in itertools.product(rates, range(seed, seed + restarts))]
 
 
 def best(scores: Sequence[float]) -> int:

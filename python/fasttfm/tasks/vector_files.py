@@ -1,4 +1,4 @@
-"""Files of vectors, written and read in blocks: .npy, .npz, .safetensors, .jsonl and .csv; written: .parquet."""
+"""Files of vectors, written and read in blocks: .npy, .npz, .safetensors, .jsonl, .csv and .parquet."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fasttfm.inference.quantization import (
     quantize_vectors,
     restore_vectors,
 )
-from fasttfm.tasks.parquet_files import write_parquet
+from fasttfm.tasks.parquet_files import read_parquet, write_parquet
 
-SUFFIXES = (".npy", ".npz", ".safetensors", ".jsonl", ".csv")
-WRITTEN_SUFFIXES = (*SUFFIXES, ".parquet")
+_WITH_TEXTS = (".jsonl", ".csv", ".parquet")
+SUFFIXES = (".npy", ".npz", ".safetensors", *_WITH_TEXTS)
 _SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "int64": "I64", "int8": "I8", "uint8": "U8"}
 _STORED = {"binary": "int8", "ubinary": "uint8"}  # other precisions are dtypes
 _ROWS = 4096  # which are quantized at a time
@@ -135,23 +135,23 @@ class _Body:
 
     @property
     def ranges(self) -> np.ndarray:
-        given = self._seen if self._ranges is None else self._ranges
-        return check_ranges(f"dtype: {self._precision}", given, self.width)
+        ranges = self._seen if self._ranges is None else self._ranges
+        return check_ranges(f"dtype: {self._precision}", ranges, self.width)
 
     def additional(self) -> dict[str, np.ndarray]:
         """The additional arrays: of token vectors, and of vectors with ranges."""
-        found: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
         if len(self.offsets) > 1:
-            found[self._parts] = np.array(self.offsets, np.int64)
+            arrays[self._parts] = np.array(self.offsets, np.int64)
         if self.ids is not None:
-            found["ids"] = np.array(self.ids, np.int64)
+            arrays["ids"] = np.array(self.ids, np.int64)
         if self._waits:
             norms = [
-                np.linalg.norm(restore_vectors(each, self._precision, self.ranges), axis=1)
-                for each in self._quantized()
+                np.linalg.norm(restore_vectors(block, self._precision, self.ranges), axis=1)
+                for block in self._quantized()
             ]
-            found |= {"ranges": self.ranges, "norms": np.concatenate(norms).astype(np.float32)}
-        return found
+            arrays |= {"ranges": self.ranges, "norms": np.concatenate(norms).astype(np.float32)}
+        return arrays
 
     def copy(self, target: IO[bytes]) -> None:
         if self._waits:
@@ -187,7 +187,8 @@ def _npz(file: IO[bytes], body: _Body, settings: Mapping[str, str]) -> None:
 def _safetensors(file: IO[bytes], body: _Body, settings: Mapping[str, str]) -> None:
     header: dict[str, Any] = {"__metadata__": dict(settings)}
     arrays = body.additional()
-    shapes = {"vectors": (body.dtype, body.shape), **{name: (each.dtype, each.shape) for name, each in arrays.items()}}
+    others = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    shapes = {"vectors": (body.dtype, body.shape), **others}
     end = 0
     for name, (dtype, shape) in shapes.items():
         begin, end = end, end + int(np.prod(shape)) * dtype.itemsize
@@ -232,9 +233,9 @@ def _numbers(array: np.ndarray) -> list[Any]:
 class VectorFile:
     """A file of vectors, written by ``write_vectors``, or any .npy, .npz or .safetensors with one array of rows.
 
-    ``blocks`` reads it in blocks, with the texts of .jsonl and .csv files. ``settings`` are the settings of the
-    vectors, if the file has them. ``count`` is the number of vectors and ``width`` how many numbers each has; for
-    .jsonl and .csv files they are None, ``count`` until ``blocks`` has read them. Rows of bytes are int8 or uint8
+    ``blocks`` reads it in blocks, with the texts of .jsonl, .csv and .parquet files. ``settings`` are the settings of
+    the vectors, if the file has them. ``count`` is the number of vectors and ``width`` how many numbers each has; for
+    files with texts they are None, ``count`` until ``blocks`` has read them. Rows of bytes are int8 or uint8
     vectors if the file has their ``ranges``, and otherwise signs: ``precision`` says which. ``offsets`` are those of
     vectors of tokens, of which text i has the rows from offsets[i] to offsets[i + 1], and ``chunks`` those of vectors
     of chunks.
@@ -247,8 +248,7 @@ class VectorFile:
             raise data_error(self.path, f"a name that ends in {', '.join(SUFFIXES)}", repr(self.path.name))
         if not self.path.is_file():
             raise data_error(self.path, "a file of vectors", "a directory" if self.path.is_dir() else "nothing there")
-        is_text = self.path.suffix in (".jsonl", ".csv")
-        self._array = None if is_text else self._mapped("vectors")
+        self._array = None if self.path.suffix in _WITH_TEXTS else self._mapped("vectors")
         self.precision = "float32"
         self.ranges: np.ndarray | None = None
         self.norms: np.ndarray | None = None
@@ -290,21 +290,21 @@ class VectorFile:
 
     @property
     def restored_width(self) -> int:
-        """The number of elements of a vector; not for .jsonl and .csv files."""
+        """The number of elements of a vector; not for files with texts."""
         return (self.width or 0) * (8 if self.precision in PACKED else 1)
 
     def rows(self, first: int, last: int) -> np.ndarray:
-        """fp32 rows from ``first`` up to ``last``, without it; not for .jsonl and .csv files."""
+        """fp32 rows from ``first`` up to ``last``, without it; not for files with texts."""
         assert self._array is not None
         return restore_vectors(np.array(self._array[first:last]), self.precision, self.ranges)
 
     def some(self, rows: np.ndarray) -> np.ndarray:
-        """fp32 rows with these numbers; not for .jsonl and .csv files."""
+        """fp32 rows with these numbers; not for files with texts."""
         assert self._array is not None
         return restore_vectors(self._array[rows], self.precision, self.ranges)
 
     def stored(self, rows: int) -> Iterator[np.ndarray]:
-        """Yields blocks of up to ``rows`` vectors as the file has them; not for .jsonl and .csv files."""
+        """Yields blocks of up to ``rows`` vectors as the file has them; not for files with texts."""
         assert self._array is not None
         for start in range(0, len(self._array), rows):
             yield np.array(self._array[start : start + rows])
@@ -315,11 +315,17 @@ class VectorFile:
             for block in self.stored(rows):
                 yield restore_vectors(block, self.precision, self.ranges), None
             return
+        count = 0
+        for vectors, texts in read_parquet(self.path, rows) if self.path.suffix == ".parquet" else self._decoded(rows):
+            yield vectors, texts
+            count += len(texts)
+        self.count = count
+
+    def _decoded(self, rows: int) -> Iterator[tuple[np.ndarray, list[str]]]:
+        """``blocks`` of a file of lines."""
         texts: list[str] = []
         vectors: list[Any] = []
-        count = 0
         for number, text, vector in self._lines():
-            count += 1
             if vectors and len(vector) != len(vectors[0]):
                 raise data_error(self.path, f"{len(vectors[0])} numbers", f"{len(vector)}", line=number)
             texts.append(text)
@@ -329,13 +335,12 @@ class VectorFile:
                 texts, vectors = [], []
         if texts:
             yield np.array(vectors, np.float32), texts
-        self.count = count
 
     def _lines(self) -> Iterator[tuple[int, str, list[float]]]:
         if self.path.suffix == ".jsonl":
             for number, line, value in read_json_lines(self.path):
                 vector = value.get("vector") if isinstance(value, dict) else None
-                if not isinstance(vector, list) or not all(isinstance(each, (int, float)) for each in vector):
+                if not isinstance(vector, list) or not all(isinstance(item, (int, float)) for item in vector):
                     raise data_error(self.path, "an object with 'text' and 'vector'", f"{line:.60}", line=number)
                 yield number, str(value.get("text", "")), vector
             return

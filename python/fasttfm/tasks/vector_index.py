@@ -45,7 +45,7 @@ def search_index(
     if queries.shape[1] != width:
         raise data_error(vectors.path, f"vectors of the queries' width {queries.shape[1]}", f"{width}")
     index = _opened(vectors, path, width) if path.exists() else _made(vectors, path, width, progress)
-    found = []
+    matches = []
     for query in queries.astype(np.float32):
         keys = np.sort(
             np.asarray(index.search(query, min(_CANDIDATES * count, vectors.count or 0)).keys).astype(np.int64)
@@ -54,8 +54,8 @@ def search_index(
         norms = np.linalg.norm(rows, axis=1) * np.linalg.norm(query)
         scores = rows @ query / np.maximum(norms, np.finfo(np.float32).tiny)
         order = np.lexsort((keys, -scores))[:count]
-        found.append([Match(int(keys[at]), float(scores[at]), None) for at in order])
-    return found
+        matches.append([Match(int(keys[at]), float(scores[at]), None) for at in order])
+    return matches
 
 
 def _opened(vectors: VectorFile, path: Path, width: int) -> Any:

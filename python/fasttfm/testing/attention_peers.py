@@ -10,10 +10,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from fasttfm.bench.peers import PeerUnavailable, flash_attn_4, peer_module
+from fasttfm.bench.peers import Inputs, PeerCall, PeerUnavailable, flash_attn_4, peer_module
 from fasttfm.kernels.attention.problem import window_bounds
 from fasttfm.ops.linear import bf16_products
-from fasttfm.testing.spec import Inputs, PeerCall
 
 
 def _sdpa(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Any]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.ops.backends import tables, triton_interpreted
+from fasttfm.bench.peers import Inputs
+from fasttfm.ops.core.backends import tables, triton_interpreted
 from fasttfm.testing.harness import (
     SEED,
     Run,
@@ -20,7 +21,7 @@ from fasttfm.testing.harness import (
     run,
     with_backend,
 )
-from fasttfm.testing.spec import Inputs, OpCase, OpSpec, outputs_of
+from fasttfm.testing.spec import OpCase, OpSpec, outputs_of
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.ops.backends import BackendRefused
+from fasttfm.bench.peers import Inputs
+from fasttfm.ops.core.backends import BackendRefused
 from fasttfm.testing.call import Call, backends_on, floating_inputs
 from fasttfm.testing.harness import comparisons_of
 from fasttfm.testing.memory_layouts import INCOMING_LAYOUTS, INPUT_LAYOUTS
 from fasttfm.testing.non_finite import Element, check_elements, values_for
-from fasttfm.testing.spec import Inputs, OpSpec
+from fasttfm.testing.spec import OpSpec
 from fasttfm.testing.specs import every_spec
 from fasttfm.testing.tolerance import Comparison, root_mean_square, summary
 

@@ -10,8 +10,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fasttfm.testing.spec import BadCall, Inputs, OpCase, OpSpec, outputs_of
+from fasttfm.bench.peers import Inputs
+from fasttfm.ops.core.library import NAMESPACE
+from fasttfm.testing.spec import BadCall, OpCase, OpSpec, Registered, outputs_of
 from fasttfm.testing.tolerance import (
     GRADIENT_FACTOR,
     OUTPUT_FACTOR,
@@ -257,10 +260,31 @@ def check_gradients(spec: OpSpec, case: OpCase) -> None:
     assert torch.autograd.gradcheck(function, values, fast_mode=large)
 
 
+class _RegisteredCalls(TorchDispatchMode):
+    """Records the calls of registered ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Registered] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == NAMESPACE:
+            copies = [value.detach().clone() if isinstance(value, Tensor) else value for value in args]
+            self.calls.append((function, tuple(copies)))
+        return function(*args, **(kwargs or {}))
+
+
 def check_registration(spec: OpSpec, case: OpCase, dtype: torch.dtype) -> None:
-    """torch.library.opcheck on the registered ops: schema, fake tensors, ahead-of-time autograd with dynamic shapes."""
-    assert spec.native_ops is not None, f"{spec.name} declares no native_ops"
-    for operator, arguments in spec.native_ops(draw_inputs(spec, case, dtype), case.options):
+    """torch.library.opcheck on the registered ops that a call without and one with gradients use: schema, fake tensors,
+    ahead-of-time autograd with dynamic shapes."""
+    inputs = draw_inputs(spec, case, dtype)
+    with _RegisteredCalls() as recorded:
+        if spec.differentiable:
+            run(spec, spec.function, inputs, case.options)
+        with torch.no_grad():
+            spec.function(**draw_inputs(spec, case, dtype), **case.options)
+    assert recorded.calls
+    for operator, arguments in [*recorded.calls, *spec.further_calls(recorded.calls)]:
         torch.library.opcheck(operator, arguments)
 
 

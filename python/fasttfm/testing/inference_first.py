@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from fasttfm.ops.backends import BackendRefused
+from fasttfm.ops.core.backends import BackendRefused
 from fasttfm.testing.call import Call, backends_on
 from fasttfm.testing.properties import check_inference_first
 from fasttfm.testing.specs import every_spec

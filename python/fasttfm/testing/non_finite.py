@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import Inputs
 from fasttfm.testing.call import Call, floating_inputs
 from fasttfm.testing.harness import Run, run, with_backend
-from fasttfm.testing.spec import Inputs
 from fasttfm.testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, compare
 
 NON_FINITE = (float("nan"), float("inf"), -float("inf"))

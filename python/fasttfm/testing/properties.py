@@ -21,13 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
-from fasttfm.ops.backends import tables
-from fasttfm.ops.library import OpFunction
+from fasttfm.bench.peers import Inputs
+from fasttfm.ops.core.backends import tables
+from fasttfm.ops.core.library import OpFunction
 from fasttfm.testing.call import Call, floating_inputs, hold
 from fasttfm.testing.harness import Run, floating_of, incoming_gradients, same_bits
 from fasttfm.testing.memory_layouts import INCOMING_LAYOUTS
 from fasttfm.testing.non_finite import check_non_finite
-from fasttfm.testing.spec import Inputs, outputs_of
+from fasttfm.testing.spec import outputs_of
 
 # ---- incoming gradients ----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fasttfm import _native
-from fasttfm.ops.backends import BackendRefused, tables
+from fasttfm.ops.core.backends import BackendRefused, tables
 from fasttfm.testing import fuzz, harness
 from fasttfm.testing.call import Call, backends_on
 from fasttfm.testing.properties import GRADIENT_PROPERTIES, KERNEL_PROPERTIES, PROPERTIES

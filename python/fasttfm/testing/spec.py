@@ -6,15 +6,16 @@ benchmarks (fasttfm.bench) are all derived from it.
 
 from __future__ import annotations
 
+import importlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import Inputs
+from fasttfm.bench.peers import Inputs, Peer
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,6 +32,12 @@ class OpCase:
 
     def __str__(self) -> str:
         return self.name
+
+
+def op_case(name: str, options: Mapping[str, Any], **sizes: Any) -> OpCase:
+    """A case; ``dtypes`` and ``interpret`` among the sizes are those of the case."""
+    fields = {field: sizes.pop(field) for field in ("dtypes", "interpret") if field in sizes}
+    return OpCase(name, sizes, options, **fields)
 
 
 @dataclass(frozen=True)
@@ -50,32 +57,6 @@ def spoil(argument: str, value: Any) -> Callable[[Inputs, dict[str, Any]], None]
         (options if argument in options else inputs)[argument] = value
 
     return change
-
-
-@dataclass(frozen=True)
-class Peer:
-    """An implementation that users would otherwise choose.
-
-    ``build(inputs, options)`` returns a function of no arguments that runs the forward and returns its output,
-    differentiable in the same inputs; it raises PeerUnavailable if it cannot run. A peer that differs from another one
-    in the backward only is measured in that direction only.
-    """
-
-    name: str
-    build: Callable[[Inputs, Mapping[str, Any]], Callable[[], Any]]
-    backward_only: bool = False
-
-
-@dataclass(frozen=True)
-class PeerCall:
-    """The result of a peer's ``build`` if the peer has other inputs, for example the same numbers in another layout.
-    The call is then differentiated in ``leaves``."""
-
-    function: Callable[[], Any]
-    leaves: list[Tensor]
-
-    def __call__(self) -> Any:
-        return self.function()
 
 
 @dataclass(frozen=True)
@@ -99,6 +80,19 @@ class TritonKernel:
     allow_spills: bool = False
     target: int | None = None  # compute capability, 90 for sm_90; None: all targets
     least_memory: int = 0  # bytes of shared memory that a block may have on the GPUs for which it is chosen
+
+
+def triton_kernels(op: str, *calls: tuple[Any, ...]) -> Callable[[], list[TritonKernel]]:
+    """The kernels that ``compile_signatures`` of the op's Triton module describes for the arguments of each call."""
+
+    def kernels() -> list[TritonKernel]:
+        module = importlib.import_module(f"fasttfm.kernels.{op}.triton")
+        return [TritonKernel(**description) for call in calls for description in module.compile_signatures(*call)]
+
+    return kernels
+
+
+Registered = tuple[Any, tuple[Any, ...]]  # a registered op and the arguments of a call
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,8 @@ class OpSpec:
     terms: Callable[..., Any] | None = None
     infinity_masks: tuple[str, ...] = ()  # inputs whose infinities mask elements, instead of making NaN
     triton_kernels: Callable[[], list[TritonKernel]] | None = None
-    native_ops: Callable[[Inputs, Mapping[str, Any]], list[tuple[Any, tuple[Any, ...]]]] | None = None  # for opcheck
+    # For opcheck: calls of registered ops that the public function does not make, out of those that it makes.
+    further_calls: Callable[[Sequence[Registered]], Sequence[Registered]] = lambda _: ()
 
 
 def outputs_of(result: Any) -> tuple[Tensor, ...]:

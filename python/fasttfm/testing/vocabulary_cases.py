@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fasttfm.testing.spec import Cost, Inputs, OpCase, draw
+from fasttfm.bench.peers import Inputs
+from fasttfm.testing.row_cases import in_layout
+from fasttfm.testing.spec import Cost, OpCase, draw, op_case
 
 IGNORED = -100
+
+
+def loss_case(name: str, *shape: int, vocabulary: int, options: dict[str, Any] | None = None, **sizes: Any) -> OpCase:
+    """A case of a loss whose mean is taken, unless ``options`` have another reduction."""
+    return op_case(name, {"reduction": "mean", **(options or {})}, shape=shape, vocabulary=vocabulary, **sizes)
+
+
+def random_loss_options(source: random.Random) -> dict[str, Any]:
+    return {
+        "reduction": source.choice(("mean", "sum", "none")),
+        "label_smoothing": source.choice((0.0, 0.1)),
+        "z_loss": source.choice((0.0, 1e-3)),
+    }
 
 
 def draw_hidden(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -19,13 +37,8 @@ def draw_hidden(case: OpCase, dtype: torch.dtype, device: torch.device, generato
     def tensor(*sizes: int, scale: float = 1.0) -> Tensor:
         return draw(generator, *sizes, dtype=dtype, device=device, scale=scale)
 
-    hidden = tensor(*shape)
-    if case.sizes.get("layout") == "transposed":
-        hidden = hidden.transpose(0, 1)
-    elif case.sizes.get("layout") == "strided":
-        hidden = hidden.repeat_interleave(2, dim=-1)[..., ::2]
     return {
-        "hidden": hidden,
+        "hidden": in_layout(tensor(*shape), case.sizes.get("layout", "contiguous"), tensor),
         "weight": tensor(vocabulary, shape[-1], scale=scale * shape[-1] ** -0.5),
         "bias": tensor(vocabulary, scale=scale) if case.sizes.get("bias", True) else None,
     }

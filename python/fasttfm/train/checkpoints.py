@@ -66,12 +66,12 @@ class Checkpoints:
         steps = self.steps()
         if not steps:
             return None
-        found = self.path(steps[-1])
+        newest = self.path(steps[-1])
         try:
-            check(found)
+            check(newest)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {self._advice(steps[:-1])}") from error
-        return found
+        return newest
 
     def _advice(self, earlier: list[int]) -> str:
         for step in reversed(earlier):
@@ -212,12 +212,12 @@ def check(directory: Path) -> None:
     for name, (size, checksum) in expected.items():
         path = directory / name
         try:
-            found = path.stat().st_size
-            intact = found == size and _checksum(path) == checksum
+            actual = path.stat().st_size
+            intact = actual == size and _checksum(path) == checksum
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-        if found != size:
-            raise CheckpointError(f"{path}: damaged: expected {size} bytes, got {found}")
+        if actual != size:
+            raise CheckpointError(f"{path}: damaged: expected {size} bytes, got {actual}")
         if not intact:
             raise CheckpointError(f"{path}: damaged: the checksum differs from the manifest's")
 
@@ -254,9 +254,9 @@ class ModelFiles:
     @torch.no_grad()
     def read(self, directory: Path) -> None:
         """Copies the checkpoint's tensors to the parameters."""
-        found = type(self.model).from_pretrained(directory)
+        saved = type(self.model).from_pretrained(directory)
         for name, parameter in self.model.named_parameters():
-            parameter.copy_(like(found.get_parameter(name).detach(), parameter))
+            parameter.copy_(like(saved.get_parameter(name).detach(), parameter))
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[int, Any]:
@@ -284,10 +284,10 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[int, Any]) -> None
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    found = {"cpu": torch.get_rng_state()}
+    states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
 def set_random_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -306,14 +306,14 @@ def read_state(directory: Path) -> dict[str, Any]:
     """Reads ``training_state.pt``; no code in it runs."""
     path = directory / STATE
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no such file: nothing to resume from") from None
     except Exception as error:  # torch.load may raise anything
         raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: expected a dictionary, got {type(found).__name__}")
-    return found
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path}: expected a dictionary, got {type(loaded).__name__}")
+    return loaded
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -326,4 +326,4 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def count_parameters(module: nn.Module) -> int:
-    return sum(each.numel() for each in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -28,14 +28,14 @@ def compare_curves(runs: Sequence[Path], columns: Sequence[str], path: Path) -> 
     """
     curves = {run: _curves_of(run, columns) for run in runs}
     for column in columns:
-        if not any(column in found for found in curves.values()):
+        if not any(column in points for points in curves.values()):
             known = ", ".join(name for name in read_rows(runs[0] / CSV)[0] if name not in _COUNTERS)
             raise ValueError(f"columns: expected some of {known}, got {column}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise _extras.missing("drawing curves", "matplotlib", "train") from None
-    named = {_name(run): found for run, found in curves.items()}
+    named = {_name(run): points for run, points in curves.items()}
     with fonts_for((*named, *columns)), atomic_write(path) as partial:
         draw(named, columns).savefig(partial, dpi=100, format="png")
 
@@ -48,10 +48,10 @@ def draw(curves: Mapping[str, Curves], columns: Sequence[str]) -> Any:
     figure = Figure(figsize=(4.2 * count + 0.6, 3.2), layout="constrained")
     panels = figure.subplots(1, count, squeeze=False)
     for panel, column in zip(panels[0], columns, strict=True):
-        for number, (name, found) in enumerate(curves.items()):
-            if column in found:
-                marker = "o" if len(found[column][0]) <= _MARKED else ""
-                panel.plot(*found[column], marker=marker, markersize=4, color=f"C{number}", label=name)
+        for number, (name, points) in enumerate(curves.items()):
+            if column in points:
+                marker = "o" if len(points[column][0]) <= _MARKED else ""
+                panel.plot(*points[column], marker=marker, markersize=4, color=f"C{number}", label=name)
         panel.set_title(column.replace("_", " "))
         panel.set_xlabel("step")
         panel.spines[["top", "right"]].set_visible(False)
@@ -65,13 +65,13 @@ def _curves_of(run: Path, columns: Sequence[str]) -> Curves:
     rows = read_rows(run / CSV)
     if not rows:
         raise ValueError(f"runs: expected a folder with the {CSV} of a run, got {run}")
-    found = {}
+    curves = {}
     for column in columns:
         points = [(int(row["step"]), float(row[column])) for row in rows if row.get(column, "") != ""]
         if points:
             steps, values = zip(*points, strict=True)
-            found[column] = (list(steps), list(values))
-    return found
+            curves[column] = (list(steps), list(values))
+    return curves
 
 
 def _name(run: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.ops.graph_capture import GraphPool
+from fasttfm.ops.core.graph_capture import GraphPool
 
 _WARM_UP = 3  # steps without a graph, which compile and tune kernels and create the optimizer's state
 
@@ -60,8 +60,8 @@ class Graphs:
 
 
 def tensors(batch: Any) -> dict[str, Tensor]:
-    found = {each.name: getattr(batch, each.name) for each in dataclasses.fields(batch)}
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    return {name: value for name, value in fields.items() if isinstance(value, Tensor)}
 
 
 def shapes(batch: Any) -> tuple[Any, ...]:

@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fasttfm.nn import PackedLayer
+from fasttfm.train.fp8_all_gather import gather_in_fp8
 from fasttfm.train.settings import one_of
 
 PARALLEL = ("ddp", "fsdp")
@@ -46,9 +48,9 @@ class World:
         """The values of all processes, in order, in the main process; an empty list in the others."""
         if self.size == 1:
             return [value]
-        found: list[Any] | None = [None] * self.size if self.main else None
-        dist.gather_object(value, found)
-        return found or []
+        values: list[Any] | None = [None] * self.size if self.main else None
+        dist.gather_object(value, values)
+        return values or []
 
     def agree(self, value: bool) -> bool:
         """The main process's value, in all processes."""
@@ -95,21 +97,21 @@ def join(device: str | None = None, parallel: str | None = None) -> World:
             raise ValueError(
                 f"parallel: {parallel} needs several processes: torchrun --nproc-per-node N -m fasttfm ..."
             )
-    found = device_named(device)
+    place = device_named(device)
     if size == 1:
-        return World(found)
-    if found.type == "cuda":
+        return World(place)
+    if place.type == "cuda":
         local = int(os.environ.get("LOCAL_RANK", 0))
         if local >= torch.cuda.device_count():
             raise ValueError(
                 f"device: process {local} of this machine has no GPU; torch sees {torch.cuda.device_count()}"
             )
-        found = torch.device("cuda", local)
-        torch.cuda.set_device(found)
-        dist.init_process_group("nccl", device_id=found, **_after_restart())
+        place = torch.device("cuda", local)
+        torch.cuda.set_device(place)
+        dist.init_process_group("nccl", device_id=place, **_after_restart())
     else:
         dist.init_process_group("gloo", **_after_restart())
-    return World(found, rank, size, parallel or "ddp")
+    return World(place, rank, size, parallel or "ddp")
 
 
 def _after_restart() -> dict[str, Any]:
@@ -126,27 +128,47 @@ def device_named(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
-        found = torch.device("meta")
-    if found.type not in ("cpu", "cuda"):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected cpu, cuda or cuda:<number>, got {name!r}")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device: {name} does not exist: torch sees {torch.cuda.device_count()} CUDA devices")
-    return found
+    return device
 
 
-def share_out(module: nn.Module, world: World) -> nn.Module:
-    """The module wrapped for distributed training. FSDP shards every layer, and the modules around the layers."""
+def share_out(module: nn.Module, world: World, *, gradient_dtype: str = "float32", fp8: bool = False) -> nn.Module:
+    """The module wrapped for distributed training. FSDP shards every layer, and the modules around the layers.
+
+    Args:
+        gradient_dtype: In which ranks send gradients: ``float32`` or ``bfloat16``. Parameters get them in their own.
+        fp8: Whether FSDP gathers the weights of layers in FP8 (fp8_all_gather.py).
+    """
+    halved = gradient_dtype == "bfloat16"
     if world.parallel is None:
         return module
     if world.parallel == "ddp":
         devices = [world.device] if world.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
-    for layer in [each for each in module.modules() if isinstance(each, PackedLayer)]:
-        fully_shard(layer)
-    fully_shard(module)
+        wrapped = DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
+        if halved:
+            wrapped.register_comm_hook(None, _sent_in_bf16)
+        return wrapped
+    if fp8:
+        gather_in_fp8(module)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if halved else None)
+    for layer in [part for part in module.modules() if isinstance(part, PackedLayer)]:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(module, mp_policy=policy)
     return module
+
+
+def _sent_in_bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """torch's hook, which DDP refuses by its name where there is no NCCL; gloo also adds bf16 numbers."""
+    return bf16_compress_hook(group, bucket)
+
+
+_sent_in_bf16.__annotations__.clear()  # DDP compares them with classes, and here they are strings
 
 
 @contextlib.contextmanager
@@ -168,8 +190,8 @@ def gathered_rows(x: Tensor) -> tuple[Tensor, int]:
     counts[dist.get_rank()] = len(x)
     dist.all_reduce(counts)
     sizes = counts.tolist()
-    found: Tensor = _GatheredRows.apply(x, sizes)
-    return found, sum(sizes[: dist.get_rank()])
+    rows: Tensor = _GatheredRows.apply(x, sizes)
+    return rows, sum(sizes[: dist.get_rank()])
 
 
 class _GatheredRows(torch.autograd.Function):
@@ -178,9 +200,9 @@ class _GatheredRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: list[int]) -> Tensor:
         rank = dist.get_rank()
-        ctx.own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        ctx.rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         gathered = x.new_zeros(sum(sizes), *x.shape[1:])
-        gathered[ctx.own] = x
+        gathered[ctx.rows] = x
         dist.all_reduce(gathered)
         return gathered
 
@@ -188,7 +210,7 @@ class _GatheredRows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         every = gradient.contiguous().clone()
         dist.all_reduce(every)
-        return every[ctx.own], None
+        return every[ctx.rows], None
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def filled(batch: Batch, shape: Shape) -> Batch:
         "sentence_labels": _padded(batch.sentence_labels, sequences, IGNORED),
         "real_tokens": torch.tensor([batch.tokens], dtype=torch.int64, device="cpu"),
     }
-    kept = {each.name: getattr(batch, each.name) for each in fields(batch)}
+    kept = {field.name: getattr(batch, field.name) for field in fields(batch)}
     return FixedBatch(**{**kept, **changes})
 
 

@@ -34,7 +34,7 @@ def cached_loss(encode: Callable[[Any], Tensor], parts: Sequence[Any], loss: Cal
             vectors.append(encode(part))
     joined = torch.cat(vectors)
     anchor = torch.empty(0, dtype=joined.dtype, device=joined.device, requires_grad=True)
-    return loss(_EncodedAgain.apply(anchor, joined, encode, parts, states, [len(each) for each in vectors]))
+    return loss(_EncodedAgain.apply(anchor, joined, encode, parts, states, [len(part) for part in vectors]))
 
 
 class _EncodedAgain(torch.autograd.Function):

@@ -92,6 +92,6 @@ def pretrain_knowledge(
             on_results(trainer.step(group))
     on_results(trainer.finish())
     check_finite(model)
-    found = trainer.evaluate(itertools.islice(validation, _EVALUATED))
+    losses = trainer.evaluate(itertools.islice(validation, _EVALUATED))
     model.eval()
-    return found
+    return losses

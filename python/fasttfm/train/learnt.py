@@ -48,10 +48,10 @@ class Learnt:
             f"{self.what} of the validation set: loss {self.loss:.2f}, {abs(better):.2f} "
             f"{'below' if better >= 0 else 'above'} that of word frequencies ({self.frequency_loss:.2f})"
         ]
-        for each in self.words:
+        for word in self.words:
             lines += [
-                f"  {each.before} [{each.word}] {each.after}".rstrip(),
-                f"      model: {_shown(each.guesses)}    word frequencies: {_shown(self.frequent)}",
+                f"  {word.before} [{word.word}] {word.after}".rstrip(),
+                f"      model: {_shown(word.guesses)}    word frequencies: {_shown(self.frequent)}",
             ]
         return "\n".join(lines)
 
@@ -110,7 +110,7 @@ def _choose(held_out: TokenShards, tokenizer: Tokenizer, count: int) -> list[tup
     starts, special = tokenizer.starts_word, tokenizer.special.all()
     numbers = [(document, i) for document in range(held_out.documents) for i in range(_sentences(held_out, document))]
     draw = np.random.default_rng(0)
-    found: list[tuple[np.ndarray, int]] = []
+    sentences: list[tuple[np.ndarray, int]] = []
     for position in draw.permutation(len(numbers)).tolist():
         document, sentence = numbers[position]
         bounds = held_out.sentences(document)
@@ -121,10 +121,10 @@ def _choose(held_out: TokenShards, tokenizer: Tokenizer, count: int) -> list[tup
         positions = [at for at in np.flatnonzero(whole).tolist() if at >= _CONTEXT]
         words = [at for at in positions if _is_word(tokenizer, int(tokens[at]))]
         if words:
-            found.append((tokens, words[int(draw.integers(len(words)))]))
-        if len(found) == count:
+            sentences.append((tokens, words[int(draw.integers(len(words)))]))
+        if len(sentences) == count:
             break
-    return found
+    return sentences
 
 
 def _sentences(shards: TokenShards, document: int) -> int:

@@ -236,9 +236,9 @@ _FORMER_VALIDATION = "held_out_"
 
 
 def _current_name(column: str) -> str:
-    own = VALIDATION if column.startswith(_FORMER_VALIDATION) else ""
+    prefix = VALIDATION if column.startswith(_FORMER_VALIDATION) else ""
     term = column.removeprefix(_FORMER_VALIDATION)
-    return own + _FORMER_TERMS.get(term, term)
+    return prefix + _FORMER_TERMS.get(term, term)
 
 
 def _events(directory: Path, start: int) -> Any:

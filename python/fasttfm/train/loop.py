@@ -20,6 +20,7 @@ from fasttfm import optim
 from fasttfm.nn import Fp8Training
 from fasttfm.train.cuda_graph import Graphs
 from fasttfm.train.distributed import World, gradients_summed, whole
+from fasttfm.train.fp8_all_gather import ShardedFp8Training
 from fasttfm.train.schedule import Schedule
 from fasttfm.train.settings import StepSettings
 
@@ -119,7 +120,7 @@ class Trainer:
         self.completed = 0  # steps
         self.skipped = 0  # of those that have been read
         self._bad_in_a_row = 0
-        self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._call: Any = torch.compile(module, dynamic=True) if self.settings.compile else module
         # The inputs and outputs of a step keep their memory, so that a CUDA graph can capture it. The host reads all of
         # them by one copy.
@@ -135,9 +136,7 @@ class Trainer:
         self._graphs = Graphs(self._accumulate, self._update) if self.settings.cuda_graph else None
 
     def _fp8_training(self) -> Fp8Training:
-        if self.world.parallel == "fsdp":
-            raise ValueError("precision: fp8 expects parameters that are not sharded, got FSDP; use ddp")
-        return Fp8Training(self.module)
+        return (ShardedFp8Training if self.world.parallel == "fsdp" else Fp8Training)(self.module)
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
@@ -188,7 +187,7 @@ class Trainer:
 
     def _set_totals(self, batches: Sequence[Any]) -> None:
         flops = self.objective.flops or (lambda _: 0.0)
-        rows = [[*self.objective.counts(each), getattr(each, "tokens", 0), flops(each)] for each in batches]
+        rows = [[*self.objective.counts(batch), getattr(batch, "tokens", 0), flops(batch)] for batch in batches]
         if self.world.size == 1 and self._graphs is None:
             self._host_totals = [float(sum(column)) for column in zip(*rows, strict=True)]
             return
@@ -222,14 +221,14 @@ class Trainer:
             return [(share * weight).float() for share, weight in zip(shares, weights, strict=True)]
         pairs = zip(weights, self._host_totals, strict=False)
         shares = [weight / max(count, 1.0) for weight, count in pairs]
-        return [torch.full_like(each, share) for each, share in zip(terms, shares, strict=True)]
+        return [torch.full_like(term, share) for term, share in zip(terms, shares, strict=True)]
 
     def _terms(self, batch: Any) -> list[Tensor]:
         """Each term's sum, in fp32."""
         dtype = _PRECISIONS[self.settings.precision]
         with torch.autocast(self.world.device.type, dtype=dtype, enabled=dtype != torch.float32):
             sums = self.objective.sums(self._call, batch)
-        return [each.float() for each in sums]
+        return [term.float() for term in sums]
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -251,13 +250,13 @@ class Trainer:
         else:
             self._norm.copy_(norm)
         if self._graphs is None:
-            for each in self._parameters:  # optimizer.zero_grad, without its profiler's range
-                each.grad = None
+            for parameter in self._parameters:  # optimizer.zero_grad, without its profiler's range
+                parameter.grad = None
         else:  # a graph adds to the same gradients each time
             torch._foreach_zero_(self._gradients())
 
     def _gradients(self) -> list[Tensor]:
-        return [each.grad for each in self._parameters if each.grad is not None]
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def _gradient_norm(self) -> Tensor:
         if self.world.device.type == "cpu":
@@ -325,12 +324,12 @@ class Trainer:
 def check_finite(module: nn.Module, world: World | None = None) -> None:
     """Raises ``NonFiniteError``, in all processes of ``world``, if a parameter is not finite: such a model should not
     be saved."""
-    found = [name for name, each in module.named_parameters() if not bool(_local(each).isfinite().all())]
-    bad = torch.tensor(float(bool(found)), device=next(module.parameters()).device, dtype=torch.float32)
+    names = [name for name, parameter in module.named_parameters() if not bool(_local(parameter).isfinite().all())]
+    bad = torch.tensor(float(bool(names)), device=next(module.parameters()).device, dtype=torch.float32)
     if world is not None:
         world.sum(bad)
     if bad:
-        where = f"{found[0]} and {len(found) - 1} more" if found else "a parameter of another process"
+        where = f"{names[0]} and {len(names) - 1} more" if names else "a parameter of another process"
         raise NonFiniteError(
             f"parameters are not finite after training: {where}; nothing was saved. A smaller learning rate may help"
         )
@@ -345,15 +344,15 @@ def _reads_scale(optimizer: Optimizer) -> bool:
 @contextlib.contextmanager
 def _lent(optimizer: Optimizer, **values: Any) -> Iterator[None]:
     """Sets attributes of an optimizer for one step, so that its caller's own steps do not read them."""
-    own = vars(optimizer)
-    before = {name: own[name] for name in values if name in own}
-    own.update(values)
+    attributes = vars(optimizer)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
         yield
     finally:
         for name in values:
-            del own[name]
-        own.update(before)
+            del attributes[name]
+        attributes.update(before)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def needed(settings: PretrainSettings, *, processes: int = 1) -> MemoryNeed:
     stacks = [module for module in model.modules() if isinstance(module, PackedTransformer)]
     widths = sum(layer.width for stack in stacks for layer in stack.in_order())
     size = 4 if settings.step.precision == "float32" else 2
-    parameters = sum(each.numel() for each in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     return MemoryNeed(parameters, _STORED_PER_LAYER * tokens * widths * size)
 
 
@@ -67,8 +67,8 @@ def available(device: torch.device) -> int | None:
     """The bytes that are free for this process; None if the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    found = [_free_memory(), _left_in_group(), _left_for_process()]
-    return min((each for each in found if each is not None), default=None)
+    limits = [_free_memory(), _left_in_group(), _left_for_process()]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_memory(

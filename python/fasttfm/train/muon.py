@@ -75,7 +75,9 @@ class Muon(Optimizer):
         scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         if found_inf is not None and bool(found_inf):
             return result
-        gradients = [each.grad for group in self.param_groups for each in group["params"] if each.grad is not None]
+        gradients = [
+            parameter.grad for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
+        ]
         if scale is not None and gradients:
             torch._foreach_div_(gradients, scale)
         for part in self._parts:
@@ -85,12 +87,12 @@ class Muon(Optimizer):
 
 def muon_groups(module: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Divides parameter groups: the matrices of layers, which are not embeddings, get a group for Muon."""
-    layers = [each for each in module.modules() if isinstance(each, PackedLayer)]
-    inner = [each for layer in layers for each in layer.modules() if not isinstance(each, nn.Embedding)]
-    chosen = {each for part in inner for each in part.parameters(recurse=False) if each.ndim == 2}
+    layers = [layer for layer in module.modules() if isinstance(layer, PackedLayer)]
+    inner = [part for layer in layers for part in layer.modules() if not isinstance(part, nn.Embedding)]
+    chosen = {parameter for part in inner for parameter in part.parameters(recurse=False) if parameter.ndim == 2}
     divided = []
     for group in groups:
         for muon in (True, False):
-            parameters = [each for each in group["params"] if (each in chosen) == muon]
+            parameters = [parameter for parameter in group["params"] if (parameter in chosen) == muon]
             divided.append({**group, "params": parameters, "muon": muon})
     return [group for group in divided if group["params"]]

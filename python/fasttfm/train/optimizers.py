@@ -25,13 +25,13 @@ from fasttfm.train.sharded_optimizer import ShardedOptimizer
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The trained parameters in two groups: matrices decay; biases and LayerNorms do not."""
-    norms = [each for each in module.modules() if isinstance(each, nn.LayerNorm)]
+    norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm)]
     spared = {parameter for norm in norms for parameter in norm.parameters()}
-    trained = [(name, each) for name, each in module.named_parameters() if each.requires_grad]
-    spared |= {each for name, each in trained if name.rpartition(".")[2] == "bias"}
+    trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    spared |= {parameter for name, parameter in trained if name.rpartition(".")[2] == "bias"}
     groups = [
-        {"params": [each for _, each in trained if each not in spared], "weight_decay": weight_decay},
-        {"params": [each for _, each in trained if each in spared], "weight_decay": 0.0},
+        {"params": [parameter for _, parameter in trained if parameter not in spared], "weight_decay": weight_decay},
+        {"params": [parameter for _, parameter in trained if parameter in spared], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -76,7 +76,7 @@ def make_optimizer(
     if settings.name in ("lamb", "muon"):
         kind = Lamb if settings.name == "lamb" else Muon
         return ShardedOptimizer(groups, kind, **options) if sharded else kind(groups, **options)
-    if optim.refusal(each for group in groups for each in group["params"]) is None:
+    if optim.refusal(parameter for group in groups for parameter in group["params"]) is None:
         if sharded:  # a rank has no copies of weights that another one updates
             return ShardedOptimizer(groups, optim.AdamW, **options)
         return optim.AdamW(groups, **options, weight_copies=True, direct_gradients=True, capturable=capturable)
@@ -118,9 +118,9 @@ class Lamb(Optimizer):
                 result = closure()
         for group in self.param_groups:
             alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-            for each in group["params"]:
-                if each.grad is not None:
-                    alike.setdefault((each.device, each.dtype), []).append(each)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
             for parameters in alike.values():
                 self._update(group, parameters)
         return result
@@ -141,19 +141,19 @@ class Lamb(Optimizer):
     def _adam_updates(self, group: dict[str, Any], parameters: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Adam's update of each parameter, without decay, after a step of the moments; and a factor: 0 if the step is
         skipped, else 1. torch's AdamW adds the updates to zeros if its learning rate is -1."""
-        gradients = [each.grad.to(each.dtype) for each in parameters if each.grad is not None]
+        gradients = [parameter.grad.to(parameter.dtype) for parameter in parameters if parameter.grad is not None]
         optim.check_gradients("Lamb", gradients)
-        for each in parameters:
-            if not self.state[each]:
-                self.state[each].update(  # at once: an allocation that fails leaves no half of a state
-                    exp_avg=torch.zeros_like(each),
-                    exp_avg_sq=torch.zeros_like(each),
-                    step=torch.zeros((), device=each.device, dtype=torch.float32),
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter].update(  # at once: an allocation that fails leaves no half of a state
+                    exp_avg=torch.zeros_like(parameter),
+                    exp_avg_sq=torch.zeros_like(parameter),
+                    step=torch.zeros((), device=parameter.device, dtype=torch.float32),
                 )
         first, second, steps = (
-            [self.state[each][name] for each in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
+            [self.state[parameter][name] for parameter in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
         )
-        updates = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in parameters]
+        updates = [torch.empty_like(parameter, memory_format=torch.contiguous_format) for parameter in parameters]
         torch._foreach_zero_(updates)
         columns, copied = optim.in_one_layout(updates, gradients, first, second)
         scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))

@@ -138,7 +138,8 @@ class _Run:
         self.model = make_model(source, self.corpus.tokenizer).to(world.device)
         self.files = ModelFiles(self.model, world)
         self.objective = objective(settings).module(self.model)
-        module = share_out(self.objective, world)
+        step = settings.step
+        module = share_out(self.objective, world, gradient_dtype=step.gradient_dtype, fp8=step.precision == "fp8")
         how: dict[str, Any] = {"capturable": settings.step.cuda_graph, "sharded": run.shard_optimizer}
         optimizer = make_optimizer(module, settings.optimizer, **how)
         schedule = Schedule(optimizer, settings.schedule)
@@ -165,10 +166,10 @@ class _Run:
 
     def _check_directory(self) -> None:
         """Raises if this run would overwrite files without permission."""
-        output, given = self.run.output, self.settings.tokenizer
-        inside = given is not None and Path(os.path.realpath(output)) in Path(os.path.realpath(given)).parents
+        output, tokenizer = self.run.output, self.settings.tokenizer
+        inside = tokenizer is not None and Path(os.path.realpath(output)) in Path(os.path.realpath(tokenizer)).parents
         if inside and not self._continues():
-            raise ValueError(f"tokenizer: expected one outside of the run that is replaced, got {given}")
+            raise ValueError(f"tokenizer: expected one outside of the run that is replaced, got {tokenizer}")
         if self.run.resume and not self.checkpoints.steps() and not (output / SETTINGS).is_file():
             raise not_a_run(output)
         if self.run.resume or self.run.overwrite or not output.is_dir():
@@ -239,9 +240,9 @@ class _Run:
         for part in ("optimizer", "schedule", "step", "changes"):
             flat |= {f"{part} {name}": value for name, value in nested[part].items()}
         names = {"optimizer name": "optimizer", "schedule kind": "schedule", "schedule steps": "steps"}
-        found = {names.get(name, name): value for name, value in flat.items()}
-        found |= {"corpus": self.corpus.training.fingerprint}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+        values = {names.get(name, name): value for name, value in flat.items()}
+        values |= {"corpus": self.corpus.training.fingerprint}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def save(self) -> Path:
         """Saves a checkpoint; a sharded one is complete after ``sharded.wait``. All processes call this, after a flush
@@ -290,26 +291,26 @@ class _Run:
         return stream.joined(self.world.gather(state) or [state])
 
     def _resume(self) -> int:
-        found = self.checkpoints.newest()
-        if found is None:
+        newest = self.checkpoints.newest()
+        if newest is None:
             return 0
-        state = files.read_state(found)
+        state = files.read_state(newest)
         try:
             then, now = state["settings"], self._facts()
             if self.run.more_steps and now["steps"] >= then["steps"]:
                 then = {**then, "steps": now["steps"]}
             changed = files.differences(then, now)
             if changed:
-                raise RunError(f"{found} is of a run with other settings: {'; '.join(changed)}")
-            if (found / SHARDS).is_dir():
-                sharded_checkpoints.read(found, self.model, self.trainer.optimizer, self.world)
+                raise RunError(f"{newest} is of a run with other settings: {'; '.join(changed)}")
+            if (newest / SHARDS).is_dir():
+                sharded_checkpoints.read(newest, self.model, self.trainer.optimizer, self.world)
             else:
-                self.files.read(found)
+                self.files.read(newest)
                 files.load_optimizer_state(self.trainer.optimizer, state["optimizer"])
             self.trainer.load_state_dict(state["trainer"])
             self.streams[self._phase()].load_state_dict(state["data"])
         except (KeyError, IndexError, TypeError) as error:
-            raise RunError(f"{found / files.STATE}: not the state of a pre-training run: {error!r}") from error
+            raise RunError(f"{newest / files.STATE}: not the state of a pre-training run: {error!r}") from error
         return self.trainer.completed
 
     # ---- training ----------------------------------------------------------------------------------------------------

@@ -73,15 +73,15 @@ def _tokenizer(settings: PretrainSettings, source: Any, trained: Path, *, load: 
     if settings.init is not None:
         data.load_tokenizer(settings.init).save(trained)
         return data.load_tokenizer(trained)  # read again, as in a resumed run
-    own: Any = FAMILIES[settings.family].tokenizer
-    kind: Any = settings.vocabulary_kind or own
+    family_kind: Any = FAMILIES[settings.family].tokenizer
+    kind: Any = settings.vocabulary_kind or family_kind
     tokenizer = data.train_tokenizer(
         kind,
         data.read_documents(source, column=settings.text_column),
         settings.vocabulary,
         lowercase=settings.lowercase,
         strip_accents=settings.strip_accents,
-        special="bert" if own == "wordpiece" else "roberta",
+        special="bert" if family_kind == "wordpiece" else "roberta",
     )
     tokenizer.save(trained, model_max_length=longest_sequence(settings))
     return tokenizer
@@ -105,8 +105,10 @@ def masking(settings: PretrainSettings) -> data.Masking | None:
         return None
     # ELECTRA's generator reads [MASK] for every predicted token.
     shares = (1.0, 0.0) if chosen.module.name == "rtd" else (0.8, 0.1)
-    given = (settings.mask_share, settings.random_share)
-    mask_share, random_share = (own if share is None else share for share, own in zip(given, shares, strict=True))
+    stated = (settings.mask_share, settings.random_share)
+    mask_share, random_share = (
+        default if share is None else share for share, default in zip(stated, shares, strict=True)
+    )
     if settings.random_share is None:
         random_share = min(random_share, 1 - mask_share)
     ngram = settings.ngram if settings.ngram > 1 or not settings.spans else 10  # SpanBERT's longest

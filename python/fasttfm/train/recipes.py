@@ -71,7 +71,7 @@ class Recipe:
 
 
 def _sizes(recipe: Recipe, **changes: dict[str, Any]) -> dict[str, Recipe]:
-    return {size: replace(recipe, **given) for size, given in changes.items()}
+    return {size: replace(recipe, **values) for size, values in changes.items()}
 
 
 # Devlin et al., section A.2. Turc et al. (2019) train the small sizes in the same way; their rates here are our own.
@@ -96,6 +96,12 @@ _DISTILBERT = Recipe("DistilBERT (Sanh et al., 2019)", 30_522, 512, 4096, 5e-4, 
 # Warner et al., appendix A: the phase with sequences of 1,024 tokens.
 _MODERNBERT = Recipe("ModernBERT (Warner et al., 2024)", 50_368, 1024, 4608, 8e-4, 640, steps=365_000, masking=0.3)
 _MODERNBERT = replace(_MODERNBERT, betas=(0.9, 0.98), weight_decay=1e-5, schedule="constant")
+# Nussbaum et al., section 4.1; the number of steps is our own.
+_NOMIC_BERT = Recipe("NomicBERT (Nussbaum et al., 2024)", 30_528, 2048, 4096, 5e-4, 6000, steps=100_000, masking=0.3)
+_NOMIC_BERT = replace(_NOMIC_BERT, betas=(0.9, 0.98), weight_decay=1e-5)
+# Boizard et al., section 2: 5T tokens at a constant rate, before it decays.
+_EUROBERT = Recipe("EuroBERT (Boizard et al., 2025)", 128_256, 2048, 2304, 1e-4, 2000, steps=1_060_000, masking=0.5)
+_EUROBERT = replace(_EUROBERT, betas=(0.9, 0.95), epsilon=1e-5, weight_decay=0.1, schedule="constant")
 # Radford et al., section 4.1.
 _GPT = Recipe("GPT (Radford et al., 2018)", 40_478, 512, 64, 2.5e-4, 2000, epochs=100, schedule="cosine")
 # Brown et al., table 2.1 and appendix B.
@@ -119,6 +125,8 @@ RECIPES["electra"] = _sizes(
 )
 RECIPES["distilbert"] = _sizes(_DISTILBERT, tiny=_TINY, base={})
 RECIPES["modernbert"] = _sizes(_MODERNBERT, tiny=_TINY, base={}, large={"batch": 4928, "learning_rate": 5e-4})
+RECIPES["eurobert"] = _sizes(_EUROBERT, tiny=_TINY, **{"210m": {}, "610m": {}, "2.1b": {}})
+RECIPES["nomic_bert"] = _sizes(_NOMIC_BERT, tiny=_TINY, base={})
 RECIPES["gpt"] = _sizes(_GPT, tiny=_TINY, base={})
 RECIPES["gpt2"] = _sizes(
     _GPT2,
@@ -163,29 +171,29 @@ def streamed_tokens(source: Any) -> int:
     return round(total)
 
 
-def fitted(recipe: Recipe, tokens: int, given: Mapping[str, int], parts: int = 1) -> Recipe:
+def fitted(recipe: Recipe, tokens: int, fixed: Mapping[str, int], parts: int = 1) -> Recipe:
     """The recipe for a corpus of about ``tokens`` tokens.
 
     Args:
-        given: The numbers that are not to be chosen: some of ``vocabulary``, ``max_length`` and ``tokens_per_step``.
+        fixed: The numbers that are not to be chosen: some of ``vocabulary``, ``max_length`` and ``tokens_per_step``.
         parts: The number of batches in a step, each of which has room for a sequence.
     """
     entries = max(_VOCABULARY, tokens // _PER_ENTRY // 1000 * 1000)
-    vocabulary = given.get("vocabulary", min(recipe.vocabulary, entries))
-    length = given.get("max_length", min(recipe.max_length, max(_LENGTH, _power_of_two(tokens // _SEQUENCES))))
+    vocabulary = fixed.get("vocabulary", min(recipe.vocabulary, entries))
+    length = fixed.get("max_length", min(recipe.max_length, max(_LENGTH, _power_of_two(tokens // _SEQUENCES))))
     room = max(_TOKENS, _power_of_two(tokens // _STEPS_PER_EPOCH))
-    size = given.get("tokens_per_step", min(recipe.tokens_per_step, max(length, room)))
-    if "max_length" not in given:
+    size = fixed.get("tokens_per_step", min(recipe.tokens_per_step, max(length, room)))
+    if "max_length" not in fixed:
         length = max(8, min(length, size // parts))
-    found = replace(recipe, vocabulary=vocabulary, max_length=length, batch=max(1, size // length))
-    if recipe.first_length is not None and ("max_length" in given or length <= recipe.first_length):
-        found = replace(found, first_length=None)
+    fitting = replace(recipe, vocabulary=vocabulary, max_length=length, batch=max(1, size // length))
+    if recipe.first_length is not None and ("max_length" in fixed or length <= recipe.first_length):
+        fitting = replace(fitting, first_length=None)
     if size >= recipe.tokens_per_step:
-        return found
+        return fitting
     if recipe.optimizer == "lamb":  # an optimizer for large batches
-        return replace(found, optimizer="adamw", learning_rate=recipe.small_rate)
+        return replace(fitting, optimizer="adamw", learning_rate=recipe.small_rate)
     rate = recipe.learning_rate * math.sqrt(size / recipe.tokens_per_step)
-    return replace(found, learning_rate=max(rate, min(recipe.learning_rate, recipe.small_rate)))
+    return replace(fitting, learning_rate=max(rate, min(recipe.learning_rate, recipe.small_rate)))
 
 
 def _power_of_two(number: int) -> int:
@@ -249,7 +257,7 @@ def described(recipe: Recipe, settings: PretrainSettings, tokens: int) -> str:
         ("learning rate", f"{optimizer.learning_rate:g}", f"{recipe.learning_rate:g}"),
     )
     lines = [f"recipe of {recipe.paper}, on about {tokens / 1e6:,.1f} million tokens of text"]
-    for name, own, paper in rows:
-        if own != "the same" or paper != "the same":
-            lines.append(f"  {name:30} {own:10} {'' if own == paper else f'paper: {paper}'}".rstrip())
+    for name, value, paper in rows:
+        if value != "the same" or paper != "the same":
+            lines.append(f"  {name:30} {value:10} {'' if value == paper else f'paper: {paper}'}".rstrip())
     return "\n".join(lines)

@@ -38,8 +38,8 @@ def read_settings(directory: Path) -> tuple[PretrainSettings, dict[str, Any]]:
     if not path.is_file():
         raise not_a_run(directory)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        values, run = found["settings"], dict(found["run"])
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        values, run = saved["settings"], dict(saved["run"])
         nested = {
             "schedule": ScheduleSettings(**values["schedule"]),
             "optimizer": OptimizerSettings(

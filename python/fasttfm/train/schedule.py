@@ -45,8 +45,8 @@ class Schedule:
 
     def set(self, step: int) -> float:
         """Prepares ``step``; returns the largest learning rate."""
-        found = factor(self.settings, step)
-        rates = [_as_fp32(rate * found) for rate in self.rates]
+        multiple = factor(self.settings, step)
+        rates = [_as_fp32(rate * multiple) for rate in self.rates]
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):  # which a CUDA graph reads
                 group["lr"].fill_(rate)

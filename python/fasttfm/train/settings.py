@@ -12,6 +12,7 @@ from fasttfm.data.texts import LANGUAGES
 OPTIMIZERS = ("adamw", "lamb", "muon")
 SCHEDULES = ("linear", "cosine", "constant", "wsd")
 PRECISIONS = ("float32", "bfloat16", "fp8")
+GRADIENT_DTYPES = ("float32", "bfloat16")
 CHECKPOINTS = ("whole", "sharded")
 
 
@@ -68,10 +69,12 @@ class StepSettings:
     precision: str = "float32"  # of GEMMs; parameters and optimizer are fp32; fp8 is nn.Fp8Training with bf16 autocast
     compile: bool = False  # whether the forward is compiled with torch.compile
     cuda_graph: bool = False  # whether CUDA graphs run the whole step: batches must have fixed shapes
+    gradient_dtype: str = "float32"  # in which ranks send their gradients to each other
     bad_steps: int = 5  # the run ends after this many consecutive steps with a non-finite loss or gradient
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
+        one_of("gradient_dtype", self.gradient_dtype, GRADIENT_DTYPES)
         at_least("bad_steps", self.bad_steps, 1)
         if self.precision == "fp8" and self.compile:
             raise ValueError(

@@ -105,7 +105,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer) -> Tensors:
     """The tensors of a sharded checkpoint that this process has."""
     states = optimizer.state_dict()["state"].items()
     return {
-        "model": {name: each.detach() for name, each in model.named_parameters()},
+        "model": {name: parameter.detach() for name, parameter in model.named_parameters()},
         "optimizer": {f"{index}.{name}": value for index, entry in states for name, value in entry.items()},
     }
 
@@ -115,7 +115,10 @@ def read(directory: Path, model: nn.Module, optimizer: Optimizer, world: World) 
     """Reads the parameters of the model and the state of the optimizer, sharded or not. All processes call this."""
     shards = directory / SHARDS
     parameters = parameters_with_state(optimizer)
-    tensors: Tensors = {"model": {name: each.detach() for name, each in model.named_parameters()}, "optimizer": {}}
+    tensors: Tensors = {
+        "model": {name: parameter.detach() for name, parameter in model.named_parameters()},
+        "optimizer": {},
+    }
     state: dict[int, dict[str, Tensor]] = {}
     try:
         reader = dcp.FileSystemReader(shards)

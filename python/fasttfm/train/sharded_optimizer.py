@@ -24,12 +24,12 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         options: Its arguments.
     """
 
-    counts_changes = True  # for ops/counted_changes.py
+    counts_changes = True  # for ops/core/counted_changes.py
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Iterable[Any], optimizer_class: type[Optimizer], **options: Any) -> None:
         super().__init__(params, optimizer_class, **options)
-        every = [each for group in self.param_groups for each in group["params"]]
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
         self._numbers = {parameter: number for number, parameter in enumerate(every)}
 
     @torch.no_grad()
@@ -41,9 +41,9 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         return result
 
     @property
-    def own(self) -> set[Tensor]:
+    def updated(self) -> set[Tensor]:
         """The parameters whose state this rank has."""
-        return {each for group in self.optim.param_groups for each in group["params"]}
+        return {parameter for group in self.optim.param_groups for parameter in group["params"]}
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's parameters, by their numbers among all parameters."""
@@ -60,9 +60,9 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of this rank's parameters from a state of all or of only these."""
-        own, parameters = self.own, list(self._numbers)
+        updated, parameters = self.updated, list(self._numbers)
         for number, entry in state_dict["state"].items():
-            if (parameter := parameters[number]) in own:
+            if (parameter := parameters[number]) in updated:
                 self.optim.state[parameter] = {name: value.to(parameter.device) for name, value in entry.items()}
         for groups in (self.param_groups, self.optim.param_groups):
             for group, loaded in zip(groups, state_dict["param_groups"], strict=True):
@@ -71,6 +71,6 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
 def parameters_with_state(optimizer: Optimizer) -> dict[int, Tensor]:
     """The parameters whose state this rank has, by their numbers among all."""
-    own = optimizer.own if isinstance(optimizer, ShardedOptimizer) else None
-    every = [each for group in optimizer.param_groups for each in group["params"]]
-    return {number: each for number, each in enumerate(every) if own is None or each in own}
+    updated = optimizer.updated if isinstance(optimizer, ShardedOptimizer) else None
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {number: parameter for number, parameter in enumerate(every) if updated is None or parameter in updated}

@@ -48,12 +48,12 @@ class StepCheckpoints:
             self.checkpoints.remove()
 
     def _read(self) -> None:
-        found = self.checkpoints.newest()
-        if found is None:
+        newest = self.checkpoints.newest()
+        if newest is None:
             raise RunError(f"{self.checkpoints.directory}: expected a checkpoint to resume from, got none")
-        self._state = files.read_state(found)
+        self._state = files.read_state(newest)
         if changed := files.differences(self._state.get("settings", {}), self.facts):
-            raise RunError(f"{found} is of a run with other settings: {'; '.join(changed)}")
+            raise RunError(f"{newest} is of a run with other settings: {'; '.join(changed)}")
         self.start = int(self._state["trainer"]["completed"])
 
     def train(

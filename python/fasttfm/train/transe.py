@@ -100,11 +100,11 @@ def train_transe(
         for rows in order.split(settings.batch_size):
             _to_length_one(entities)
             batch = facts[rows]
-            found = _margin_loss(entities, relations, batch, settings, generator)
+            margin_loss = _margin_loss(entities, relations, batch, settings, generator)
             optimizer.zero_grad()
-            found.backward()
+            margin_loss.backward()
             optimizer.step()
-            total += float(found.detach()) * len(rows)
+            total += float(margin_loss.detach()) * len(rows)
         loss = total / len(facts)
     _to_length_one(entities)
     everything = facts if test is None else torch.cat([facts, test])
@@ -141,14 +141,14 @@ def ranks(entities: Tensor, relations: Tensor, tested: Tensor, facts: Tensor, *,
     for head, relation, tail in facts.tolist():
         known.setdefault(("tail", head, relation), []).append(tail)
         known.setdefault(("head", tail, relation), []).append(head)
-    found = []
-    for side, given, wanted, sign in (("tail", 0, 2, 1.0), ("head", 2, 0, -1.0)):
+    ranks = []
+    for side, known_column, target_column, sign in (("tail", 0, 2, 1.0), ("head", 2, 0, -1.0)):
         for row in tested.tolist():
-            target = entities[row[given]] + sign * relations[row[1]]
+            target = entities[row[known_column]] + sign * relations[row[1]]
             distances = (entities - target).norm(p=norm, dim=-1)
-            own = float(distances[row[wanted]])
-            others = [each for each in known[side, row[given], row[1]] if each != row[wanted]]
+            distance = float(distances[row[target_column]])
+            others = [entity for entity in known[side, row[known_column], row[1]] if entity != row[target_column]]
             distances[others] = math.inf
-            equal = int((distances == own).sum()) - 1
-            found.append(1 + int((distances < own).sum()) + equal // 2)
-    return torch.tensor(found, dtype=torch.int64, device="cpu")
+            equal = int((distances == distance).sum()) - 1
+            ranks.append(1 + int((distances < distance).sum()) + equal // 2)
+    return torch.tensor(ranks, dtype=torch.int64, device="cpu")

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import fasttfm
-from fasttfm.ops import backends, layer_norm
-from fasttfm.ops.backends import Backend, BackendTable, explain, tables, use_backend
+from fasttfm.ops import layer_norm
+from fasttfm.ops.core import backends
+from fasttfm.ops.core.backends import Backend, BackendTable, explain, tables, use_backend
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 TABLE = backends.tables()["layer_norm"]

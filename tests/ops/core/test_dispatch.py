@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 from fasttfm import _native, ops, use_backend
-from fasttfm.ops.transformer_block import BlockOptions, BlockParameters, transformer_block
+from fasttfm.ops.layers.transformer_block import BlockOptions, BlockParameters, transformer_block
 from fasttfm.testing.harness import draw_inputs, same_bits
 from fasttfm.testing.spec import Inputs, OpSpec, outputs_of
 from fasttfm.testing.specs import all_specs

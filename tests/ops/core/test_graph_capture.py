@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from fasttfm.ops import graph_capture, graph_launch
-from fasttfm.ops.graph_cache import GraphCache
-from fasttfm.ops.graph_capture import CaptureError, GraphPool, collection_paused
+from fasttfm.ops.core import graph_capture, graph_launch
+from fasttfm.ops.core.graph_cache import GraphCache
+from fasttfm.ops.core.graph_capture import CaptureError, GraphPool, collection_paused
 
 
 class Allocator:

@@ -18,7 +18,7 @@ from fasttfm import models
 from fasttfm.inference import Session
 from fasttfm.kernels.common import index_errors
 from fasttfm.kernels.common.index_errors import IndexErrors
-from fasttfm.ops import weight_copies
+from fasttfm.ops.core import weight_copies
 from fasttfm.testing.pytest_ops import interpreted
 
 
@@ -61,7 +61,7 @@ def test_copies_of_parameters_can_be_written_and_trained_with() -> None:
         copy = weight_copies.copies_of([parameter], torch.float16)[0]
     assert copy is not None
     assert not copy.is_inference()
-    step = weight_copies.StepCopies([parameter], own=True)
+    step = weight_copies.StepCopies([parameter], enrolled=True)
     step.find(captured=False, moved=True)
     step.written()
 

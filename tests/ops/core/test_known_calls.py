@@ -1,4 +1,4 @@
-"""A call with the properties of an earlier one skips checks and the selection of a backend (ops/declare.py). Wrong
+"""A call with the properties of an earlier one skips checks and the selection of a backend (ops/core/declare.py). Wrong
 calls are still refused, dispatch modes and subclasses see every call, and the numbers of rows and tokens may differ."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fasttfm import _native, ops, use_backend
 from fasttfm.ops import attention_native
 from fasttfm.ops.attention import TABLE
-from fasttfm.ops.backends import Backend, always
-from fasttfm.ops.declare import KnownCalls
+from fasttfm.ops.core.backends import Backend, always
+from fasttfm.ops.core.declare import KnownCalls
 
 X, W = torch.randn(3, 4, 16), torch.randn(16)
 Q = torch.randn(2, 5, 2, 16)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fasttfm.ops.streams import OrderedStream, has_failed
+from fasttfm.ops.core.streams import OrderedStream, has_failed
 
 CUDA: Any = SimpleNamespace(type="cuda")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fasttfm.ops.backends import BackendRefused, tables
+from fasttfm.ops.core.backends import BackendRefused, tables
 from fasttfm.testing.call import Call
 from fasttfm.testing.spec import OpCase, OpSpec, outputs_of
 from fasttfm.testing.specs import every_spec

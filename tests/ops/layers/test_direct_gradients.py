@@ -13,12 +13,11 @@ from small_models import VOCABULARY, small_bert
 from torch import Tensor, nn
 
 from fasttfm import _native, models
-from fasttfm.ops import direct_gradients, transformer_native
+from fasttfm.ops.core import direct_gradients
+from fasttfm.ops.layers import support
 from fasttfm.optim import AdamW
 
-takes_cpu = pytest.mark.skipif(
-    transformer_native.missing_cpu() is not None, reason=f"CPU: {transformer_native.missing_cpu()}"
-)
+takes_cpu = pytest.mark.skipif(support.missing_cpu() is not None, reason=f"CPU: {support.missing_cpu()}")
 hopper = pytest.mark.skipif(_native.missing_hopper() is not None, reason=f"Hopper: {_native.missing_hopper()}")
 DEVICES = [
     pytest.param("cpu", marks=takes_cpu),

@@ -5,22 +5,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from described_layers import call_of, run, specs_of
 from torch import Tensor
 
 from fasttfm import _native, models
 from fasttfm.inference import Session, session
 from fasttfm.kernels.transformer_block import reference
-from fasttfm.ops import few_rows_layers, few_tokens, transformer_native, transformer_stack
-from fasttfm.ops.few_rows_layers import MOST_ROWS, Workspace
-from fasttfm.ops.few_tokens import FewTokens
-from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
-from fasttfm.ops.transformer_native import Batch, Layers
+from fasttfm.ops.layers import core_executor, few_rows_forward, few_tokens, rules, stack
+from fasttfm.ops.layers.few_tokens import FewTokens, Workspace
+from fasttfm.ops.layers.parameters import layers_of
+from fasttfm.ops.layers.plan import plan
+from fasttfm.ops.layers.rules import RULES, Situation, Sizes, refused
+from fasttfm.ops.layers.transformer_block import BlockOptions, BlockParameters
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
 
@@ -57,11 +58,17 @@ def boundaries(lengths: Sequence[int], device: str) -> Tensor:
 # ---- which calls the kernel takes ------------------------------------------------------------------------------------
 
 
-def call_of(layer: BlockParameters, *, depth: int = 6, tokens: int = 32, **batch: Any) -> tuple[Batch, Layers]:
-    layers = transformer_native.layers_of([each for _ in range(depth) for each in layer])
-    assert isinstance(layers, Layers)
-    x = torch.zeros(tokens, 384, dtype=torch.bfloat16)
-    return Batch(x, None, boundaries([tokens], "cpu"), None)._replace(**batch), layers
+MOST_ROWS = 32
+RULE = next(rule for rule in RULES if rule.name == "one_kernel")
+SITUATION = Situation("cuda", False, 2, 2, "", torch.bfloat16, torch.bfloat16, is_session=True)
+
+
+def refusal(layer: BlockParameters, *, options: BlockOptions = OPTIONS, pre_norm: bool = False, **given: Any) -> Any:
+    """Why the rule does not apply; None if it does."""
+    sizes = Sizes(32, 1, 32, 6, False, 132)
+    situation = SITUATION._replace(**{name: each for name, each in given.items() if name in Situation._fields})
+    sizes = sizes._replace(**{name: each for name, each in given.items() if name in Sizes._fields})
+    return refused(RULE, specs_of(options, [layer], pre_norm=pre_norm)[0], situation, sizes)
 
 
 @pytest.fixture(scope="module")
@@ -70,48 +77,43 @@ def layer() -> BlockParameters:
 
 
 @CORE
-def test_a_call_that_only_misses_a_gpu(layer: BlockParameters) -> None:
-    missing = transformer_native.missing_cuda(torch.device("cpu"))
-    assert missing is not None
+def test_calls_that_the_rule_takes(layer: BlockParameters) -> None:
     for activation in ("gelu", "gelu_tanh"):
-        for tokens in (1, MOST_ROWS):
-            call = call_of(layer, tokens=tokens)
-            assert few_rows_layers.refuse(*call, OPTIONS._replace(activation=activation)) == missing
+        for rows in (1, MOST_ROWS):
+            for depth in (6, 24):
+                options = OPTIONS._replace(activation=activation)
+                assert refusal(layer, options=options, rows=rows, layers=depth) is None
 
 
 @CORE
 @pytest.mark.parametrize(
     ("given", "options", "reason"),
     [
-        ({"tokens": MOST_ROWS + 1}, {}, "1 to 32 tokens"),
-        ({"depth": 5}, {}, "6 to 24 layers"),
-        ({"depth": 25}, {}, "6 to 24 layers"),
-        ({"x": torch.zeros(8, 384, dtype=torch.float16)}, {}, "takes bfloat16"),
-        ({"residual_dtype": torch.float32}, {}, "post-LN"),
-        ({"seeds": torch.zeros(6, 3, dtype=torch.int64)}, {}, "no dropout"),
+        ({"rows": MOST_ROWS + 1}, {}, "up to 32 rows"),
+        ({"layers": 5}, {}, "6 to 24 layers"),
+        ({"layers": 25}, {}, "6 to 24 layers"),
+        ({"dtype": torch.float16, "parameter_dtype": torch.float16}, {}, "takes bfloat16"),
+        ({"parameter_dtype": torch.float32}, {}, "x's type"),
+        ({"pre_norm": True}, {}, "post-LN"),
+        ({"is_session": False}, {}, "sessions"),
+        ({"training": True}, {}, "without gradients"),
+        ({"precision": "fp8"}, {}, "x's type"),
+        ({"device": "cpu"}, {}, "Hopper's"),
+        ({}, {"p_a": 0.1}, "without dropout"),
         ({}, {"window_right": 0}, "all keys"),
         ({}, {"window_left": 4, "window_right": 4}, "all keys"),
         ({}, {"activation": "relu"}, "takes gelu and gelu_tanh"),
         ({}, {"heads": 6}, "BERT-base's and MiniLM's"),
-        ({"x": torch.zeros(8, 256, dtype=torch.bfloat16)}, {}, "BERT-base's and MiniLM's"),
     ],
 )
 def test_refusals(layer: BlockParameters, given: dict[str, Any], options: dict[str, Any], reason: str) -> None:
-    refusal = few_rows_layers.refuse(*call_of(layer, **given), OPTIONS._replace(**options))
-    assert refusal is not None
-    assert reason in refusal
+    assert reason in str(refusal(layer, options=OPTIONS._replace(**options), **given))
 
 
 @CORE
 def test_layers_that_are_refused(layer: BlockParameters) -> None:
-    for other, reason in (
-        (layer._replace(out_bias=None), "all biases"),
-        (BlockParameters(*(None if each is None else each.float() for each in layer)), "takes bfloat16"),  # type: ignore[arg-type]
-        (layer_of(384, 1024, "cpu"), "BERT-base's and MiniLM's"),
-    ):
-        refusal = few_rows_layers.refuse(*call_of(other), OPTIONS)
-        assert refusal is not None
-        assert reason in refusal
+    assert "all biases" in str(refusal(layer._replace(out_bias=None)))
+    assert "BERT-base's and MiniLM's" in str(refusal(layer_of(384, 1024, "cpu")))
 
 
 def test_what_is_kept_is_only_used_inside_of_its_context() -> None:
@@ -124,19 +126,29 @@ def test_what_is_kept_is_only_used_inside_of_its_context() -> None:
 
 @CORE
 def test_a_kernel_that_does_not_fit_is_not_tried_again(layer: BlockParameters, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[Tensor] = []
+    """The layers then run without it, in this call and in later ones."""
+    owners: list[str | None] = []
 
-    def refused(*call: Any) -> None:
-        tried.append(call[5])
-        raise _native.DoesNotFit("as under MPS")
+    def forward(plan: Any, inputs: Any, *_: Any) -> Any:
+        owners.append(plan.owner)
+        if plan.owner == "one_kernel":
+            raise _native.DoesNotFit("as under MPS")
+        return inputs.x, None, inputs.x
 
-    core = SimpleNamespace(few_rows_layers_workspace=lambda *_: 256, few_rows_layers_cuda=refused)
-    (batch, layers), workspace = call_of(layer), Workspace()
-    monkeypatch.setattr(_native, "core", lambda: core)
-    assert few_rows_layers.run(workspace, batch, layers, OPTIONS) is None
-    assert few_rows_layers.run(workspace, batch, layers, OPTIONS) is None
-    assert len(tried) == 1
-    assert not tried[0].any()
+    situation_of = core_executor.situation_of
+    monkeypatch.setattr(core_executor, "forward", forward)
+    monkeypatch.setattr(
+        core_executor, "situation_of", lambda *call, **options: situation_of(*call, **options)._replace(device="cuda")
+    )
+    monkeypatch.setattr(core_executor, "sizes_of", lambda *call: Sizes(32, 1, 32, 6, False, 132))
+    monkeypatch.setattr(stack, "_sessions_memory", lambda _: kept)
+    kept, x = FewTokens(), torch.zeros(32, 384, dtype=torch.bfloat16)
+    specs, inputs, parameters = call_of(x, None, boundaries([32], "cpu"), None, OPTIONS, [layer] * 6)
+    layers = layers_of(parameters)
+    assert not isinstance(layers, str)
+    for _ in range(2):
+        stack._run_inference(specs, inputs, layers)
+    assert owners == ["one_kernel", None, None]
 
 
 def test_a_reset_workspace_is_zero_in_the_same_memory() -> None:
@@ -155,20 +167,20 @@ def test_a_reset_workspace_is_zero_in_the_same_memory() -> None:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of tokens of the kernel's launches."""
-    core = _native.core()
     found: list[int] = []
-    launch = core.few_rows_layers_cuda
+    forward = core_executor.forward
 
-    def spy(*call: Any) -> None:
-        found.append(len(call[2]))
-        launch(*call)
+    def spy(plan: Any, inputs: Any, *call: Any) -> Any:
+        if plan.owner == "one_kernel":
+            found.append(len(inputs.x))
+        return forward(plan, inputs, *call)
 
-    monkeypatch.setattr(core, "few_rows_layers_cuda", spy)
+    monkeypatch.setattr(core_executor, "forward", spy)
     return found
 
 
 class Problem:
-    def __init__(self, name: str, activation: str, depth: int = few_rows_layers.LEAST_LAYERS) -> None:
+    def __init__(self, name: str, activation: str, depth: int = 6) -> None:
         torch.manual_seed(0)
         self.width, inner = SIZES[name]
         self.layers = [layer_of(self.width, inner, "cuda") for _ in range(depth)]
@@ -179,7 +191,7 @@ class Problem:
 
     @torch.inference_mode()
     def chain(self, x: Tensor, places: Tensor) -> Tensor:
-        return transformer_stack.transformer_stack(x, None, places, None, self.options, self.layers)[0]
+        return run(x, None, places, None, self.options, self.layers)[0]
 
     def one_kernel(self, x: Tensor, places: Tensor) -> Tensor:
         with few_tokens.using(self.kept):
@@ -270,13 +282,15 @@ def test_a_long_kernel_on_another_stream_only_delays_it(
     problem = Problem("BERT-base", "gelu")
     x, places = problem.draw(32), boundaries([20, 12], "cuda")
     wanted = problem.one_kernel(x, places)
-    monkeypatch.setattr(few_rows_layers, "POLLS", 1)
+    monkeypatch.setattr(few_rows_forward, "POLLS", 1)
+    plan.cache_clear()  # which has the former limit
     spin(0.001, 1)  # compiles it
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         spin(1.0, programs)
     found = [problem.one_kernel(x, places) for _ in range(5)]
     torch.cuda.synchronize()
+    plan.cache_clear()
     problem.kept.workspace.raise_if_any()
     assert len(launches) == 6
     assert all(same_bits(each, wanted) for each in found)
@@ -323,7 +337,7 @@ def test_calls_that_the_kernel_leaves_to_the_chain(launches: list[int]) -> None:
     few = x[:8].requires_grad_()
     with few_tokens.using(problem.kept):
         layers = problem.layers
-        y, _ = transformer_stack.transformer_stack(few, None, boundaries([8], "cuda"), None, options, layers)
+        y, _ = run(few, None, boundaries([8], "cuda"), None, options, layers)
     assert y.requires_grad
     assert launches == []
 
@@ -365,8 +379,10 @@ def test_a_session_uses_the_kernel(
     assert max(launches) <= MOST_ROWS
     assert all(np.array_equal(each, found[-1]) for each in found[-2:])
     launches.clear()
-    monkeypatch.setattr(few_rows_layers, "MOST_ROWS", 0)
+    monkeypatch.setattr(rules, "_MOST_ROWS_OF_ONE_KERNEL", 0)
+    rules._rules_for.cache_clear()
     chain = vectors()
+    rules._rules_for.cache_clear()
     assert launches == []
     cuda = copy.deepcopy(model).cuda().bfloat16()
     exact = torch.stack([pooled(copy.deepcopy(cuda).cpu().double(), ids) for ids in texts]).float()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from described_layers import native_layers, run, specs_of
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,11 +17,12 @@ from fasttfm import _native, models
 from fasttfm.inference import Session
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.kernels.transformer_block import reference
-from fasttfm.ops import few_tokens, folded_layers, transformer_native, transformer_stack
-from fasttfm.ops.few_tokens import FewTokens
-from fasttfm.ops.folded_layers import FoldedNorms, FoldedWeights, fold_both, fold_first, fold_norm
-from fasttfm.ops.transformer_block import BlockOptions, BlockParameters
-from fasttfm.ops.transformer_native import Batch, Layers
+from fasttfm.ops.layers import core_executor, few_tokens, rules
+from fasttfm.ops.layers.few_tokens import FewTokens
+from fasttfm.ops.layers.folded import FoldedNorms, FoldedWeights, fold_both, fold_first, fold_norm
+from fasttfm.ops.layers.parameters import Layers
+from fasttfm.ops.layers.rules import Situation, Sizes
+from fasttfm.ops.layers.transformer_block import BlockOptions, BlockParameters
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
 
@@ -81,9 +83,7 @@ def test_a_large_mean_drops_out() -> None:
 
 
 def layers_in(*layers: BlockParameters) -> Layers:
-    found = transformer_native.layers_of(list(chain.from_iterable(layers)))
-    assert isinstance(found, Layers)
-    return found
+    return native_layers(layers)
 
 
 @CORE
@@ -93,8 +93,8 @@ def test_folded_weights_stay_in_their_memory() -> None:
     layers, weights = layers_in(*given), FoldedWeights()
     half = weights.of(layers, FoldedNorms.FIRST)
     assert half is not None
-    assert all(each[2:] == (None,) * 6 for each in half.found)
-    assert list(half.table) == [0 if each is None else each.data_ptr() for each in chain.from_iterable(half.found)]
+    assert all(each[2:] == (None,) * 6 for each in half.folded)
+    assert list(half.table) == [0 if each is None else each.data_ptr() for each in chain.from_iterable(half.folded)]
     first = weights.of(layers, FoldedNorms.BOTH)
     assert first is not None
     assert weights.of(layers_in(*given), FoldedNorms.BOTH) is first
@@ -102,18 +102,18 @@ def test_folded_weights_stay_in_their_memory() -> None:
     assert weights.of(layers_in(*others), FoldedNorms.BOTH) is not first
     assert all(
         own.up_weight is old.up_weight and own.up_bias is old.up_bias
-        for own, old in zip(first.found, half.found, strict=True)
+        for own, old in zip(first.folded, half.folded, strict=True)
     )
-    tensors = list(chain.from_iterable(first.found))
+    tensors = list(chain.from_iterable(first.folded))
     assert list(first.table) == [each.data_ptr() for each in tensors]
-    assert first.found[0].qkv_weight is given[0].qkv_weight
+    assert first.folded[0].qkv_weight is given[0].qkv_weight
     for own, other in zip(chain.from_iterable(given), chain.from_iterable(others), strict=True):
         own.copy_(other)
     weights.refresh()
     assert list(first.table) == [each.data_ptr() for each in tensors]
     expected = weights.of(layers_in(*others), FoldedNorms.BOTH)
     assert expected is not None
-    assert all(torch.equal(*pair) for pair in zip(tensors, chain.from_iterable(expected.found), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(tensors, chain.from_iterable(expected.folded), strict=True))
 
 
 @CORE
@@ -123,8 +123,8 @@ def test_layers_that_share_parameters_share_the_folded_ones() -> None:
     half, found = FoldedWeights().of(layers, FoldedNorms.FIRST), FoldedWeights().of(layers, FoldedNorms.BOTH)
     assert half is not None
     assert found is not None
-    assert len(set(map(id, half.found))) == 1
-    first, second, third = found.found
+    assert len(set(map(id, half.folded))) == 1
+    first, second, third = found.folded
     assert second is third
     assert first is not second
     assert {each.dtype for each in (first.qkv_bias, first.residual_a, second.out_bias)} == {torch.float32}
@@ -142,56 +142,57 @@ def test_a_capture_does_not_fold(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- which calls use them --------------------------------------------------------------------------------------------
 
 
-def call_of(layer: BlockParameters, *, depth: int = 2, **batch: Any) -> tuple[Batch, Layers]:
-    x = torch.zeros(64, WIDTH, dtype=torch.bfloat16)
-    return Batch(x, None, boundaries([64]), None)._replace(**batch), layers_in(*[layer] * depth)
+SITUATION = Situation("cuda", False, 2, 2, "", torch.bfloat16, torch.bfloat16, is_session=True)
+RULES = {"folded_norms": FoldedNorms.BOTH, "folded_first_norm": FoldedNorms.FIRST}
+
+
+def chosen(layer: BlockParameters, *, depth: int = 2, rows: int = 64, **given: Any) -> FoldedNorms:
+    """Which LayerNorms the rules fold, on a GPU of 132 SMs."""
+    pre_norm, options = given.pop("pre_norm", False), OPTIONS._replace(**given.pop("options", {}))
+    specs = specs_of(options, [layer] * depth, pre_norm=pre_norm)
+    names = rules.with_rules(SITUATION._replace(**given), specs, Sizes(rows, 1, rows, depth, False, 132)).rules
+    (found,) = {RULES[name] for name in RULES.keys() & names} or {FoldedNorms.NONE}
+    return found
 
 
 @CORE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_call_that_only_misses_a_gpu(dtype: torch.dtype) -> None:
-    missing = transformer_native.missing_cuda(torch.device("cpu"))
-    assert missing is not None
-    call = call_of(layer_of(dtype=dtype), x=torch.zeros(64, WIDTH, dtype=dtype))
-    assert folded_layers.refuse(*call) == missing
+def test_both_types(dtype: torch.dtype) -> None:
+    assert chosen(layer_of(dtype=dtype), dtype=dtype, parameter_dtype=dtype) == FoldedNorms.BOTH
 
 
 @CORE
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    "given",
     [
-        ({"x": torch.zeros(64, WIDTH)}, "takes bfloat16 or float16"),
-        ({"x": torch.zeros(64, WIDTH, dtype=torch.float16)}, "takes bfloat16 or float16"),
-        ({"depth": 1}, "2 layers or more"),
-        ({"residual_dtype": torch.bfloat16}, "post-LN"),
-        ({"seeds": torch.zeros(2, 3, dtype=torch.int64)}, "no dropout"),
-        ({"x": torch.zeros(64, 96, dtype=torch.bfloat16)}, "multiples of 64"),
+        {"parameter_dtype": torch.float32},
+        {"is_session": False},
+        {"training": True},
+        {"depth": 1},
+        {"pre_norm": True},
+        {"options": {"p_a": 0.1}},
     ],
 )
-def test_refusals(given: dict[str, Any], reason: str) -> None:
-    refusal = folded_layers.refuse(*call_of(layer_of(), **given))
-    assert refusal is not None
-    assert reason in refusal
+def test_refusals(given: dict[str, Any]) -> None:
+    assert chosen(layer_of(), **given) == FoldedNorms.NONE
+
+
+@CORE
+def test_a_width_that_groups_do_not_fill() -> None:
+    assert chosen(layer_of(96, 320)) == FoldedNorms.NONE
 
 
 @CORE
 @pytest.mark.parametrize("name", ["qkv_bias", "norm_a_weight", "norm_b_bias"])
 def test_layers_without_a_vector_are_refused(name: str) -> None:
-    refusal = folded_layers.refuse(*call_of(layer_of()._replace(**{name: None})))
-    assert refusal == "takes layers with all biases and LayerNorm parameters"
+    assert chosen(layer_of()._replace(**{name: None})) == FoldedNorms.NONE
 
 
 @CORE
 @pytest.mark.parametrize("tokens", [32, 33, 128, 129, 192, 193, 256, 257, 320, 321, 1280])
-def test_numbers_of_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan's rule (tests/native/test_few_rows.py) decides, on a GPU of 132 SMs."""
-    monkeypatch.setattr(folded_layers, "missing_cuda", lambda device: None)
-    monkeypatch.setattr(folded_layers, "multiprocessors", lambda x: 132)
-    call = call_of(layer_of(), x=torch.zeros(tokens, WIDTH, dtype=torch.bfloat16))
-    refusal = folded_layers.refuse(*call)
-    assert folded_layers.chosen_norms(*call) == folds(tokens)
-    assert (refusal is not None) == (folds(tokens) == FoldedNorms.NONE)
-    assert refusal is None or f"got {tokens} tokens of {WIDTH} columns" in refusal
+def test_numbers_of_tokens(tokens: int) -> None:
+    """kernels/few_rows/plan.h decides (tests/native/test_few_rows.py)."""
+    assert chosen(layer_of(), rows=tokens) == folds(tokens)
 
 
 def folds(tokens: int, width: int = WIDTH) -> FoldedNorms:
@@ -207,15 +208,15 @@ def folds(tokens: int, width: int = WIDTH) -> FoldedNorms:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The numbers of tokens of the calls with folded LayerNorms, and which are folded."""
-    core = _native.core()
     found: list[tuple[int, int]] = []
-    launch = core.transformer_block_folded_forward_cuda
+    forward = core_executor.forward
 
-    def spy(*call: Any) -> None:
-        found.append((call[1], call[-1]))
-        launch(*call)
+    def spy(plan: Any, inputs: Any, *call: Any) -> Any:
+        if plan.owner in RULES:
+            found.append((len(inputs.x), RULES[plan.owner]))
+        return forward(plan, inputs, *call)
 
-    monkeypatch.setattr(core, "transformer_block_folded_forward_cuda", spy)
+    monkeypatch.setattr(core_executor, "forward", spy)
     return found
 
 
@@ -237,8 +238,7 @@ class Problem:
     @torch.inference_mode()
     def run(self) -> Tensor:
         with few_tokens.using(self.kept):
-            call = (self.x, None, self.places, None, self.options, self.layers)
-            return transformer_stack.transformer_stack(*call)[0]
+            return run(self.x, None, self.places, None, self.options, self.layers)[0]
 
     def expected(self, dtype: torch.dtype) -> Tensor:
         state = self.x.to(dtype)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fasttfm import _native, nn
 from fasttfm.kernels.transformer_block import reference
-from fasttfm.ops import few_rows, transformer_native
-from fasttfm.ops.transformer_block import BlockOptions
+from fasttfm.ops.layers import few_rows, rules
+from fasttfm.ops.layers.transformer_block import BlockOptions
 from fasttfm.testing.harness import same_bits
 from fasttfm.testing.tolerance import OUTPUT_FACTOR, compare
 
@@ -138,7 +138,8 @@ def test_which_calls_have_the_kernel_for_short_sequences(head_dim: int, longest:
 def test_attention_of_long_sequences_waits(tokens: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts before the kernel that writes q, k and v ends: cuBLASLt's GEMM, or qkv_projection's from 2,048 tokens
     on. Two inputs in turn, whose tensors are in the same memory, always have the same results."""
-    monkeypatch.setattr(transformer_native, "MOST_FEW_ROWS", 0)
+    monkeypatch.setattr(rules, "MOST_FEW_ROWS", 0)
+    rules._rules_for.cache_clear()
     torch.manual_seed(0)
     lengths = (300, 0, 1, tokens - 301)
     cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
@@ -146,7 +147,9 @@ def test_attention_of_long_sequences_waits(tokens: int, head_dim: int, monkeypat
     module = nn.PackedTransformer(layers).eval()
     inputs = [draw(tokens, 4 * head_dim, dtype=torch.bfloat16) for _ in range(2)]
     with torch.inference_mode():
-        assert module.explain(inputs[0], max(lengths)).chosen == "cuda"
+        found = module.explain(inputs[0], max(lengths))
+        assert found.chosen == "core"
+        assert "FewRowsGemm" not in found.forward
         results = [module(x, cu_seqlens, max(lengths)).clone() for x in inputs]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -156,3 +159,4 @@ def test_attention_of_long_sequences_waits(tokens: int, head_dim: int, monkeypat
             assert same_bits(captured, results[0])
             for x, result in zip(inputs, results, strict=True):
                 assert same_bits(module(x, cu_seqlens, max(lengths)), result)
+    rules._rules_for.cache_clear()

@@ -12,18 +12,16 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native
-from fasttfm.ops import transformer_native
-from fasttfm.ops.layers import core_executor, stack, torch_executor
+from fasttfm.ops.layers import core_executor, stack, support, torch_executor
+from fasttfm.ops.layers.encoding import EncodedSteps
 from fasttfm.ops.layers.plan import plan
 from fasttfm.ops.layers.rules import Situation
-from fasttfm.ops.layers.spec import FIELDS, Attention, FeedForward, LayerSpec, Norm
+from fasttfm.ops.layers.spec import FIELDS, Attention, FeedForward, LayerSpec, Norm, Specs
 from fasttfm.ops.layers.torch_executor import Inputs
 
 pytestmark = pytest.mark.usefixtures("torch_multiplies_by_blas")
 
-takes_cpu = pytest.mark.skipif(
-    transformer_native.missing_cpu() is not None, reason=f"CPU: {transformer_native.missing_cpu()}"
-)
+takes_cpu = pytest.mark.skipif(support.missing_cpu() is not None, reason=f"CPU: {support.missing_cpu()}")
 hopper = pytest.mark.skipif(_native.missing_hopper() is not None, reason=f"Hopper: {_native.missing_hopper()}")
 DEVICES = [
     pytest.param("cpu", torch.float32, torch.float32, marks=takes_cpu, id="cpu"),
@@ -58,6 +56,8 @@ STACKS = {
     "BERT": (BERT,) * 3,
     "GPT": (GPT,) * 3,
     "relu": (replace(BERT, feed_forward=FeedForward(INNER, "relu")),) * 2,
+    "recompute": (replace(BERT, recomputed=frozenset(("a", "y1"))),) * 2,
+    "GPT-recompute-dropout": (replace(GPT, recomputed=frozenset(("a",)), dropout_a=0.2, dropout_b=0.3),) * 2,
     "BERT-dropout": (replace(BERT, dropout_a=0.2, dropout_b=0.3, attention=replace(ATTENTION, dropout=0.1)),) * 2,
     "GPT-dropout": (replace(GPT, dropout_a=0.2, dropout_b=0.3),) * 2,
     "ModernBERT": (MODERN, replace(MODERN, attention=LOCAL), MODERN),
@@ -94,7 +94,7 @@ class Problem:
 
         boundaries = SEQUENCES if sequences is None else sequences
         tokens, first = boundaries[-1], specs[0]
-        self.specs = specs
+        self.specs = Specs.of(specs)
         drawn: list[Tensor | None] = []
         for spec in specs:
             shapes = spec.shapes()
@@ -224,16 +224,17 @@ def test_same_bits(device: str, dtype: torch.dtype, parameter_dtype: torch.dtype
 @takes_cpu
 def test_memory_is_placed_without_overlap() -> None:
     """Tensors that are in use at the same time have memory of their own: every placement of each plan."""
-    from fasttfm.ops.layers import plan as planning
     from fasttfm.ops.layers import steps
+    from fasttfm.ops.layers.forward import Forward
+    from fasttfm.ops.layers.plan import placed
 
     for specs in STACKS.values():
         for training in (False, True):
             for device in ("cpu", "cuda"):
                 rules = frozenset(("rotary_projection", "gemm_activation"))
                 situation = Situation(device, training, 2, 4 if specs[0].norm_a.kind == "layer" else 2, rules)
-                forward = planning._Forward(specs, situation)
-                places, end = planning._placed(forward.steps, forward.sizes, set())
+                forward = Forward(Specs.of(specs), situation)
+                places, end = placed(forward.steps, forward.sizes, set())
                 used = {
                     name: [n for n, step in enumerate(forward.steps) if name in steps.names_in(step)] for name in places
                 }
@@ -255,8 +256,9 @@ def test_the_workspace_does_not_overflow(name: str, device: str) -> None:
         pytest.skip(f"the core has no layers on {device}")
     types = (0, 0, 0) if device == "cpu" else (1, 1, 1)
     sizes = (1, 128, 2**20, 2**31, 2**40, 2**59, 2**63 - 1)
-    made = plan(STACKS[name], Situation(device, True, 2, 2))
-    for words in (made.words, made.backward_words):
+    made = plan(Specs.of(STACKS[name]), Situation(device, True, 2, 2))
+    for words in (made.words, *made.backward_parts):
+        assert isinstance(words, EncodedSteps)
         for tokens, sequences, longest in itertools.product(sizes, repeat=3):
             needed = array("q", (0,))
             address = needed.buffer_info()[0]
@@ -329,6 +331,6 @@ def _arguments(problem: Problem) -> tuple[Any, Inputs, list[Any]]:
 def test_refusals(change: dict[str, Any], message: str) -> None:
     problem = Problem(STACKS["GPT"], "cpu", torch.float32, torch.float32)
     _, inputs, parameters = _arguments(problem)
-    reason = stack.refused((replace(GPT, **change),) * 3, inputs, parameters)
+    reason = stack.refused(Specs.of([replace(GPT, **change)] * 3), inputs, parameters)
     assert reason is not None
     assert message in reason

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fasttfm.nn import PackedLayer
-from fasttfm.ops import linear, weight_copies
+from fasttfm.ops import linear
+from fasttfm.ops.core import weight_copies
 from fasttfm.optim import AdamW
 
 BF16 = torch.bfloat16
@@ -162,7 +163,7 @@ def test_steps_look_up_copies_again_after_a_change(name: str) -> None:
     parameter, found = with_copy()
     other = nn.Parameter(torch.randn(3))
     HELD.extend(weight_copies.enroll([other]))
-    step = weight_copies.StepCopies([other, parameter], own=True)
+    step = weight_copies.StepCopies([other, parameter], enrolled=True)
     copies = step.find(captured=False, moved=True)
     assert copies is not None
     assert copies[0] is None
@@ -186,7 +187,7 @@ def test_steps_look_up_copies_again_after_a_change(name: str) -> None:
 
 def test_a_parameter_that_has_moved_is_copied_again() -> None:
     parameter, found = with_copy()
-    step = weight_copies.StepCopies([parameter], own=True)
+    step = weight_copies.StepCopies([parameter], enrolled=True)
     step.find(captured=False, moved=True)
     step.written()
     parameter.data = torch.zeros(4, 6)
@@ -198,7 +199,7 @@ def test_a_parameter_that_has_moved_is_copied_again() -> None:
 
 def test_entries_of_others_are_not_held() -> None:
     parameter, found = with_copy()
-    step = weight_copies.StepCopies([parameter], own=False)
+    step = weight_copies.StepCopies([parameter], enrolled=False)
     for _ in range(2):
         copies = step.find(captured=False, moved=False)
         assert copies is not None
@@ -213,7 +214,7 @@ def test_entries_of_others_are_not_held() -> None:
 def test_a_backward_detects_a_changed_copy() -> None:
     parameter, found = with_copy()
     y = (torch.ones(3, 6, dtype=BF16, requires_grad=True) @ found.t()).sum()
-    step = weight_copies.StepCopies([parameter], own=True)
+    step = weight_copies.StepCopies([parameter], enrolled=True)
     step.find(captured=False, moved=False)
     step.written()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import functools
+import math
 from array import array
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fasttfm import _native
+from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.launch import multiprocessors
+from fasttfm.ops.attention import AttentionProblem, write_gradients
 from fasttfm.ops.attention_checks import check_values
-from fasttfm.ops.backends import dtype_name, requested
+from fasttfm.ops.core.backends import dtype_name, requested
+from fasttfm.ops.core.host_blocks import empty_bytes
+from fasttfm.ops.layers import rules, steps
+from fasttfm.ops.layers.encoding import BUFFERS, TABLE_FIELDS, EncodedSteps
+from fasttfm.ops.layers.parameters import Layers, address_table
 from fasttfm.ops.layers.parts import Parts, divided
-from fasttfm.ops.layers.plan import BUFFERS, TABLE_FIELDS, Plan, Words
+from fasttfm.ops.layers.plan import Plan
 from fasttfm.ops.layers.plan import plan as make_plan
 from fasttfm.ops.layers.rules import situation_of, with_rules
-from fasttfm.ops.layers.spec import FIELDS, LayerSpec
+from fasttfm.ops.layers.spec import FIELDS, LayerSpec, Specs
+from fasttfm.ops.layers.support import missing_cpu, missing_cuda
 from fasttfm.ops.layers.torch_executor import Inputs
-from fasttfm.ops.transformer_native import Layers, address_table, missing_cpu, missing_cuda
 
 _ROWS = 64  # kernels/layers/op.h: kLayerRows
 _ALIGNMENT = 16  # bytes
@@ -38,10 +45,43 @@ class Sizes(NamedTuple):
     parameter_dtype: int
 
 
-def plan_of(specs: tuple[LayerSpec, ...], inputs: Inputs, *, training: bool, precision: str = "") -> Plan:
-    """The plan for a call."""
-    situation = situation_of(inputs, training=training, precision=precision)
-    return make_plan(specs, with_rules(situation, inputs.x.shape[0], inputs.max_seqlen))
+def plan_of(
+    specs: Specs,
+    inputs: Inputs,
+    *,
+    training: bool,
+    precision: str = "",
+    parameter_dtype: torch.dtype | None = None,
+    is_session: bool = False,
+    without: frozenset[str] = frozenset(),
+    frozen: frozenset[str] = frozenset(),
+) -> Plan:
+    """The plan for a call, ``without`` some rules."""
+    situation = situation_of(inputs, training=training, precision=precision, parameter_dtype=parameter_dtype)
+    situation = situation._replace(frozen=frozen)
+    if is_session:
+        situation = situation._replace(is_session=True)
+    situation = with_rules(situation, specs, sizes_of(specs, inputs))
+    return make_plan(specs, situation._replace(rules=situation.rules - without) if without else situation)
+
+
+def plan_with_other_attention(specs: Specs, inputs: Inputs, frozen: frozenset[str] = frozenset()) -> Plan:
+    """The plan for the backward of a call with gradients on a GPU where the kernel of attention's backward does not
+    fit, because its blocks wait for each other. It keeps the same tensors in the same places."""
+    situation = situation_of(inputs, training=True)._replace(frozen=frozen)
+    situation = with_rules(situation, specs, sizes_of(specs, inputs))
+    return make_plan(specs, situation._replace(rules=situation.rules | {rules.OTHER_ATTENTION}))
+
+
+def sizes_of(specs: Specs, inputs: Inputs) -> rules.Sizes:
+    """The sizes of a call that rules depend on."""
+    x, sequences = inputs.x, inputs.cu_seqlens.shape[0] - 1
+    sizes = (x.shape[0], sequences, inputs.max_seqlen, len(specs))
+    return rules.Sizes(*sizes, torch.cuda.is_current_stream_capturing(), multiprocessors(x)) if x.is_cuda else NO_RULES
+
+
+# Rules are Hopper's: a CPU's plan does not depend on sizes.
+NO_RULES = rules.Sizes(0, 1, 0)
 
 
 def forward(
@@ -51,7 +91,8 @@ def forward(
 
     Args:
         cast: The parameters, weights in x's dtype.
-        operands: In int8 and FP8, the addresses of what GEMMs read: ``LINEARS`` and ``OPERANDS`` of plan.py.
+        operands: The addresses of what GEMMs read in int8, in bf16 on a CPU, in FP8 and of LoRA (``LINEARS`` and
+            ``OPERANDS`` of encoding.py), or of what a session keeps for the plan's ``owner``.
     """
     x, residual = inputs.x, inputs.residual
     check_values("attention", x.shape[0], inputs.max_seqlen, inputs.cu_seqlens, None)
@@ -79,34 +120,83 @@ def backward(
     dy: Tensor,
     dz: Tensor | None,
     gradients: list[Tensor | None],
+    operands: array[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of x and of the stream. Writes those of the parameters into ``gradients`` that are not None."""
+    """The gradients of x and of the stream, if the plan computes them. Writes those of the parameters into
+    ``gradients`` that are not None."""
     x, residual = inputs.x, inputs.residual
     dx, dresidual = torch.empty_like(x), None if residual is None else torch.empty_like(residual)
     scratch = _rows(plan.backward_scratch, x)
     buffers = _buffers(inputs, scratch=scratch, kept=kept, z=z, dy=dy, dz=dz, dx=dx, dresidual=dresidual)
-    targets = address_table(gradients)
-    _run(plan.backward_words, inputs, layers, buffers, parameters=address_table(cast), gradients=targets)
+    tables: dict[str, Any] = {"parameters": address_table(cast), "gradients": address_table(gradients)}
+    tables["operands"] = operands
+    for part in plan.backward_parts:
+        if isinstance(part, EncodedSteps):
+            _run(part, inputs, layers, buffers, **tables)
+        else:
+            _other_attention(part, plan, inputs, {"scratch": scratch, "kept": kept})
     return dx, dresidual
+
+
+def _other_attention(
+    step: steps.OtherAttentionBackward, plan: Plan, inputs: Inputs, buffers: dict[str, Tensor]
+) -> None:
+    """The gradients of q, k and v by the op."""
+    x = inputs.x
+    tokens = x.shape[0]
+    rows = -(-tokens // _ROWS) * _ROWS
+
+    def tensor(name: str, dtype: torch.dtype, *sizes: int) -> Tensor:
+        index, offset = divmod(plan.places[name], 1 << 40)
+        start = offset * rows
+        whole = buffers[BUFFERS[index]][start : start + math.prod(sizes) * dtype.itemsize]
+        return whole.view(dtype).view(sizes)
+
+    heads, kv_heads, head_dim = step.heads, step.kv_heads, step.head_dim
+    qkv, dqkv = (tensor(name, x.dtype, tokens, heads + 2 * kv_heads, head_dim) for name in (step.qkv, step.dqkv))
+    dout, out = (tensor(name, x.dtype, tokens, heads, head_dim) for name in (step.dout, step.out))
+    seed = None if step.seed is None or inputs.seeds is None else inputs.seeds.flatten()[step.seed_index, None]
+    problem = AttentionProblem(
+        cu_seqlens=inputs.cu_seqlens,
+        seed=seed,
+        max_seqlen=inputs.max_seqlen,
+        max_seqlen_k=inputs.max_seqlen,
+        window_left=step.window_left,
+        window_right=step.window_right,
+        scale=step.scale,
+        p=philox.probability(step.threshold),
+    )
+    parts = [heads, kv_heads, kv_heads]
+    write_gradients(
+        *(None, dout, *qkv.split(parts, 1), out, tensor(step.lse, torch.float32, heads, tokens), problem),
+        *dqkv.split(parts, 1),
+    )
 
 
 def _rows(count: int, x: Tensor) -> Tensor:
     """Memory of ``count`` bytes per token."""
     rows = -(-x.shape[0] // _ROWS) * _ROWS
-    return torch.empty(count * rows, dtype=torch.uint8, device=x.device)
+    return empty_bytes(count * rows, x.device)
 
 
 def _buffers(inputs: Inputs, **others: Tensor | None) -> array[int]:
     """The core's table of buffers."""
-    known = {"x": inputs.x, "residual": inputs.residual, "seeds": inputs.seeds, "positions": inputs.positions, **others}
+    known = {"x": inputs.x, "residual": inputs.residual, "seeds": inputs.seeds, "positions": inputs.positions}
+    known |= {"adapters": inputs.adapters, **others}
+    cache = inputs.cache
+    if cache is not None:
+        known |= cache._asdict()
     table = array("q", (0 if (each := known.get(name)) is None else each.data_ptr() for name in BUFFERS))
+    if cache is not None:
+        _, slots, heads, capacity, _ = cache.keys.shape
+        table[BUFFERS.index("capacity")], table[BUFFERS.index("cache_rows")] = capacity, slots * heads * capacity
     for cos, sin in inputs.tables:
         table.extend((cos.data_ptr(), sin.data_ptr(), cos.shape[0]))
     return table
 
 
 def _run(
-    words: Words,
+    words: EncodedSteps,
     inputs: Inputs,
     layers: Layers,
     buffers: array[int],
@@ -117,7 +207,7 @@ def _run(
 ) -> None:
     x = inputs.x
     sizes = _sizes(inputs, layers, multiprocessors(x) if x.is_cuda else torch.get_num_threads())
-    workspace = torch.empty(_workspace_bytes(words, sizes, x), dtype=torch.uint8, device=x.device)
+    workspace = empty_bytes(_workspace_bytes(words, sizes, x), x.device)
     tables = map(_address, (buffers, parameters, gradients, operands))
     _native.core().layers_run(*words.encoded.buffer_info(), *sizes, inputs.cu_seqlens, workspace, *tables)
 
@@ -133,7 +223,7 @@ def _sizes(inputs: Inputs, layers: Layers, processors: int) -> Sizes:
     return Sizes(tokens, sequences, min(inputs.max_seqlen, tokens), processors, *types)
 
 
-def _workspace_bytes(words: Words, sizes: Sizes, x: Tensor) -> int:
+def _workspace_bytes(words: EncodedSteps, sizes: Sizes, x: Tensor) -> int:
     needed = words.workspace_bytes.get(sizes)
     if needed is None:
         counted = array("q", (0,))
@@ -151,7 +241,14 @@ def _workspace_bytes(words: Words, sizes: Sizes, x: Tensor) -> int:
 def _parts_of(plan: Plan, inputs: Inputs) -> Parts | None:
     """The parts of a call that one thread each runs; None if all threads share each step."""
     x = inputs.x
-    if x.is_cuda or plan.backward or inputs.seeds is not None or (inputs.tables and inputs.positions is None):
+    attends = inputs.cache is not None and inputs.cache.kind == "tokens"  # each part would read all weights
+    if (
+        x.is_cuda
+        or attends
+        or plan.backward
+        or inputs.seeds is not None
+        or (inputs.tables and inputs.positions is None)
+    ):
         return None
     boundaries = inputs.cu_seqlens.tolist()
     return divided(boundaries, torch.get_num_threads()) if boundaries[-1] == x.shape[0] else None
@@ -175,7 +272,7 @@ def _run_parts(
     memory = tuple(-(-size // _PAGE) * _PAGE for size in (4 * (parts.sequences + 1), workspace, plan.scratch * rows))
     table = parts.table(_token_bytes(inputs), memory)
     tables = map(_address, (buffers, parameters, operands, table))
-    owned = torch.empty(threads * sum(memory), dtype=torch.uint8, device=inputs.x.device)
+    owned = empty_bytes(threads * sum(memory), inputs.x.device)
     _native.core().layers_run_parts_cpu(*plan.words.encoded.buffer_info(), *sizes, inputs.cu_seqlens, owned, *tables)
 
 
@@ -186,14 +283,14 @@ def _token_bytes(inputs: Inputs) -> list[int]:
     """Bytes between the tokens of each buffer: 0 for those that parts share."""
     of_x = inputs.x.shape[1] * inputs.x.element_size()
     of_stream = of_x if inputs.residual is None else inputs.residual.shape[1] * inputs.residual.element_size()
-    known = {"x": of_x, "y": of_x, "residual": of_stream, "z": of_stream, "positions": 8}
+    known = {"x": of_x, "y": of_x, "residual": of_stream, "z": of_stream, "positions": 8, "places": 8, "adapters": 4}
     return [known.get(name, 0) for name in BUFFERS] + [0] * (TABLE_FIELDS * len(inputs.tables))
 
 
 # ---- which calls the core supports -----------------------------------------------------------------------------------
 
 
-def refuse(specs: tuple[LayerSpec, ...], inputs: Inputs, layers: Layers, *, gradient: bool) -> str | None:
+def refuse(specs: Specs, inputs: Inputs, layers: Layers, *, gradient: bool) -> str | None:
     """Why the core does not run a call; None if it does."""
     x, residual = inputs.x, inputs.residual
     if (backend := requested(None)) not in (None, x.device.type):
@@ -205,7 +302,8 @@ def refuse(specs: tuple[LayerSpec, ...], inputs: Inputs, layers: Layers, *, grad
         return "takes parameters on x's device, in shapes that fit x"
     stream = x.dtype if residual is None else residual.dtype
     types = (x.dtype, stream, layers.dtype)
-    reason = _refuse_spec(specs, layers.shapes, x.device, types)
+    few_rows = x.is_cuda and not gradient and not specs.drop and rules.has_few_rows(tokens, width)
+    reason = _refuse_spec(specs, layers.shapes, x.device, types, few_rows)
     if reason is not None or not x.is_cuda:
         return reason
     if any(each is not None and each.data_ptr() % _ALIGNMENT for each in (x, residual)):
@@ -218,19 +316,22 @@ Types = tuple[torch.dtype, torch.dtype, torch.dtype]  # of x, of the stream, of 
 
 @functools.lru_cache(maxsize=256)
 def _refuse_spec(
-    specs: tuple[LayerSpec, ...], shapes: tuple[torch.Size | None, ...], device: torch.device, types: Types
+    specs: Specs, shapes: tuple[torch.Size | None, ...], device: torch.device, types: Types, few_rows: bool
 ) -> str | None:
     named = {name: tuple(shape) for name, shape in zip(FIELDS, shapes, strict=True) if shape is not None}
-    for spec in set(specs):
+    for spec in specs.kinds:
         if spec.shapes() != named:
             return "takes parameters in shapes that fit the layers"
         if spec.attention.rotary_columns % 16 and device.type == "cuda":
             return f"rotates columns in multiples of 16, got {spec.attention.rotary_columns}"
+        if "y1" in spec.recomputed and types[0] != types[1]:
+            return f"takes no recompute with a {dtype_name(types[1])} stream"
         rms = "rms" in (spec.norm_a.kind, spec.norm_b.kind)
         biased = bool({"out_bias", "down_bias"} & named.keys())
         if rms and (types[0] != types[1] or spec.dropout_a or spec.dropout_b or biased):
             return "takes RMSNorm without dropout, without biases before it, and with a stream in x's dtype"
-        reason = (_refuse_cuda if device.type == "cuda" else _refuse_cpu)(spec, types)
+        short = few_rows and spec.is_block
+        reason = _refuse_cuda(spec, types, short) if device.type == "cuda" else _refuse_cpu(spec, types)
         if reason is not None:
             return reason
     return missing_cuda(device) if device.type == "cuda" else missing_cpu()
@@ -247,7 +348,11 @@ def _refuse_cpu(spec: LayerSpec, types: Types) -> str | None:
 _HEAD_DIMS = (64, 128)
 
 
-def _refuse_cuda(spec: LayerSpec, types: Types) -> str | None:
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + f" and {numbers[-1]}"
+
+
+def _refuse_cuda(spec: LayerSpec, types: Types, few_rows: bool) -> str | None:
     dtype, stream, parameters = types
     attention = spec.attention
     if dtype not in (torch.bfloat16, torch.float16):
@@ -255,9 +360,10 @@ def _refuse_cuda(spec: LayerSpec, types: Types) -> str | None:
     if parameters not in (dtype, torch.float32) or (parameters != torch.float32 and stream != dtype):
         return "takes parameters in x's type or float32, and float32 ones where the stream is float32"
     sizes = (spec.width, spec.feed_forward.columns)
-    if attention.head_dim not in _HEAD_DIMS or any(size % 8 for size in sizes) or spec.width > 8192:
+    head_dims = rules.FEW_ROWS_HEAD_DIMS if few_rows else _HEAD_DIMS
+    if attention.head_dim not in head_dims or any(size % 8 for size in sizes) or spec.width > 8192:
         got = f"{attention.head_dim} and {sizes}"
-        return f"takes head dims of 64 and 128, up to 8192 columns, in multiples of 8, got {got}"
+        return f"takes head dims of {_listed(head_dims)}, up to 8192 columns, in multiples of 8, got {got}"
     if not attention.is_causal_or_full() and attention.dropout:
         return "takes windows without dropout of attention weights"
     if attention.heads != attention.kv_heads and attention.dropout:
@@ -269,8 +375,8 @@ _WINDOW_QUERIES, _WINDOW_KEYS = 512, 321  # kernels/attention/op.h: of the backw
 
 
 @functools.lru_cache(maxsize=256)
-def _refuse_backward(specs: tuple[LayerSpec, ...], types: Types, device: torch.device, max_seqlen: int) -> str | None:
-    for spec in set(specs):
+def _refuse_backward(specs: Specs, types: Types, device: torch.device, max_seqlen: int) -> str | None:
+    for spec in specs.kinds:
         attention = spec.attention
         if not attention.is_causal_or_full():
             sides = (attention.window_left, attention.window_right)

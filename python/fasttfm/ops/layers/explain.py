@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from fasttfm.ops.core.library import needs_gradient
 from fasttfm.ops.layers import stack
-from fasttfm.ops.layers.core_executor import plan_of
+from fasttfm.ops.layers.core_executor import plan_of, sizes_of
+from fasttfm.ops.layers.lora import tensors_of
 from fasttfm.ops.layers.rules import RULES, refused, situation_of
-from fasttfm.ops.layers.spec import LayerSpec
+from fasttfm.ops.layers.spec import Specs
+from fasttfm.ops.layers.steps import Range
 from fasttfm.ops.layers.torch_executor import Inputs
-from fasttfm.ops.library import needs_gradient
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,18 @@ class PlanExplanation:
         return "\n".join(lines)
 
 
-def explain(specs: tuple[LayerSpec, ...], inputs: Inputs, parameters: list[Tensor | None]) -> PlanExplanation:
+def explain(specs: Specs, inputs: Inputs, parameters: list[Tensor | None]) -> PlanExplanation:
     """How ``stack.run_stack`` runs a call. Nothing is computed."""
-    training = needs_gradient(inputs.x, inputs.residual, *parameters)
+    training = needs_gradient(inputs.x, inputs.residual, *parameters, *tensors_of(inputs.pairs))
     why = stack.refused(specs, inputs, parameters)
     situation = situation_of(inputs, training=training)
-    rules = {}
+    rules, sizes = {}, sizes_of(specs, inputs)
     for rule in RULES:
-        reasons = [
-            refused(rule, spec, situation, inputs.x.shape[0], inputs.max_seqlen) for spec in dict.fromkeys(specs)
-        ]
+        reasons = [refused(rule, spec, situation, sizes) for spec in specs.kinds]
         rules[rule.name] = None if None in reasons else reasons[0]
     made: Any = plan_of(specs, inputs, training=training)
-    kinds = [tuple(type(step).__name__ for step in steps) for steps in (made.forward, made.backward)]
+    kinds = [
+        tuple(type(step).__name__ for step in steps if not isinstance(step, Range))
+        for steps in (made.forward, made.backward)
+    ]
     return PlanExplanation("ops" if why else "core", why, rules, *kinds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fasttfm.ops.layers.few_rows_steps import FewRowsAddNorm, FewRowsGemm, FewRowsLayers
+
 Name = str  # of a tensor
 
 
@@ -26,6 +28,44 @@ class Gemm(NamedTuple):
     columns: int
     inner: int
     transposed: bool
+    # On a CPU with few rows, whether a kernel of the core reads b once, whose bits are not those of the BLAS.
+    reads_once: bool = False
+
+
+class AdaptedGemm(NamedTuple):
+    """y = x b + t c + bias + add; b is [columns, inner] if it is transposed, otherwise [inner, columns], and so is c
+    with the rank in place of inner."""
+
+    x: Name
+    b: Name
+    t: Name
+    c: Name
+    bias: Name | None
+    add: Name | None
+    y: Name
+    columns: int
+    inner: int
+    rank: int
+    transposed: bool
+
+
+class SelectedGemm(NamedTuple):
+    """y's columns = x's columns b^T, where b is the matrix [columns, inner] of the token's adapter, a part of its
+    [b_rows, inner]. ``adds``: y's columns += it. A token without an adapter has 0."""
+
+    x: Name
+    x_columns: int  # of a whole row, like y_columns
+    x_first: int
+    b: Name
+    b_rows: int
+    b_first: int
+    y: Name
+    y_columns: int
+    y_first: int
+    columns: int
+    inner: int
+    adds: bool
+    adapters: Name  # int32 [T]: the index of each token's adapter, -1 for none
 
 
 class Int8Gemm(NamedTuple):
@@ -35,6 +75,20 @@ class Int8Gemm(NamedTuple):
     weight: Name
     sums: Name
     scales: Name
+    bias: Name
+    residual: Name | None
+    y: Name
+    columns: int
+    inner: int
+    activation: int  # -1 for none
+    products: int
+
+
+class Bf16Gemm(NamedTuple):
+    """y = activation(x weight^T + bias) + residual on a CPU; x is rounded to bf16, and the weight is bf16."""
+
+    x: Name
+    weight: Name
     bias: Name
     residual: Name | None
     y: Name
@@ -94,8 +148,15 @@ class WeightGradient(NamedTuple):
     columns: int
 
 
-class RotaryProjection(NamedTuple):
-    """qkv = x weight^T + bias, with rotated queries and keys."""
+class Range(NamedTuple):
+    """The steps up to the next one of these are those of a layer, whose name profiles show."""
+
+    layer: int
+    backward: bool
+
+
+class Projection(NamedTuple):
+    """qkv = x weight^T + bias by a kernel that may also rotate queries and keys: with tables of cosines and sines."""
 
     x: Name
     weight: Name
@@ -103,9 +164,9 @@ class RotaryProjection(NamedTuple):
     qkv: Name
     columns: int
     inner: int
-    cos: Name
-    sin: Name
-    positions: Name
+    cos: Name | None
+    sin: Name | None
+    positions: Name | None
     table_rows: int  # the index of the buffer that has their number
     heads: int
     head_dim: int
@@ -161,6 +222,11 @@ class AttentionBackward(NamedTuple):
     out: Name
     lse: Name
     dqkv: Name
+    sums: Name | None  # of dqkv over all tokens
+
+
+class OtherAttentionBackward(AttentionBackward):
+    """The same by the op, whose fastest backend may be another one: not a step of the core. It writes no sums."""
 
 
 class AddNorm(NamedTuple):
@@ -203,6 +269,16 @@ class AddNormBackward(NamedTuple):
     dweight: Name | None
     dbias: Name | None
     dlinear_bias: Name | None
+
+
+class LayerNorm(NamedTuple):
+    x: Name
+    weight: Name | None
+    bias: Name | None
+    y: Name
+    statistics: Name
+    columns: int
+    eps: float
 
 
 class RmsNorm(NamedTuple):
@@ -271,7 +347,10 @@ class ActivationBackward(NamedTuple):
 
 
 class GemmActivation(NamedTuple):
-    """y = activation(x weight^T + bias), or, if it is gated, activation(g) * u of the product's halves g and u."""
+    """y = activation(x weight^T + bias), or, if it is gated, activation(g) * u of the product's halves g and u.
+
+    Without a gate, ``left`` may be what the backward reads: the product without bias or, in a step that is ``scaled``,
+    the activation's derivative."""
 
     x: Name
     weight: Name
@@ -280,7 +359,25 @@ class GemmActivation(NamedTuple):
     activation: int
     inner: int
     gated: bool
+    scaled: bool
+    left: Name | None
     y: Name
+
+
+class GemmActivationBackward(NamedTuple):
+    """dh = (dy weight) * activation'(h + bias), for ``left`` of a GemmActivation, and y, the activation once more."""
+
+    dy: Name
+    weight: Name  # [inner, columns]
+    bias: Name | None
+    left: Name
+    columns: int
+    activation: int
+    inner: int
+    scaled: bool
+    dh: Name
+    y: Name | None
+    dbias: Name | None
 
 
 class ColumnSum(NamedTuple):
@@ -303,8 +400,39 @@ class HeadNorm(NamedTuple):
     eps: float
 
 
+class StoreKeys(NamedTuple):
+    """Writes k and v of qkv to the KV cache of a layer."""
+
+    qkv: Name
+    keys: Name
+    values: Name
+    places: Name
+    sizes: int  # the index of the buffer that has the capacity, and after it the rows of a layer
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class CachedAttention(NamedTuple):
+    """Attention of one new token of each sequence to the KV cache of a layer, to which the token is appended."""
+
+    qkv: Name
+    keys: Name
+    values: Name
+    lengths: Name
+    sizes: int
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window_left: int
+    scale: float
+    out: Name
+
+
 class HeadNormBackward(NamedTuple):
-    """In place of dy."""
+    """Replaces dy by the gradient through the norms."""
 
     x: Name
     q_weight: Name | None
@@ -322,7 +450,7 @@ CODES: dict[type, int] = {
     Zero: 0,
     Gemm: 1,
     WeightGradient: 2,
-    RotaryProjection: 3,
+    Projection: 3,
     Rotary: 4,
     Attention: 5,
     AttentionBackward: 6,
@@ -342,33 +470,46 @@ CODES: dict[type, int] = {
     Fp8Cast: 20,
     Fp8Gemm: 21,
     Fp8GemmActivation: 22,
+    GemmActivationBackward: 23,
+    LayerNorm: 24,
+    Range: 25,
+    FewRowsGemm: 26,
+    FewRowsAddNorm: 27,
+    FewRowsLayers: 28,
+    StoreKeys: 29,
+    CachedAttention: 30,
+    Bf16Gemm: 31,
+    SelectedGemm: 32,
+    AdaptedGemm: 33,
 }
 
-# The fields that a step writes; it reads the others.
+# The fields that a step writes, if it is not only y; it reads the others.
 _WRITES: dict[type, tuple[str, ...]] = {
     Zero: ("target",),
     Gemm: ("d",),
     WeightGradient: ("d",),
-    RotaryProjection: ("qkv",),
+    Range: (),
+    Projection: ("qkv",),
     Rotary: ("x",),
     Attention: ("out", "lse"),
-    AttentionBackward: ("dqkv",),
+    AttentionBackward: ("dqkv", "sums"),
+    OtherAttentionBackward: ("dqkv",),
     AddNorm: ("y", "z", "statistics", "y8"),
     AddNormBackward: ("dresidual", "dx", "dweight", "dbias", "dlinear_bias"),
+    LayerNorm: ("y", "statistics"),
+    FewRowsGemm: ("y", "y_statistics", "norms"),
+    FewRowsAddNorm: ("y", "z"),
     RmsNorm: ("y", "rstd"),
     RmsNormBackward: ("dx", "dweight"),
-    GatedActivation: ("y",),
     GatedActivationBackward: ("dx", "dbias"),
-    Activation: ("y",),
     ActivationBackward: ("dx", "y", "dbias"),
-    GemmActivation: ("y",),
+    GemmActivation: ("left", "y"),
+    GemmActivationBackward: ("dh", "y", "dbias"),
     ColumnSum: ("sum",),
     HeadNorm: ("y", "rstd"),
     HeadNormBackward: ("dy", "dq_weight", "dk_weight"),
-    Int8Gemm: ("y",),
-    Fp8Cast: ("y",),
-    Fp8Gemm: ("y",),
-    Fp8GemmActivation: ("y",),
+    StoreKeys: ("keys", "values"),
+    CachedAttention: ("keys", "values", "out"),
 }
 
 
@@ -379,4 +520,4 @@ def names_in(step: Any) -> list[Name]:
 
 def written_by(step: Any) -> list[Name]:
     """The tensors that a step writes."""
-    return [name for field in _WRITES[type(step)] if (name := getattr(step, field)) is not None]
+    return [name for field in _WRITES.get(type(step), ("y",)) if (name := getattr(step, field)) is not None]

@@ -3,7 +3,8 @@ and tracer. Autograd differentiates the ops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +14,29 @@ from fasttfm import ops
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.activation import CODES
 from fasttfm.ops import fp8
-from fasttfm.ops.backends import requested
-from fasttfm.ops.fp8_norm import NormArguments, add_norm_cast
+from fasttfm.ops.core.backends import requested
+from fasttfm.ops.fp8.norm import NormArguments, add_norm_cast
 from fasttfm.ops.layers import steps
+from fasttfm.ops.layers.lora import Pairs
 from fasttfm.ops.layers.spec import FIELDS
 from fasttfm.ops.linear import dense
 
 _ACTIVATIONS = {code: name for name, code in CODES.items()}
+
+
+class Cache(NamedTuple):
+    """The KV cache of all layers, to which a call writes the keys and values of its tokens: of prompts, with
+    ``places``, or one new token of each of the first T slots, which attends to the tokens in its slot."""
+
+    keys: Tensor  # [layers, slots, kv_heads, capacity, D], in x's dtype, contiguous
+    values: Tensor
+    places: Tensor | None = None  # int64 [T]: the row of a token's first head among the rows of D elements of a layer
+    lengths: Tensor | None = None  # int32 [T]: the tokens in each slot, without the new one
+
+    @property
+    def kind(self) -> str:
+        """A situation's ``cache``."""
+        return "tokens" if self.places is None else "prompts"
 
 
 class Inputs(NamedTuple):
@@ -32,11 +49,20 @@ class Inputs(NamedTuple):
     seeds: Tensor | None = None  # [layers, 3]
     tables: tuple[tuple[Tensor, Tensor], ...] = ()  # cosines and sines [positions, pairs]
     positions: Tensor | None = None  # int64 [T]; by default a token's index among all tokens
+    cache: Cache | None = None  # only for calls without gradients
+    pairs: Pairs = ()  # of the specs' adapters
+    adapters: Tensor | None = None  # int32 [T]: the index of each token's adapter, -1 for none
 
 
-def run(sequence: tuple[Any, ...], inputs: Inputs, parameters: list[Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """y, and the stream of a pre-LN model, of a plan's forward. ``parameters`` are those of all layers."""
-    tensors = run_all(sequence, inputs, parameters)
+def run(
+    sequence: tuple[Any, ...],
+    inputs: Inputs,
+    parameters: list[Tensor | None],
+    adapters: Mapping[str, Tensor] = MappingProxyType({}),
+) -> tuple[Tensor, Tensor | None]:
+    """y, and the stream of a pre-LN model, of a plan's forward. ``parameters`` are those of all layers, ``adapters``
+    LoRA's by their names."""
+    tensors = run_all(sequence, inputs, parameters, adapters=adapters)
     return tensors["y"], tensors.get("z")
 
 
@@ -47,14 +73,15 @@ def run_all(
     *,
     operands: Sequence[Any] = (),
     record: Callable[[str, Tensor], None] | None = None,
+    adapters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """All tensors of a plan's forward, by their names.
 
     Args:
-        operands: Of an FP8 plan, the linear layers of each layer: ops.fp8_inference's StaticLayer.
+        operands: Of an FP8 plan, the linear layers of each layer: ops.fp8.inference's StaticLayer.
         record: Called with the name of each linear layer's weight, and its input.
     """
-    tensors: dict[str, Any] = {"x": inputs.x, "residual": inputs.residual, "positions": inputs.positions}
+    tensors: dict[str, Any] = {"x": inputs.x, "residual": inputs.residual, "positions": inputs.positions, **adapters}
     for number, (cos, sin) in enumerate(inputs.tables):
         tensors[f"cos{number}"], tensors[f"sin{number}"] = cos, sin
     layers = len(parameters) // len(FIELDS)
@@ -63,7 +90,7 @@ def run_all(
             tensors[f"{layer}.{field}"] = parameter
     state = _State(tensors, inputs, operands, record)
     for step in sequence:
-        if not isinstance(step, steps.Zero):
+        if not isinstance(step, (steps.Range, steps.Zero)):
             _RUN[type(step)](state, step)
     return tensors
 
@@ -94,6 +121,25 @@ def _gemm(state: _State, step: steps.Gemm) -> None:
     state.tensors[step.d] = product if step.c is None else product + state.get(step.c)
 
 
+def _adapted_gemm(state: _State, step: steps.AdaptedGemm) -> None:
+    product = dense(state.get(step.x), state.get(step.b), state.get(step.bias))
+    product = product + dense(state.get(step.t), state.get(step.c))
+    state.tensors[step.y] = product if step.add is None else product + state.get(step.add)
+
+
+def _selected_gemm(state: _State, step: steps.SelectedGemm) -> None:
+    x = state.get(step.x)[:, step.x_first : step.x_first + step.inner]
+    adapters, total = state.inputs.adapters, x.new_zeros((len(x), step.columns))
+    assert adapters is not None
+    for index, b in enumerate(state.get(step.b)[:, step.b_first : step.b_first + step.columns]):
+        total = torch.where((adapters == index)[:, None], dense(x, b), total)
+    if not step.adds:
+        state.tensors[step.y] = total
+        return
+    missing = (step.y_first, step.y_columns - step.y_first - step.columns)
+    state.tensors[step.y] = state.get(step.y) + torch.nn.functional.pad(total, missing)
+
+
 def _rotate(state: _State, step: Any, qkv: Tensor, heads: int, rotary_heads: int) -> Tensor:
     positions = state.inputs.positions
     rotated = ops.rotary(
@@ -109,9 +155,11 @@ def _rotary(state: _State, step: steps.Rotary) -> None:
     state.tensors[step.x] = _rotate(state, step, state.get(step.x), step.heads, step.rotary_heads)
 
 
-def _rotary_projection(state: _State, step: steps.RotaryProjection) -> None:
+def _projection(state: _State, step: steps.Projection) -> None:
     product = dense(state.get(step.x), state.get(step.weight), state.get(step.bias))
-    state.tensors[step.qkv] = _rotate(state, step, product, 3 * step.heads, 2 * step.heads)
+    if step.cos is not None:
+        product = _rotate(state, step, product, 3 * step.heads, 2 * step.heads)
+    state.tensors[step.qkv] = product
 
 
 def _head_norm(state: _State, step: steps.HeadNorm) -> None:
@@ -120,6 +168,29 @@ def _head_norm(state: _State, step: steps.HeadNorm) -> None:
     q = ops.rms_norm(q, state.get(step.q_weight), eps=step.eps)
     k = ops.rms_norm(k, state.get(step.k_weight), eps=step.eps)
     state.tensors[step.y] = torch.cat((q, k, v), dim=-2).flatten(-2)
+
+
+def _store_keys(state: _State, step: steps.StoreKeys) -> None:
+    cache = state.inputs.cache
+    assert cache is not None
+    assert cache.places is not None
+    heads = state.get(step.qkv).unflatten(-1, (-1, step.head_dim))
+    _, *new = heads.split((step.heads, step.kv_heads, step.kv_heads), dim=-2)
+    rows = cache.places[:, None] + torch.arange(step.kv_heads, device=heads.device) * cache.keys.shape[3]
+    for kept, rows_of_heads in zip((cache.keys, cache.values), new, strict=True):
+        kept[step.layer].view(-1, step.head_dim)[rows] = rows_of_heads
+
+
+def _cached_attention(state: _State, step: steps.CachedAttention) -> None:
+    cache = state.inputs.cache
+    assert cache is not None
+    assert cache.lengths is not None
+    heads = state.get(step.qkv).unflatten(-1, (-1, step.head_dim))
+    q, k, v = heads.split((step.heads, step.kv_heads, step.kv_heads), dim=-2)
+    keys, values = (kept[step.layer, : len(heads)].transpose(1, 2) for kept in (cache.keys, cache.values))
+    window = _side(step.window_left)
+    out = ops.decode_attention(q, k, v, keys, values, cache.lengths, window=window, scale=step.scale)
+    state.tensors[step.out] = out.flatten(-2)
 
 
 def _attention(state: _State, step: steps.Attention) -> None:
@@ -218,14 +289,18 @@ def _gemm_activation(state: _State, step: steps.GemmActivation) -> None:
 _RUN: dict[type, Callable[[_State, Any], None]] = {
     steps.Gemm: _gemm,
     steps.Rotary: _rotary,
-    steps.RotaryProjection: _rotary_projection,
+    steps.Projection: _projection,
     steps.HeadNorm: _head_norm,
+    steps.StoreKeys: _store_keys,
+    steps.CachedAttention: _cached_attention,
     steps.Attention: _attention,
     steps.AddNorm: _add_norm,
     steps.RmsNorm: _rms_norm,
     steps.GatedActivation: _gated_activation,
     steps.Activation: _activation,
     steps.GemmActivation: _gemm_activation,
+    steps.AdaptedGemm: _adapted_gemm,
+    steps.SelectedGemm: _selected_gemm,
     steps.Fp8Cast: _fp8_cast,
     steps.Fp8Gemm: _fp8_gemm,
     steps.Fp8GemmActivation: _fp8_gemm_activation,

@@ -123,11 +123,11 @@ class Lab:
             data.BatchStream(
                 part,
                 data.SequenceFormat(sequences, self.length),
-                own,
+                part_masking,
                 tokens_per_batch=tokens,
                 seed=self.seed,
             )
-            for part, own in zip(shards.split(0.4 if self.quick else 0.1), (masking, None), strict=True)
+            for part, part_masking in zip(shards.split(0.4 if self.quick else 0.1), (masking, None), strict=True)
         ]
         return streams[0], list(islice(streams[1], self.steps(16384 // tokens)))
 
@@ -179,7 +179,7 @@ class Lab:
 
 def parameters(model: torch.nn.Module) -> int:
     """The number of parameters; shared ones count once."""
-    return sum(each.numel() for each in dict.fromkeys(model.parameters()))
+    return sum(parameter.numel() for parameter in dict.fromkeys(model.parameters()))
 
 
 # ---- tables and plots ------------------------------------------------------------------------------------------------

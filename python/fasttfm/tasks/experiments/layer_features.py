@@ -45,13 +45,13 @@ def run(lab: Lab) -> Iterator[Row]:
     for name, combined in COMBINATIONS.items():
         torch.manual_seed(lab.seed)
         features = combined(states)
-        found = _cross_validated(features, tags, folds, len(task.labels), lab.steps(100))
-        correct = int(((found == tags) & (tags != outside)).sum())
+        predicted = _cross_validated(features, tags, folds, len(task.labels), lab.steps(100))
+        correct = int(((predicted == tags) & (tags != outside)).sum())
         yield {
             "layers": name,
             "width": features.shape[-1],
-            "accuracy": float((found == tags).float().mean()),
-            "f1": 2 * correct / int((found != outside).sum() + (tags != outside).sum()),
+            "accuracy": float((predicted == tags).float().mean()),
+            "f1": 2 * correct / int((predicted != outside).sum() + (tags != outside).sum()),
         }
 
 
@@ -81,12 +81,12 @@ def _states(
 
 def _cross_validated(features: Tensor, tags: Tensor, folds: Tensor, classes: int, steps: int) -> Tensor:
     """The predicted tag of each word, by a linear classifier that is trained on the other folds."""
-    found = torch.empty_like(tags)
+    predicted = torch.empty_like(tags)
     for fold in range(FOLDS):
         train = folds != fold
         scaled = (features - features[train].mean(0)) / (features[train].std(0) + 1e-5)
-        found[~train] = _trained(scaled[train], tags[train], classes, steps)(scaled[~train]).argmax(-1)
-    return found
+        predicted[~train] = _trained(scaled[train], tags[train], classes, steps)(scaled[~train]).argmax(-1)
+    return predicted
 
 
 def _trained(features: Tensor, tags: Tensor, classes: int, steps: int) -> nn.Module:

@@ -63,8 +63,8 @@ def _trained(model: GPT2LMHeadModel, lab: Lab) -> GPT2LMHeadModel:
 def _accuracies(model: GPT2LMHeadModel, lab: Lab) -> Iterator[tuple[int, float]]:
     """After this many pairs, whether or not the symbol that is asked for is among them."""
     ids = sequences(32 if lab.quick else 1000, torch.Generator("cpu").manual_seed(lab.seed + 1))
-    found = model(ids).logits[:, 0::2].argmax(-1)
-    right = (found == ids[:, 1::2]).float().mean(0)
+    predicted = model(ids).logits[:, 0::2].argmax(-1)
+    right = (predicted == ids[:, 1::2]).float().mean(0)
     for shots in SHOTS:
         yield shots, float(right[shots])
 

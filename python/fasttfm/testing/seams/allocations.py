@@ -178,8 +178,12 @@ def check_failed_allocations(entry: EntryPoint, device: torch.device) -> None:
         check_same(entry.call(subject, inputs), expected, f"{entry}: after allocation {index} failed")
 
 
+_WITHOUT_GRAPHS = 20  # calls, each with several lookups: ops/core/graph_cache.py waits for 64 after a failure
+
+
 def check_out_of_memory(entry: EntryPoint, device: torch.device) -> None:
-    """On a GPU whose memory is used up, a call raises torch's error or is right; with memory again it is right."""
+    """On a GPU whose memory is used up, a call raises torch's error or is right; with memory again it is right. A
+    session that could not capture a graph adds in another order until it captures again."""
     inputs = entry.inputs(0, device)
     subject = entry.make(device)
     expected = entry.expected(0, device)
@@ -208,5 +212,9 @@ def check_out_of_memory(entry: EntryPoint, device: torch.device) -> None:
     finally:
         blocks.clear()
         torch.cuda.set_per_process_memory_fraction(1.0, index)
-    check_same(entry.call(subject, inputs), expected, f"{entry}: after it had no memory")
+    what, results = f"{entry}: after it had no memory", entry.call(subject, inputs)
+    check_close(results, expected, what)
+    for _ in range(_WITHOUT_GRAPHS if "inference.Session" in entry.covers else 0):
+        results = entry.call(subject, inputs)
+    check_same(results, expected, what)
     torch.cuda.synchronize(device)

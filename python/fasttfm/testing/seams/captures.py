@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.ops.graph_capture import GraphPool
+from fasttfm.ops.core.graph_capture import GraphPool
 from fasttfm.testing.seams.entry import EntryPoint, Inputs, SeamError, Tensors, check_same
 
 # What an error in a capture says: torch's and CUDA's words, and ours.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from fasttfm.bench.peers import Inputs, Peer
 from fasttfm.kernels.attention import reference
 from fasttfm.kernels.attention.problem import window_bounds
 from fasttfm.kernels.common import philox
@@ -19,17 +20,7 @@ from fasttfm.ops import attention
 from fasttfm.testing.attention_peers import fa4, sdpa_cpu, sdpa_forced, sdpa_widened, varlen
 from fasttfm.testing.attention_random import random_arguments, without_delta
 from fasttfm.testing.chips import BLOCK_MEMORY
-from fasttfm.testing.spec import (
-    BadCall,
-    Cost,
-    Inputs,
-    OpCase,
-    OpSpec,
-    Peer,
-    TritonKernel,
-    draw,
-    spoil,
-)
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, Registered, TritonKernel, draw, spoil
 
 SEED = 0x123456789ABCDEF
 Lengths = tuple[int, ...]
@@ -450,35 +441,19 @@ def _triton_kernels() -> list[TritonKernel]:
     return [TritonKernel(**description) for description in signatures]
 
 
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    q, k, v = (inputs.get(name) for name in "qkv")
-    assert q is not None
-    packed = "cu_seqlens" in inputs
-    queries = q.shape[0 if packed else 1]
-    keys = queries if k is None else k.shape[0 if packed else 1]
-    if packed and inputs.get("bias") is not None:
-        queries = keys = options["max_seqlen"]
-    p = options.get("dropout_p", 0.0)
-    names = ("cu_seqlens", "cu_seqlens_k", "lengths", "lengths_k", "bias", "alibi_slopes")
-    tensors = [inputs.get(name) for name in names]
-    window = window_bounds(options.get("causal", False), options.get("window"))
-    rest = (*tensors, inputs["seed"] if p else None, queries, keys, *window, 0.25, p, None)
-    out, lse = torch.ops.fasttfm.attention_forward(q, k, v, *rest)
-    calls = [
-        (torch.ops.fasttfm.attention_forward.default, (q, k, v, *rest)),
-        (torch.ops.fasttfm.attention_backward.default, (torch.ones_like(out), q, k, v, out, lse, *rest)),
-    ]
-    if inputs.get("bias") is not None:
-        operator = torch.ops.fasttfm.attention_bias_backward.default
-        calls.append((operator, (torch.ones_like(out), q, k, v, out, lse, *rest)))
-    if k is None:
-        operator = torch.ops.fasttfm.attention_qkv_backward.default
-        calls.append((operator, (torch.ones_like(out), q, out, lse, torch.float32, *rest)))
-    return calls
+def _qkv_backward(calls: Sequence[Registered]) -> list[Registered]:
+    """The backward of one qkv, which layers call."""
+    operator, further = torch.ops.fasttfm.attention_qkv_backward.default, []
+    for function, arguments in calls:
+        if function is torch.ops.fasttfm.attention_backward.default and arguments[2] is None:
+            dout, q, _, _, out, lse, *rest = arguments
+            further.append((operator, (dout, q, out, lse, torch.float32, *rest)))
+    return further
 
 
 SPEC = OpSpec(
     name="attention",
+    further_calls=_qkv_backward,
     function=attention,
     reference=reference.attention,
     inputs=_inputs,
@@ -515,5 +490,4 @@ SPEC = OpSpec(
         "another key head": _other_kv_head,
     },
     triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
 )

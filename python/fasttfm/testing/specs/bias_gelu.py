@@ -10,12 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.bias_gelu import reference
 from fasttfm.ops import ACTIVATIONS, bias_gelu
 from fasttfm.testing.random_sizes import random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import BAD_ROWS, TORCH_ACTIVATIONS, draw_rows, row_case, row_cost
-from fasttfm.testing.spec import BadCall, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
+from fasttfm.testing.row_cases import (
+    BAD_ROWS,
+    TORCH_ACTIVATIONS,
+    bad_parameter,
+    draw_rows,
+    row_case,
+    row_cost,
+    row_kernels,
+)
+from fasttfm.testing.spec import BadCall, OpCase, OpSpec, spoil, triton_kernels
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -72,11 +80,7 @@ def _torch_bias_gelu(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[],
 
 BAD_CALLS = (
     *BAD_ROWS,
-    BadCall("bias too short", "bias", ValueError, spoil("bias", torch.ones(63))),
-    BadCall("bias of two dimensions", "bias", ValueError, spoil("bias", torch.ones(1, 64))),
-    BadCall("bias elsewhere", "bias", ValueError, spoil("bias", torch.ones(64, device="meta"))),
-    BadCall("bias is a number", "bias", TypeError, spoil("bias", 1.0)),
-    BadCall("double bias, single x", "x", TypeError, spoil("bias", torch.ones(64, dtype=torch.float64))),
+    *bad_parameter("bias"),
     BadCall("unknown activation", "activation", ValueError, spoil("activation", "quick_gelu")),
     BadCall("activation is a function", "activation", TypeError, spoil("activation", torch.relu)),
 )
@@ -107,28 +111,6 @@ class _DroppedTerm(torch.autograd.Function):
         return dx, None if bias is None else dx.reshape(-1, x.shape[-1]).sum(dim=0), None
 
 
-def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.bias_gelu import triton as kernels
-
-    signatures = []
-    for columns in (64, 1024, 4096):
-        for element, parameter in (("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
-            for kind in ("gelu", "gelu_tanh", "relu", "silu") if columns == 1024 else ("gelu",):
-                signatures += kernels.compile_signatures(columns, element, parameter, kind)
-    return [TritonKernel(**description) for description in signatures]
-
-
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    x, bias, kind = inputs["x"], inputs["bias"], ACTIVATIONS[options["activation"]]
-    return [
-        (torch.ops.fasttfm.bias_gelu_forward.default, (x, bias, kind, None)),
-        (
-            torch.ops.fasttfm.bias_gelu_backward.default,
-            (torch.ones_like(x), x, bias, kind, bias is not None, True, None),
-        ),
-    ]
-
-
 SPEC = OpSpec(
     name="bias_gelu",
     function=bias_gelu,
@@ -147,13 +129,16 @@ SPEC = OpSpec(
     bench_cases_cpu=(_case("2048x768", 2048, 768), _case("2048x768 tanh", 2048, 768, activation="gelu_new")),
     forward_cost=row_cost(2),
     backward_cost=row_cost(3),
-    peers=(Peer("torch", _torch_bias_gelu), Peer("torch.compile", compiled(_torch_bias_gelu))),
+    peers=torch_peers(_torch_bias_gelu),
     bad_calls=BAD_CALLS,
     mutants={
         "the other form of gelu": _other_form,
         "bias dropped": _without_bias,
         "a term of the derivative dropped": lambda x, bias, activation: _DroppedTerm.apply(x, bias, activation),
     },
-    triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
+    triton_kernels=triton_kernels(
+        "bias_gelu",
+        *((*row, "gelu") for row in row_kernels(64, 1024, 4096)),
+        *((*row, kind) for row in row_kernels(1024) for kind in ("gelu_tanh", "relu", "silu")),
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,24 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.column_sum import reference
 from fasttfm.ops import column_sum
 from fasttfm.testing.random_sizes import random_shape
-from fasttfm.testing.row_cases import BAD_ROWS
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.row_cases import BAD_ROWS, in_layout
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, draw, spoil, triton_kernels
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-    x = draw(generator, *case.sizes["shape"], dtype=dtype, device=device) + case.sizes.get("offset", 0.0)
-    layout = case.sizes.get("layout", "contiguous")
-    if layout == "transposed":  # [A, B, C] seen as [B, A, C]
-        x = x.transpose(0, 1)
-    elif layout == "sliced":  # every second row of a wider tensor
-        wide = draw(generator, 2 * x.shape[0], x.shape[1] + 8, dtype=dtype, device=device)
-        wide[::2, : x.shape[1]] = x
-        x = wide[::2, : x.shape[1]]
-    return {"x": x}
+    tensor = functools.partial(draw, generator, dtype=dtype, device=device)
+    x = tensor(*case.sizes["shape"]) + case.sizes.get("offset", 0.0)
+    return {"x": in_layout(x, case.sizes.get("layout", "contiguous"), tensor, padding=8)}
 
 
 def _case(name: str, *shape: int, dtype: torch.dtype | None = None, **sizes: Any) -> OpCase:
@@ -84,17 +79,6 @@ def _mean(x: Tensor, dtype: torch.dtype | None) -> Tensor:
     return _reference(x, dtype) / max(1, x.numel() // x.shape[-1])
 
 
-def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.column_sum import triton as kernels
-
-    types = (("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32"))
-    return [TritonKernel(**description) for pair in types for description in kernels.compile_signatures(*pair)]
-
-
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    return [(torch.ops.fasttfm.column_sum.default, (inputs["x"], torch.float32, None))]
-
-
 SPEC = OpSpec(
     name="column_sum",
     function=column_sum,
@@ -112,9 +96,8 @@ SPEC = OpSpec(
     bench_cases_cpu=(_case("2048x768", 2048, 768), _case("2048x2304", 2048, 2304)),
     forward_cost=_forward_cost,
     backward_cost=_backward_cost,
-    peers=(Peer("torch", _torch_sum), Peer("torch.compile", compiled(_torch_sum))),
+    peers=torch_peers(_torch_sum),
     bad_calls=BAD_CALLS,
     mutants={"without the last row": _without_last_row, "the mean": _mean},
-    triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
+    triton_kernels=triton_kernels("column_sum", ("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("fp32", "fp32")),
 )

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.contrastive_loss import reference
-from fasttfm.kernels.vocabulary.cross_entropy import Loss
 from fasttfm.ops import contrastive_loss
 from fasttfm.testing.random_sizes import random_scale, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw, spoil
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, draw, op_case, spoil
 from fasttfm.testing.vocabulary_cases import IGNORED, cost
 
 
@@ -41,9 +40,8 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
 def _case(name: str, queries: int, columns: int, options: dict[str, Any] | None = None, **sizes: Any) -> OpCase:
     """Triton's kernels, which are linear_cross_entropy's, are interpreted only in the cases that differ for them."""
-    dtypes, interpret = sizes.pop("dtypes", OpCase.dtypes), name in _INTERPRETED
     all_options = {"temperature": 0.05, "symmetric": False, "reduction": "mean", **(options or {})}
-    return OpCase(name, {"queries": queries, "columns": columns, **sizes}, all_options, dtypes, interpret)
+    return op_case(name, all_options, queries=queries, columns=columns, interpret=name in _INTERPRETED, **sizes)
 
 
 _INTERPRETED = ("typical", "more_keys", "labels", "none")
@@ -148,14 +146,6 @@ def _one_direction(**arguments: Any) -> Tensor:
     return reference.contrastive_loss(**{**arguments, "symmetric": False})
 
 
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    loss = Loss(scale=1 / options["temperature"], block_bytes=1 << 20)
-    queries, needs = inputs["queries"], [True, True, False]
-    labels = torch.arange(len(queries), device=queries.device) % len(inputs["keys"])
-    call = (queries, inputs["keys"], None, labels, None, None, None, *loss, False, needs, SPEC.name, None)
-    return [(torch.ops.fasttfm.linear_cross_entropy_forward.default, call)]
-
-
 SPEC = OpSpec(
     name="contrastive_loss",
     function=contrastive_loss,
@@ -175,7 +165,7 @@ SPEC = OpSpec(
     forward_cost=lambda case, dtype: _cost(case, dtype, 1),
     backward_cost=lambda case, dtype: _cost(case, dtype, 2),
     gradients_in_forward=True,
-    peers=(Peer("torch", _torch_loss), Peer("torch.compile", compiled(_torch_loss))),
+    peers=torch_peers(_torch_loss),
     bad_calls=BAD_CALLS,
     mutants={
         "keys one late": _one_late,
@@ -183,5 +173,4 @@ SPEC = OpSpec(
         "without negatives": _without_negatives,
         "one direction": _one_direction,
     },
-    native_ops=_native_ops,
 )

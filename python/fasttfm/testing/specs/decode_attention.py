@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import Inputs, Peer
 from fasttfm.kernels.decode_attention import reference
 from fasttfm.ops import decode_attention
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, TritonKernel, draw, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -167,12 +168,6 @@ def _triton_kernels() -> list[TritonKernel]:
     return [TritonKernel(**description) for description in signatures]
 
 
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    left = -1 if options["window"] is None else options["window"]
-    tensors = tuple(inputs.values())
-    return [(torch.ops.fasttfm.decode_attention.default, (*tensors, None, left, 0.25, False, None))]
-
-
 def _bench(batch: int, tokens: int, room: int, width: int = 64) -> OpCase:
     heads = 768 // width
     name = f"B{batch} {tokens} of {room} D{width}"
@@ -200,5 +195,4 @@ SPEC = OpSpec(
         "other groups of heads": _other_groups,
     },
     triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
 )

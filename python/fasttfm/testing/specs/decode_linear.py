@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import Inputs, Peer
 from fasttfm.kernels.decode_linear import reference
 from fasttfm.ops import ACTIVATIONS, decode_linear
 from fasttfm.testing.random_sizes import random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, TritonKernel, draw, spoil
 
 _ALL = ("bias", "norm_weight", "norm_bias", "residual")
 
@@ -155,12 +156,6 @@ def _triton_kernels() -> list[TritonKernel]:
     return [TritonKernel(**description) for description in signatures]
 
 
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    kind = "" if options["activation"] is None else ACTIVATIONS[options["activation"]]
-    tensors = tuple(inputs.values())
-    return [(torch.ops.fasttfm.decode_linear.default, (*tensors, options["eps"], kind, torch.float32, False, None))]
-
-
 def _bench(rows: int, outputs: int, columns: int, **options: Any) -> OpCase:
     return _case(f"{rows}x{columns}x{outputs}", rows, outputs, columns, **options)
 
@@ -195,5 +190,4 @@ SPEC = OpSpec(
         "the residual inside the activation": _residual_first,
     },
     triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
 )

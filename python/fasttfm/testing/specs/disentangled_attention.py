@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.disentangled_attention import reference
 from fasttfm.ops import cu_seqlens_from_lengths, disentangled_attention, log_distance_rows
 from fasttfm.testing.random_sizes import random_scale, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, TritonKernel, draw, op_case, spoil
 
 _TABLES = ("position_keys", "position_queries")
+_BIASES = ("key_bias", "segment_bias")
+_XLNET: dict[str, Any] = {"tables": _TABLES[:1], "biases": _BIASES, "farthest": None, "span": 80}
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -30,6 +32,11 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
     for table in _TABLES:
         present = table in case.sizes["tables"]
         inputs[table] = draw(generator, 2 * span, heads, columns, dtype=dtype, device=device) if present else None
+    for name in _BIASES:
+        present = name in case.sizes.get("biases", ())
+        inputs[name] = draw(generator, *shape, heads, dtype=dtype, device=device, scale=scale) if present else None
+    of_segments = inputs["segment_bias"] is not None
+    inputs["segments"] = torch.randint(3, shape, generator=generator).to(device) if of_segments else None
     inputs["cu_seqlens"] = cu_seqlens_from_lengths(lengths, device=device) if packed else None
     share = case.sizes.get("share")
     inputs["mask"] = None if share is None else (torch.rand(shape, generator=generator) < share).to(device)
@@ -38,12 +45,9 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
 
 def _case(name: str, lengths: Sequence[int], columns: int = 16, **sizes: Any) -> OpCase:
-    interpret, dtypes = sizes.pop("interpret", True), sizes.pop("dtypes", OpCase.dtypes)
     options = {"dropout_p": sizes.pop("dropout_p", 0.0), "max_seqlen": None, "scale": sizes.pop("factor", None)}
     default_sizes = {"heads": 2, "span": 8, "farthest": 40, "tables": _TABLES, "packed": True}
-    return OpCase(
-        name, {"lengths": tuple(lengths), "columns": columns, **default_sizes, **sizes}, options, dtypes, interpret
-    )
+    return op_case(name, options, lengths=tuple(lengths), columns=columns, **{**default_sizes, **sizes})
 
 
 _SINGLE = (torch.float32,)
@@ -56,6 +60,9 @@ CASES = (
     _case("keys_only", (9, 66), tables=("position_keys",), dtypes=_SINGLE),
     _case("queries_only", (9, 66), tables=("position_queries",), dtypes=_SINGLE),
     _case("no_table", (9, 20), tables=(), dtypes=_SINGLE),
+    _case("xlnet", (70, 5, 66), **_XLNET),
+    _case("xlnet_mask", (66, 66), packed=False, share=0.6, dropout_p=0.3, **_XLNET),
+    _case("key_bias", (9, 20), biases=_BIASES[:1], dtypes=_SINGLE),
     _case("every_distance", (40, 12), farthest=None, span=64, factor=0.1, dtypes=_SINGLE),
     _case("empty_sequences", (0, 3, 0), dtypes=_SINGLE),
     _case("no_tokens", (), interpret=False, dtypes=_SINGLE),
@@ -74,6 +81,7 @@ def _random_case(source: random.Random) -> OpCase:
         "span": span,
         "farthest": source.choice((None, 4 * span)),
         "tables": source.choice((_TABLES, _TABLES[:1], _TABLES[1:], ())),
+        "biases": source.choice((_BIASES, _BIASES[:1], _BIASES[1:], ())),
         "share": None if packed else source.choice((None, 0.7)),
         "scale": random_scale(source),
         "dropout_p": source.choice((0.0, 0.3)),
@@ -126,6 +134,11 @@ BAD_CALLS = (
     BadCall("rows past the tables", "distance_rows", ValueError, spoil("distance_rows", torch.full((139,), 16).int())),
     BadCall("a table of one head", "position_keys", ValueError, spoil("position_keys", torch.ones(16, 1, 16))),
     BadCall("tables of other rows", "position_queries", ValueError, spoil("position_queries", torch.ones(15, 2, 16))),
+    BadCall("a bias of one head", "key_bias", ValueError, spoil("key_bias", torch.ones(108, 1))),
+    BadCall("a bias of tokens", "key_bias", ValueError, spoil("key_bias", torch.ones(108))),
+    BadCall("a bias of another type", "segment_bias", TypeError, spoil("segment_bias", torch.ones(108, 2).half())),
+    BadCall("segments without a bias", "segments", ValueError, spoil("segments", torch.zeros(108).long())),
+    BadCall("a bias without segments", "segments", ValueError, spoil("segment_bias", torch.ones(108, 2))),
     BadCall("a table without rows", "position_keys", ValueError, spoil("position_keys", torch.ones(0, 2, 16))),
     BadCall("boundaries of int64", "cu_seqlens", TypeError, spoil("cu_seqlens", torch.tensor([0, 70, 75, 108]))),
     BadCall(
@@ -147,10 +160,11 @@ BAD_CALLS = (
 # ---- broken copies ---------------------------------------------------------------------------------------------------
 
 
-def _without(table: str) -> Callable[..., Tensor]:
+def _without(name: str) -> Callable[..., Tensor]:
     def broken(**inputs: Any) -> Tensor:
-        scale = (inputs["q"].shape[-1] * 3) ** -0.5
-        return reference.disentangled_attention(**{**inputs, table: None, "scale": scale})
+        tables = sum(inputs[table] is not None for table in _TABLES)
+        scale = (inputs["q"].shape[-1] * (1 + tables)) ** -0.5 if inputs["scale"] is None else inputs["scale"]
+        return reference.disentangled_attention(**{**inputs, name: None, "scale": scale})
 
     return broken
 
@@ -158,6 +172,11 @@ def _without(table: str) -> Callable[..., Tensor]:
 def _keys_from_queries(**inputs: Any) -> Tensor:
     """Distances with the other sign."""
     return reference.disentangled_attention(**{**inputs, "distance_rows": inputs["distance_rows"].flip(0)})
+
+
+def _one_segment(**inputs: Any) -> Tensor:
+    segments = inputs["segments"]
+    return reference.disentangled_attention(**{**inputs, "segments": None if segments is None else segments * 0})
 
 
 def _swapped(**inputs: Any) -> Tensor:
@@ -180,29 +199,19 @@ def _one_sequence(**inputs: Any) -> Tensor:
 def _triton_kernels() -> list[TritonKernel]:
     from fasttfm.kernels.disentangled_attention.triton_signatures import compile_signatures
 
-    calls: list[tuple[int, str, int, dict[str, bool]]] = [
+    xlnet: dict[str, Any] = {"tables": (True, False), "biased": True}
+    calls: list[tuple[int, str, int, dict[str, Any]]] = [
         (64, "bf16", 90, {}),
         (64, "bf16", 80, {}),
         (64, "fp16", 90, {"dropout": True}),
         (64, "bf16", 90, {"packed": False, "masked": True}),
+        (64, "bf16", 90, xlnet),
+        (64, "bf16", 80, xlnet),
         (64, "fp32", 90, {}),
         (128, "bf16", 90, {}),
     ]
     return [
         TritonKernel(**description) for *call, options in calls for description in compile_signatures(*call, **options)
-    ]
-
-
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    tensors = [inputs[name] for name in ("q", "k", "v", *_TABLES, "distance_rows", "cu_seqlens", "mask")]
-    seed = inputs["seed"] if options["dropout_p"] else None
-    numbers = (len(inputs["distance_rows"]) // 2 + 1, 0.2, options["dropout_p"])
-    out, lse = torch.ops.fasttfm.disentangled_attention_forward(*tensors, seed, *numbers, None)
-    needs = [inputs[name] is not None for name in _TABLES]
-    backward = (torch.ones_like(out), *tensors[:3], out, lse, *tensors[3:], seed, *numbers, *needs, None)
-    return [
-        (torch.ops.fasttfm.disentangled_attention_forward.default, (*tensors, seed, *numbers, None)),
-        (torch.ops.fasttfm.disentangled_attention_backward.default, backward),
     ]
 
 
@@ -216,25 +225,26 @@ SPEC = OpSpec(
     function=disentangled_attention,
     reference=reference.disentangled_attention,
     inputs=_inputs,
-    differentiable=("q", "k", "v", *_TABLES),
+    differentiable=("q", "k", "v", *_TABLES, *_BIASES),
     cases=CASES,
-    property_cases=("typical", "mask"),
+    property_cases=("typical", "mask", "xlnet"),
     torch_products=True,
     random_case=_random_case,
     bench_cases=(_bench("64x512", 64, 512, 12, (torch.bfloat16,)), _bench("64x128", 64, 128, 12, (torch.bfloat16,))),
     bench_cases_cpu=(_bench("8x128", 8, 128, 12, _SINGLE),),
     forward_cost=lambda case, dtype: _cost(case, dtype, tensors=4, products=2),
     backward_cost=lambda case, dtype: _cost(case, dtype, tensors=8, products=5),
-    peers=(Peer("torch", _padded_attention), Peer("torch.compile", compiled(_padded_attention))),
+    peers=torch_peers(_padded_attention),
     bad_calls=BAD_CALLS,
     mutants={
         "no position keys": _without("position_keys"),
         "no position queries": _without("position_queries"),
         "distances with the other sign": _keys_from_queries,
         "tables swapped": _swapped,
+        "no key bias": _without("key_bias"),
+        "one segment": _one_segment,
         "the scale of contents only": _scale_of_contents,
         "sequences joined": _one_sequence,
     },
     triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
 )

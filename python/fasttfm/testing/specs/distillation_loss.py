@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.distillation_loss import reference
 from fasttfm.ops import distillation_loss
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
-from fasttfm.testing.vocabulary_cases import cost
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, draw, spoil, triton_kernels
+from fasttfm.testing.vocabulary_cases import cost, loss_case
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -46,9 +46,7 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
 
 def _case(name: str, *shape: int, vocabulary: int, options: dict[str, Any] | None = None, **sizes: Any) -> OpCase:
-    dtypes, interpret = sizes.pop("dtypes", OpCase.dtypes), sizes.pop("interpret", True)
-    all_options = {"temperature": 1.0, "reduction": "mean", **(options or {})}
-    return OpCase(name, {"shape": shape, "vocabulary": vocabulary, **sizes}, all_options, dtypes, interpret)
+    return loss_case(name, *shape, vocabulary=vocabulary, options={"temperature": 1.0, **(options or {})}, **sizes)
 
 
 _SINGLE = (torch.float32,)
@@ -144,23 +142,6 @@ def _without_square(**arguments: Any) -> Tensor:
     return reference.distillation_loss(**arguments) / arguments["temperature"] ** 2
 
 
-def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.distillation_loss import triton as kernels
-
-    calls = ((30528, "bf16"), (30528, "fp32"))
-    return [TritonKernel(**description) for call in calls for description in kernels.compile_signatures(*call)]
-
-
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    hidden, positions = inputs["student_hidden"], inputs["positions"]
-    count = hidden.shape[:-1].numel() if positions is None else positions.numel()
-    names = ("student_hidden", "student_weight", "student_bias", "teacher", "teacher_weight", "teacher_bias")
-    counted = torch.ones(count, dtype=torch.int32) if inputs["mask"] is None else inputs["mask"].flatten().int()
-    needs = [True, True, inputs["student_bias"] is not None]
-    rest = (counted, positions, None, options["temperature"], needs, None)
-    return [(torch.ops.fasttfm.distillation_loss_forward.default, (*(inputs[name] for name in names), *rest))]
-
-
 def _bench(rows: int, columns: int, width: int, dtypes: tuple[torch.dtype, ...]) -> OpCase:
     name = f"{rows}x{columns}x30522"
     options = {"temperature": 2.0}
@@ -182,9 +163,8 @@ SPEC = OpSpec(
     forward_cost=lambda case, dtype: _cost(case, dtype, backward=False),
     backward_cost=lambda case, dtype: _cost(case, dtype, backward=True),
     gradients_in_forward=True,
-    peers=(Peer("torch", _torch_loss), Peer("torch.compile", compiled(_torch_loss))),
+    peers=torch_peers(_torch_loss),
     bad_calls=BAD_CALLS,
     mutants={"the other way round": _other_way_round, "without T^2": _without_square},
-    triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
+    triton_kernels=triton_kernels("distillation_loss", (30528, "bf16"), (30528, "fp32")),
 )

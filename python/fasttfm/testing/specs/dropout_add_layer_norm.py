@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.dropout_add_layer_norm import reference
 from fasttfm.ops import dropout_add_layer_norm
 from fasttfm.testing.random_sizes import NORMALISED, random_lengths, random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import BAD_ROWS
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.row_cases import BAD_ROWS, in_layout
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, draw, spoil, triton_kernels
 
 PARAMETERS = ("weight", "bias", "linear_bias")
 SEED = 0x123456789ABCDEF
@@ -33,14 +34,7 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
     def rows(dtype: torch.dtype) -> Tensor:
         x = tensor(*shape, dtype=dtype) + case.sizes.get("offset", 0.0)
-        layout = case.sizes.get("layout", "contiguous")
-        if layout == "transposed":  # [A, B, C] seen as [B, A, C]
-            return x.transpose(0, 1)
-        if layout == "sliced":  # every second row of a wider tensor
-            wide = tensor(2 * x.shape[0], columns + 8, dtype=dtype)
-            wide[::2, :columns] = x
-            return wide[::2, :columns]
-        return x
+        return in_layout(x, case.sizes.get("layout", "contiguous"), functools.partial(tensor, dtype=dtype), padding=8)
 
     inputs: Inputs = {"x": rows(dtype), "residual": rows(type_of("residual_dtype"))}
     for name in PARAMETERS:
@@ -196,35 +190,8 @@ def _without_dz(*args: Any, **options: Any) -> Any:
     return outputs if isinstance(outputs, Tensor) else (outputs[0], _ForgottenStream.apply(outputs[1]))
 
 
-def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.dropout_add_layer_norm import triton as kernels
-
-    types = (("bf16", "bf16", "bf16"), ("bf16", "fp32", "fp32"), ("fp16", "fp16", "fp16"), ("fp32", "fp32", "fp32"))
-    signatures = []
-    for columns in (64, 768, 1024, 4096, 8192):
-        for element, stream, parameter in types:
-            signatures += kernels.compile_signatures(columns, element, stream, parameter)
-    return [TritonKernel(**description) for description in signatures]
-
-
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    x, residual = inputs["x"], inputs["residual"]
-    parameters = [inputs[name] for name in PARAMETERS]
-    seed = inputs["seed"] if options["p"] else None
-    dropout = (inputs.get("cu_seqlens"), seed, options["p"])
-    forward = (x, residual, *parameters, *dropout, options["eps"])
-    _, z, statistics = reference.dropout_add_layer_norm_forward(*forward, True)
-    dy, dz = torch.ones_like(x), torch.ones_like(z) if options["prenorm"] else None
-    needs = [parameter is not None for parameter in parameters]
-    return [
-        (torch.ops.fasttfm.dropout_add_layer_norm_forward.default, (*forward, options["prenorm"], None)),
-        (
-            torch.ops.fasttfm.dropout_add_layer_norm_backward.default,
-            (dy, dz, z, statistics, *parameters, *dropout, needs, None),
-        ),
-    ]
-
-
+# Of rows, residual and parameters.
+_TRITON_TYPES = (("bf16",) * 3, ("bf16", "fp32", "fp32"), ("fp16",) * 3, ("fp32",) * 3)
 SPEC = OpSpec(
     name="dropout_add_layer_norm",
     function=dropout_add_layer_norm,
@@ -244,7 +211,7 @@ SPEC = OpSpec(
     forward_cost=_forward_cost,
     backward_cost=_backward_cost,
     inference_cost=_inference_cost,
-    peers=(Peer("torch", _torch), Peer("torch.compile", compiled(_torch))),
+    peers=torch_peers(_torch),
     bad_calls=BAD_CALLS,
     mutants={
         "another mask": _other_mask,
@@ -252,6 +219,8 @@ SPEC = OpSpec(
         "positions in the batch": _position_in_the_batch,
         "the gradient of z dropped": _without_dz,
     },
-    triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
+    triton_kernels=triton_kernels(
+        "dropout_add_layer_norm",
+        *((columns, *types) for columns in (64, 768, 1024, 4096, 8192) for types in _TRITON_TYPES),
+    ),
 )

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.embedding import reference
 from fasttfm.ops import embedding
 from fasttfm.testing.random_sizes import NORMALISED, random_lengths, random_scale, random_size, some_of
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, TritonKernel, draw, spoil
 
 VOCABULARY = 30522
 
@@ -332,25 +332,6 @@ def _signatures(columns: int, table: str, element: str, parameter: str) -> list[
     ]
 
 
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    names = ("ids", "word_table", "position_table", "segment_table", "position_ids", "segment_ids")
-    tensors = tuple(inputs.get(name) for name in (*names, "cu_seqlens", "weight", "bias", "seed"))
-    tables, indices = tensors[1:4], (tensors[0], *tensors[4:6])
-    p = options.get("p", 0.0)
-    tensors = (*tensors[:-1], tensors[-1] if p else None)
-    layer_norm = options.get("layer_norm", False) or inputs.get("weight") is not None
-    dtype = inputs.get("dtype", inputs["word_table"].dtype)
-    y, statistics = reference.embedding_forward(tables, indices, *tensors[6:], layer_norm, 1e-5, p, dtype)
-    needs = [tensor is not None for tensor in (*tables, *tensors[7:9])]
-    *others, seed = tensors
-    padding_idx = options.get("padding_idx")
-    numbers = (layer_norm, p, padding_idx, dtype, *needs, None)
-    return [
-        (torch.ops.fasttfm.embedding_forward.default, (*tensors, layer_norm, 1e-5, p, dtype, padding_idx, None)),
-        (torch.ops.fasttfm.embedding_backward.default, (torch.ones_like(y), *others, statistics, seed, *numbers)),
-    ]
-
-
 SPEC = OpSpec(
     name="embedding",
     function=embedding,
@@ -372,7 +353,7 @@ SPEC = OpSpec(
     ),
     forward_cost=_forward_cost,
     backward_cost=_backward_cost,
-    peers=(Peer("torch", _torch_embedding), Peer("torch.compile", compiled(_torch_embedding))),
+    peers=torch_peers(_torch_embedding),
     bad_calls=BAD_CALLS,
     mutants={
         "without the segments": _without_segments,
@@ -381,5 +362,4 @@ SPEC = OpSpec(
         "repeated ids lose gradient": _repeats_lost,
     },
     triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
 )

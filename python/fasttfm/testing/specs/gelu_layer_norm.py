@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fasttfm.bench.peers import compiled, liger
+from fasttfm.bench.peers import Inputs, Peer, liger, torch_peers
 from fasttfm.kernels.common.activation import derivative
 from fasttfm.kernels.gelu_layer_norm import reference
 from fasttfm.ops import gelu_layer_norm
 from fasttfm.testing.random_sizes import NORMALISED, random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import BAD_ROWS, draw_rows, row_case, row_cost
-from fasttfm.testing.spec import BadCall, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
+from fasttfm.testing.row_cases import BAD_EPS, BAD_ROWS, draw_rows, row_case, row_cost, row_kernels
+from fasttfm.testing.spec import BadCall, OpCase, OpSpec, spoil, triton_kernels
 
 _PARAMETERS = ("linear_bias", "weight", "bias")
 _KINDS = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -98,8 +98,7 @@ BAD_CALLS = (
     BadCall("double weight, single x", "x", TypeError, spoil("weight", torch.ones(64, dtype=torch.float64))),
     BadCall("unknown form of gelu", "approximate", ValueError, spoil("approximate", "erf")),
     BadCall("approximate is a flag", "approximate", TypeError, spoil("approximate", True)),
-    BadCall("eps is text", "eps", TypeError, spoil("eps", "small")),
-    BadCall("eps is negative", "eps", ValueError, spoil("eps", -1.0)),
+    *BAD_EPS[:2],
 )
 
 
@@ -145,31 +144,6 @@ class _LinearBiasBeforeGelu(torch.autograd.Function):
         return dx, *kept, None, None
 
 
-def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.gelu_layer_norm import triton as kernels
-
-    signatures = []
-    for columns in (64, 768, 1024, 4096, 8192):
-        for element, parameter in (("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
-            for kind in ("gelu", "gelu_tanh") if columns == 1024 else ("gelu",):
-                signatures += kernels.compile_signatures(columns, element, parameter, kind)
-    return [TritonKernel(**description) for description in signatures]
-
-
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    x, parameters = inputs["x"], [inputs[name] for name in _PARAMETERS]
-    kind, eps = _KINDS[options["approximate"]], options["eps"]
-    _, statistics = reference.gelu_layer_norm_forward(x, *parameters, kind, eps)
-    needs = [parameter is not None for parameter in parameters]
-    return [
-        (torch.ops.fasttfm.gelu_layer_norm_forward.default, (x, *parameters, kind, eps, None)),
-        (
-            torch.ops.fasttfm.gelu_layer_norm_backward.default,
-            (torch.ones_like(x), x, *parameters, statistics, kind, *needs, None),
-        ),
-    ]
-
-
 SPEC = OpSpec(
     name="gelu_layer_norm",
     function=gelu_layer_norm,
@@ -188,8 +162,7 @@ SPEC = OpSpec(
     forward_cost=row_cost(2),
     backward_cost=row_cost(3),
     peers=(
-        Peer("torch", _torch_gelu_layer_norm),
-        Peer("torch.compile", compiled(_torch_gelu_layer_norm)),
+        *torch_peers(_torch_gelu_layer_norm),
         Peer("liger", _liger_layer_norm),
     ),
     bad_calls=BAD_CALLS,
@@ -200,6 +173,9 @@ SPEC = OpSpec(
             _LinearBiasBeforeGelu.apply(x, linear_bias, weight, bias, approximate, eps)
         ),
     },
-    triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
+    triton_kernels=triton_kernels(
+        "gelu_layer_norm",
+        *((*row, "gelu") for row in row_kernels(64, 768, 1024, 4096, 8192)),
+        *((*row, "gelu_tanh") for row in row_kernels(1024)),
+    ),
 )

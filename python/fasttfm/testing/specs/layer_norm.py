@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled, liger
+from fasttfm.bench.peers import Inputs, Peer, liger, torch_peers
 from fasttfm.kernels.layer_norm import reference
 from fasttfm.ops import layer_norm
 from fasttfm.testing.random_sizes import NORMALISED, random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import BAD_ROWS, draw_rows, row_case, row_cost
-from fasttfm.testing.spec import BadCall, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
+from fasttfm.testing.row_cases import BAD_EPS, BAD_ROWS, draw_rows, row_case, row_cost, row_kernels
+from fasttfm.testing.spec import BadCall, OpCase, OpSpec, spoil, triton_kernels
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -76,9 +76,7 @@ BAD_CALLS = (
     BadCall("bias elsewhere", "bias", ValueError, spoil("bias", torch.ones(64, device="meta"))),
     BadCall("bias is a number", "bias", TypeError, spoil("bias", 1.0)),
     BadCall("double weight, single x", "x", TypeError, spoil("weight", torch.ones(64, dtype=torch.float64))),
-    BadCall("eps is text", "eps", TypeError, spoil("eps", "small")),
-    BadCall("eps is negative", "eps", ValueError, spoil("eps", -1.0)),
-    BadCall("eps is not a number", "eps", ValueError, spoil("eps", float("nan"))),
+    *BAD_EPS,
 )
 
 
@@ -112,28 +110,6 @@ class _DroppedTerm(torch.autograd.Function):
         return dx, None if weight is None else dweight, None if bias is None else dbias, None
 
 
-def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.layer_norm import triton as kernels
-
-    signatures = []
-    for columns in (64, 768, 1024, 4096, 8192):
-        for element, parameter in (("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
-            signatures += kernels.compile_signatures(columns, element, parameter)
-    return [TritonKernel(**description) for description in signatures]
-
-
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
-    _, statistics = reference.layer_norm_forward(x, weight, bias, options["eps"])
-    return [
-        (torch.ops.fasttfm.layer_norm_forward.default, (x, weight, bias, options["eps"], None)),
-        (
-            torch.ops.fasttfm.layer_norm_backward.default,
-            (torch.ones_like(x), x, weight, bias, statistics, weight is not None, bias is not None, None),
-        ),
-    ]
-
-
 SPEC = OpSpec(
     name="layer_norm",
     function=layer_norm,
@@ -152,8 +128,7 @@ SPEC = OpSpec(
     forward_cost=row_cost(2),
     backward_cost=row_cost(3),
     peers=(
-        Peer("torch", _torch_layer_norm),
-        Peer("torch.compile", compiled(_torch_layer_norm)),
+        *torch_peers(_torch_layer_norm),
         Peer("liger", _liger_layer_norm),
     ),
     bad_calls=BAD_CALLS,
@@ -162,6 +137,5 @@ SPEC = OpSpec(
         "variance over C - 1": _one_column_short,
         "a term of dx dropped": lambda x, weight, bias, eps: _DroppedTerm.apply(x, weight, bias, eps),
     },
-    triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
+    triton_kernels=triton_kernels("layer_norm", *row_kernels(64, 768, 1024, 4096, 8192)),
 )

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled, liger
+from fasttfm.bench.peers import Inputs, Peer, liger, torch_peers
 from fasttfm.kernels.linear_cross_entropy import reference
-from fasttfm.kernels.vocabulary.cross_entropy import Loss
 from fasttfm.ops import linear_cross_entropy
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
-from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, TritonKernel, spoil
+from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels, loss_case, random_loss_options
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -25,42 +24,35 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
     return {**inputs, "labels": labels.int() if case.sizes.get("int32") else labels}
 
 
-def _case(name: str, *shape: int, vocabulary: int, options: dict[str, Any] | None = None, **sizes: Any) -> OpCase:
-    dtypes, interpret = sizes.pop("dtypes", OpCase.dtypes), sizes.pop("interpret", True)
-    all_options = {"reduction": "mean", **(options or {})}
-    return OpCase(name, {"shape": shape, "vocabulary": vocabulary, **sizes}, all_options, dtypes, interpret)
-
-
+_NONE = {"reduction": "none"}
 CASES = (
-    _case("typical", 3, 7, 64, vocabulary=101),
-    _case("sum", 9, 32, vocabulary=48, options={"reduction": "sum"}),
-    _case("none", 3, 5, 32, vocabulary=40, options={"reduction": "none"}),
-    _case("smoothed", 9, 32, vocabulary=57, options={"label_smoothing": 0.1, "z_loss": 1e-3}),
-    _case("smoothed_none", 9, 32, vocabulary=57, options={"reduction": "none", "label_smoothing": 0.2, "z_loss": 1e-2}),
-    _case("no_bias", 7, 33, vocabulary=51, bias=False),
-    _case("long_rows", 5, 16, vocabulary=4500),
-    _case("one_row", 1, 40, vocabulary=9),
-    _case("vector", 40, vocabulary=24),
-    _case("one_word", 4, 16, vocabulary=1),
-    _case("no_rows", 0, 16, vocabulary=12),
-    _case("nothing_counts", 6, 16, vocabulary=12, share=0.0),
-    _case("many_rows", 301, 16, vocabulary=24, interpret=False),
-    _case("large_logits", 6, 32, vocabulary=40, scale=300.0),
-    _case("transposed", 4, 6, 32, vocabulary=24, layout="transposed"),
-    _case("strided", 4, 6, 32, vocabulary=24, layout="strided"),
-    _case("int32_labels", 9, 32, vocabulary=24, int32=True, dtypes=(torch.float32,)),
-    _case("total", 9, 32, vocabulary=24, options={"total": 64}, dtypes=(torch.float32,)),
-    _case("word_0_ignored", 9, 32, vocabulary=4, options={"ignore_index": 0}, share=1.0, dtypes=(torch.float32,)),
+    loss_case("typical", 3, 7, 64, vocabulary=101),
+    loss_case("sum", 9, 32, vocabulary=48, options={"reduction": "sum"}),
+    loss_case("none", 3, 5, 32, vocabulary=40, options=_NONE),
+    loss_case("smoothed", 9, 32, vocabulary=57, options={"label_smoothing": 0.1, "z_loss": 1e-3}),
+    loss_case(
+        "smoothed_none", 9, 32, vocabulary=57, options={"reduction": "none", "label_smoothing": 0.2, "z_loss": 1e-2}
+    ),
+    loss_case("no_bias", 7, 33, vocabulary=51, bias=False),
+    loss_case("long_rows", 5, 16, vocabulary=4500),
+    loss_case("one_row", 1, 40, vocabulary=9),
+    loss_case("vector", 40, vocabulary=24),
+    loss_case("one_word", 4, 16, vocabulary=1),
+    loss_case("no_rows", 0, 16, vocabulary=12),
+    loss_case("nothing_counts", 6, 16, vocabulary=12, share=0.0),
+    loss_case("many_rows", 301, 16, vocabulary=24, interpret=False),
+    loss_case("large_logits", 6, 32, vocabulary=40, scale=300.0),
+    loss_case("transposed", 4, 6, 32, vocabulary=24, layout="transposed"),
+    loss_case("strided", 4, 6, 32, vocabulary=24, layout="strided"),
+    loss_case("int32_labels", 9, 32, vocabulary=24, int32=True, dtypes=(torch.float32,)),
+    loss_case("total", 9, 32, vocabulary=24, options={"total": 64}, dtypes=(torch.float32,)),
+    loss_case("word_0_ignored", 9, 32, vocabulary=4, options={"ignore_index": 0}, share=1.0, dtypes=(torch.float32,)),
 )
 
 
 def _random_case(source: random.Random) -> OpCase:
-    options = {
-        "reduction": source.choice(("mean", "sum", "none")),
-        "label_smoothing": source.choice((0.0, 0.1)),
-        "z_loss": source.choice((0.0, 1e-3)),
-    }
-    return _case(
+    options = random_loss_options(source)
+    return loss_case(
         "random",
         *random_shape(source, largest=96),
         vocabulary=random_size(source, 300),
@@ -167,27 +159,6 @@ def _triton_kernels() -> list[TritonKernel]:
     return [TritonKernel(**description) for description in signatures]
 
 
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    return native_ops("linear_cross_entropy", inputs, options, None)
-
-
-def native_ops(
-    op: str, inputs: Inputs, options: Mapping[str, Any], positions: Tensor | None
-) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The engine's calls, forward and backward, for opcheck."""
-    loss = Loss(options.get("ignore_index", IGNORED), options.get("label_smoothing", 0.0), options.get("z_loss", 0.0))
-    tensors = (inputs["hidden"], inputs["weight"], inputs["bias"], inputs["labels"].flatten(), positions)
-    needs = [True, True, inputs["bias"] is not None]
-    call = (*tensors, None, None, *loss, False, needs, op, None)
-    *_, dh, dweight, dbias = torch.ops.fasttfm.linear_cross_entropy_forward(*call)
-    hidden = inputs["hidden"]
-    back = (dh, dweight, dbias, torch.ones(()), tensors[3], positions, hidden.shape, hidden.dtype, loss.ignore_index)
-    return [
-        (torch.ops.fasttfm.linear_cross_entropy_forward.default, call),
-        (torch.ops.fasttfm.linear_cross_entropy_backward.default, (*back, needs, op, None)),
-    ]
-
-
 _BF16 = (torch.bfloat16,)
 SPEC = OpSpec(
     name="linear_cross_entropy",
@@ -200,18 +171,17 @@ SPEC = OpSpec(
     torch_products=True,
     random_case=_random_case,
     bench_cases=(
-        _case("32768x768x50257", 32768, 768, vocabulary=50257, bias=False, share=1.0, dtypes=_BF16),
-        _case("8192x1024x50257", 8192, 1024, vocabulary=50257, bias=False, share=1.0, dtypes=_BF16),
+        loss_case("32768x768x50257", 32768, 768, vocabulary=50257, bias=False, share=1.0, dtypes=_BF16),
+        loss_case("8192x1024x50257", 8192, 1024, vocabulary=50257, bias=False, share=1.0, dtypes=_BF16),
     ),
     bench_cases_cpu=(
-        _case("128x768x50257", 128, 768, vocabulary=50257, bias=False, share=1.0, dtypes=(torch.float32,)),
+        loss_case("128x768x50257", 128, 768, vocabulary=50257, bias=False, share=1.0, dtypes=(torch.float32,)),
     ),
     forward_cost=lambda case, dtype: _cost(case, dtype, 1),
     backward_cost=lambda case, dtype: _cost(case, dtype, 2),
     gradients_in_forward=True,
     peers=(
-        Peer("torch", _torch_loss),
-        Peer("torch.compile", compiled(_torch_loss)),
+        *torch_peers(_torch_loss),
         Peer("liger", _liger_loss),
     ),
     bad_calls=BAD_CALLS,
@@ -222,5 +192,4 @@ SPEC = OpSpec(
         "the label's term of the gradient dropped": _dropped_target,
     },
     triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
 )

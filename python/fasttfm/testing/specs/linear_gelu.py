@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.linear_gelu import reference
 from fasttfm.ops import ACTIVATIONS, linear_gelu
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw, spoil
+from fasttfm.testing.row_cases import BAD_ROWS, TORCH_ACTIVATIONS, bare_gemms, linear_cost
+from fasttfm.testing.spec import BadCall, OpCase, OpSpec, draw, op_case, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -32,8 +33,7 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
 
 def _case(name: str, *shape: int, outputs: int, activation: str = "gelu", **sizes: Any) -> OpCase:
-    dtypes = sizes.pop("dtypes", OpCase.dtypes)
-    return OpCase(name, {"shape": shape, "outputs": outputs, **sizes}, {"activation": activation}, dtypes)
+    return op_case(name, {"activation": activation}, shape=shape, outputs=outputs, **sizes)
 
 
 CASES = (
@@ -63,51 +63,13 @@ def _random_case(source: random.Random) -> OpCase:
     )
 
 
-def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
-    """Each product's flops, and its two operands read and its result written."""
-    *leading, columns = case.sizes["shape"]
-    rows, outputs = torch.Size(leading).numel(), case.sizes["outputs"]
-    bytes_of_one = (rows * (columns + outputs) + columns * outputs) * dtype.itemsize
-    return Cost(bytes=products * bytes_of_one, flops=products * 2 * rows * columns * outputs)
-
-
-def torch_activation(activation: str) -> Callable[[Tensor], Tensor]:
-    """The activation as users write it."""
-    kind = ACTIVATIONS[activation]
-    if kind == "gelu_tanh":
-        return lambda x: torch.nn.functional.gelu(x, approximate="tanh")
-    function: Callable[[Tensor], Tensor] = getattr(torch.nn.functional, kind)
-    return function
-
-
 def _torch_linear(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
-    activation = torch_activation(options["activation"])
+    activation = TORCH_ACTIVATIONS[ACTIVATIONS[options["activation"]]]
     return lambda: activation(torch.nn.functional.linear(inputs["x"], inputs["weight"], inputs["bias"]))
 
 
-class _BareProducts(torch.autograd.Function):
-    """The three GEMMs without anything else, as a lower bound for every fused op."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.t())
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return torch.mm(dy, weight), torch.mm(dy.t(), x)
-
-
-def bare_products(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
-    """The peer of ops with one linear layer whose GEMMs are those of ``x`` and ``weight``."""
-    return lambda: _BareProducts.apply(inputs["x"].flatten(0, -2), inputs["weight"])
-
-
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
+    *BAD_ROWS[:3],
     BadCall("weight of other columns", "weight", ValueError, spoil("weight", torch.ones(128, 63))),
     BadCall("weight of no rows", "weight", ValueError, spoil("weight", torch.ones(0, 64))),
     BadCall("weight of one dimension", "weight", ValueError, spoil("weight", torch.ones(64))),
@@ -134,19 +96,6 @@ def _other_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str)
     return _reference(x, weight, bias, swapped.get(activation, activation))
 
 
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    x, weight, bias, kind = inputs["x"], inputs["weight"], inputs["bias"], ACTIVATIONS[options["activation"]]
-    y, h = reference.linear_gelu_forward(x, weight, bias, kind)
-    needs = [True, True, bias is not None]
-    return [
-        (torch.ops.fasttfm.linear_gelu_forward.default, (x, weight, bias, kind, None)),
-        (
-            torch.ops.fasttfm.linear_gelu_backward.default,
-            (torch.ones_like(y), x, weight, bias, h, kind, needs, None),
-        ),
-    ]
-
-
 SPEC = OpSpec(
     name="linear_gelu",
     function=linear_gelu,
@@ -163,14 +112,12 @@ SPEC = OpSpec(
     ),
     # fp32 only: where a CPU has no instructions for bf16, torch's own product takes minutes.
     bench_cases_cpu=(_case("128x768x3072", 128, 768, outputs=3072, dtypes=(torch.float32,)),),
-    forward_cost=lambda case, dtype: _cost(case, dtype, 1),
-    backward_cost=lambda case, dtype: _cost(case, dtype, 2),
+    forward_cost=lambda case, dtype: linear_cost(case, dtype, case.sizes["outputs"], 1),
+    backward_cost=lambda case, dtype: linear_cost(case, dtype, case.sizes["outputs"], 2),
     peers=(
-        Peer("torch", _torch_linear),
-        Peer("torch.compile", compiled(_torch_linear)),
-        Peer("bare GEMMs", bare_products),
+        *torch_peers(_torch_linear),
+        bare_gemms("weight"),
     ),
     bad_calls=BAD_CALLS,
     mutants={"without the bias": _without_bias, "the other GELU": _other_gelu},
-    native_ops=_native_ops,
 )

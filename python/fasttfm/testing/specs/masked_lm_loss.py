@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled, liger
+from fasttfm.bench.peers import Inputs, Peer, compiled, liger
 from fasttfm.kernels.masked_lm_loss import reference
 from fasttfm.ops import masked_lm_loss
 from fasttfm.testing.random_sizes import random_scale, random_shape, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, spoil
-from fasttfm.testing.specs.linear_cross_entropy import native_ops
-from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, spoil
+from fasttfm.testing.vocabulary_cases import IGNORED, cost, draw_hidden, draw_labels, loss_case, random_loss_options
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -36,31 +35,25 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
     return {**inputs, "labels": labels, "positions": positions.to(device)}
 
 
-def _case(name: str, *shape: int, vocabulary: int, options: dict[str, Any] | None = None, **sizes: Any) -> OpCase:
-    dtypes, interpret = sizes.pop("dtypes", OpCase.dtypes), sizes.pop("interpret", True)
-    all_options = {"reduction": "mean", **(options or {})}
-    return OpCase(name, {"shape": shape, "vocabulary": vocabulary, **sizes}, all_options, dtypes, interpret)
-
-
 _SINGLE = (torch.float32,)
 CASES = (
-    _case("typical", 3, 7, 64, vocabulary=101, positions=6),
-    _case("found", 3, 7, 32, vocabulary=57),
-    _case("bounded", 3, 7, 32, vocabulary=57, options={"max_predictions": 12}),
-    _case("found_none", 3, 7, 32, vocabulary=57, options={"reduction": "none"}, dtypes=_SINGLE),
-    _case("none", 21, 32, vocabulary=57, positions=5, options={"reduction": "none"}),
-    _case("sum", 21, 32, vocabulary=57, positions=5, options={"reduction": "sum"}, dtypes=_SINGLE),
-    _case("smoothed", 21, 32, vocabulary=57, positions=5, options={"label_smoothing": 0.1, "z_loss": 1e-3}),
-    _case("any_order_and_repeated", 9, 32, vocabulary=24, positions=(7, 2, 2, 8, 0, 2, 7)),
-    _case("filled_up", 9, 32, vocabulary=24, positions=(1, 2, 5, 0, 0, 0), share=0.5),
-    _case("two_dimensions", 3, 4, 32, vocabulary=24, positions=((1, 2), (5, 4), (9, 11)), dtypes=_SINGLE),
-    _case("no_positions", 9, 32, vocabulary=24, positions=0),
-    _case("nothing_found", 9, 32, vocabulary=24, share=0.0),
-    _case("no_rows", 0, 32, vocabulary=24, dtypes=_SINGLE),
-    _case("all_rows", 9, 32, vocabulary=24, share=1.0, dtypes=_SINGLE),
-    _case("no_bias", 9, 33, vocabulary=51, positions=4, bias=False),
-    _case("transposed", 4, 6, 32, vocabulary=24, positions=7, layout="transposed"),
-    _case("strided", 4, 6, 32, vocabulary=24, layout="strided", dtypes=_SINGLE),
+    loss_case("typical", 3, 7, 64, vocabulary=101, positions=6),
+    loss_case("found", 3, 7, 32, vocabulary=57),
+    loss_case("bounded", 3, 7, 32, vocabulary=57, options={"max_predictions": 12}),
+    loss_case("found_none", 3, 7, 32, vocabulary=57, options={"reduction": "none"}, dtypes=_SINGLE),
+    loss_case("none", 21, 32, vocabulary=57, positions=5, options={"reduction": "none"}),
+    loss_case("sum", 21, 32, vocabulary=57, positions=5, options={"reduction": "sum"}, dtypes=_SINGLE),
+    loss_case("smoothed", 21, 32, vocabulary=57, positions=5, options={"label_smoothing": 0.1, "z_loss": 1e-3}),
+    loss_case("any_order_and_repeated", 9, 32, vocabulary=24, positions=(7, 2, 2, 8, 0, 2, 7)),
+    loss_case("filled_up", 9, 32, vocabulary=24, positions=(1, 2, 5, 0, 0, 0), share=0.5),
+    loss_case("two_dimensions", 3, 4, 32, vocabulary=24, positions=((1, 2), (5, 4), (9, 11)), dtypes=_SINGLE),
+    loss_case("no_positions", 9, 32, vocabulary=24, positions=0),
+    loss_case("nothing_found", 9, 32, vocabulary=24, share=0.0),
+    loss_case("no_rows", 0, 32, vocabulary=24, dtypes=_SINGLE),
+    loss_case("all_rows", 9, 32, vocabulary=24, share=1.0, dtypes=_SINGLE),
+    loss_case("no_bias", 9, 33, vocabulary=51, positions=4, bias=False),
+    loss_case("transposed", 4, 6, 32, vocabulary=24, positions=7, layout="transposed"),
+    loss_case("strided", 4, 6, 32, vocabulary=24, layout="strided", dtypes=_SINGLE),
 )
 
 
@@ -68,12 +61,8 @@ def _random_case(source: random.Random) -> OpCase:
     *leading, columns = random_shape(source, largest=96)
     rows = math.prod(leading)
     positions = tuple(source.randrange(rows) for _ in range(source.randint(0, rows))) if rows else ()
-    options = {
-        "reduction": source.choice(("mean", "sum", "none")),
-        "label_smoothing": source.choice((0.0, 0.1)),
-        "z_loss": source.choice((0.0, 1e-3)),
-    }
-    return _case(
+    options = random_loss_options(source)
+    return loss_case(
         "random",
         *leading,
         columns,
@@ -157,15 +146,10 @@ def _ignored_rows_count(**arguments: Any) -> Tensor:
     return _reference(**{**arguments, "labels": arguments["labels"].clamp(min=0)})
 
 
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    positions = inputs["positions"]
-    return native_ops("masked_lm_loss", inputs, options, None if positions is None else positions.flatten())
-
-
 def _bench(tokens: int, columns: int, vocabulary: int = 30522, dtypes: tuple[torch.dtype, ...] = ()) -> OpCase:
     name, predicted = f"{tokens}x{columns}x{vocabulary}", round(0.15 * tokens)
     dtypes = dtypes or (torch.bfloat16,)
-    return _case(name, tokens, columns, vocabulary=vocabulary, positions=predicted, dtypes=dtypes)
+    return loss_case(name, tokens, columns, vocabulary=vocabulary, positions=predicted, dtypes=dtypes)
 
 
 SPEC = OpSpec(
@@ -191,5 +175,4 @@ SPEC = OpSpec(
     ),
     bad_calls=BAD_CALLS,
     mutants={"rows one late": _one_row_late, "ignored rows count": _ignored_rows_count},
-    native_ops=_native_ops,
 )

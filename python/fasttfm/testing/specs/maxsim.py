@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.maxsim import reference
 from fasttfm.ops import cu_seqlens_from_lengths, maxsim
-from fasttfm.ops.maxsim import arguments, side
 from fasttfm.testing.random_sizes import random_scale, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, draw, op_case, spoil, triton_kernels
 
 # How sequences are given: "dense" ones are as long as the first, others have the length of each.
 _LAYOUTS = ("dense", "lengths", "packed")
@@ -42,12 +41,10 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
 
 def _case(name: str, queries: Sequence[int], documents: Sequence[int], columns: int = 24, **sizes: Any) -> OpCase:
-    interpret = sizes.pop("interpret", True)
-    dtypes, pairs = sizes.pop("dtypes", OpCase.dtypes), sizes.pop("pairs", False)
-    layout = sizes.pop("layout", "packed")
+    pairs, layout = sizes.pop("pairs", False), sizes.pop("layout", "packed")
     layouts = {"query_layout": layout, "document_layout": layout}
     all_sizes = {"queries": tuple(queries), "documents": tuple(documents), "columns": columns, **layouts, **sizes}
-    return OpCase(name, all_sizes, {"pairs": pairs}, dtypes, interpret)
+    return op_case(name, {"pairs": pairs}, **all_sizes)
 
 
 _SINGLE = (torch.float32,)
@@ -151,26 +148,6 @@ def _documents_first(**inputs: Any) -> Tensor:
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.maxsim import triton as kernels
-
-    calls = ((128, "bf16"), (768, "bf16"), (128, "fp32"))
-    return [TritonKernel(**description) for call in calls for description in kernels.compile_signatures(*call)]
-
-
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    sides = [
-        side(name, inputs[plural], *(inputs[f"{name}_{part}"] for part in ("lengths", "cu_seqlens", "mask")))
-        for name, plural in (("query", "queries"), ("document", "documents"))
-    ]
-    call = arguments(*sides)
-    scores, index = torch.ops.fasttfm.maxsim_forward(*call, options["pairs"], True, None)
-    return [
-        (torch.ops.fasttfm.maxsim_forward.default, (*call, options["pairs"], True, None)),
-        (torch.ops.fasttfm.maxsim_backward.default, (torch.ones_like(scores), *call[:3], index, True, True, None)),
-    ]
-
-
 def _bench(queries: int, documents: int, dtypes: tuple[torch.dtype, ...]) -> OpCase:
     """ColBERT's sizes: 32 tokens of a query, 180 of a document, 128 columns."""
     name = f"{queries}x32_{documents}x180"
@@ -192,7 +169,7 @@ SPEC = OpSpec(
     bench_cases_cpu=(_bench(8, 16, _SINGLE),),
     forward_cost=lambda case, dtype: _cost(case, dtype, products=True),
     backward_cost=lambda case, dtype: _cost(case, dtype, products=False),
-    peers=(Peer("torch", _torch_scores), Peer("torch.compile", compiled(_torch_scores))),
+    peers=torch_peers(_torch_scores),
     bad_calls=BAD_CALLS,
     mutants={
         "all tokens count": _all_tokens_count,
@@ -200,6 +177,5 @@ SPEC = OpSpec(
         "the mean of the maxima": _mean_of_maxima,
         "documents first": _documents_first,
     },
-    triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
+    triton_kernels=triton_kernels("maxsim", (128, "bf16"), (768, "bf16"), (128, "fp32")),
 )

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.mlp import reference
 from fasttfm.ops import ACTIVATIONS, mlp
-from fasttfm.ops.gelu_product import NOTHING, PRODUCT
 from fasttfm.testing.random_sizes import random_shape, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw, spoil
-from fasttfm.testing.specs.linear_gelu import torch_activation
+from fasttfm.testing.row_cases import BAD_ROWS, TORCH_ACTIVATIONS, bare_gemms, linear_cost
+from fasttfm.testing.spec import BadCall, OpCase, OpSpec, draw, op_case, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -38,9 +37,7 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
 
 def _case(name: str, *shape: int, inner: int, activation: str = "gelu", recompute: bool = True, **sizes: Any) -> OpCase:
-    dtypes = sizes.pop("dtypes", OpCase.dtypes)
-    options = {"activation": activation, "recompute": recompute}
-    return OpCase(name, {"shape": shape, "inner": inner, **sizes}, options, dtypes)
+    return op_case(name, {"activation": activation, "recompute": recompute}, shape=shape, inner=inner, **sizes)
 
 
 CASES = (
@@ -72,43 +69,14 @@ def _random_case(source: random.Random) -> OpCase:
     )
 
 
-def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
-    """Each product's flops, and its two operands read and its result written; both layers count as the first."""
-    *leading, columns = case.sizes["shape"]
-    rows, inner = torch.Size(leading).numel(), case.sizes["inner"]
-    bytes_of_one = (rows * (columns + inner) + columns * inner) * dtype.itemsize
-    return Cost(bytes=products * bytes_of_one, flops=products * 2 * rows * columns * inner)
-
-
 def _torch_mlp(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
-    linear, activation = torch.nn.functional.linear, torch_activation(options["activation"])
+    linear, activation = torch.nn.functional.linear, TORCH_ACTIVATIONS[ACTIVATIONS[options["activation"]]]
     x, w1, b1, w2, b2 = (inputs[name] for name in ("x", "w1", "b1", "w2", "b2"))
     return lambda: linear(activation(linear(x, w1, b1)), w2, b2)
 
 
-class _BareProducts(torch.autograd.Function):
-    """The six GEMMs without anything else, as a lower bound for every fused op."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        h = torch.mm(x, w1.t())
-        ctx.save_for_backward(x, w1, w2, h)
-        return torch.mm(h, w2.t())
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, w1, w2, h = ctx.saved_tensors
-        dh = torch.mm(dy, w2)
-        return torch.mm(dh, w1), torch.mm(dh.t(), x), torch.mm(dy.t(), h)
-
-
-def _bare_products(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
-    return lambda: _BareProducts.apply(inputs["x"].flatten(0, -2), inputs["w1"], inputs["w2"])
-
-
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
+    *BAD_ROWS[:2],
     BadCall("w1 of other columns", "w1", ValueError, spoil("w1", torch.ones(128, 63))),
     BadCall("w1 of another type", "w1", TypeError, spoil("w1", torch.ones(128, 64).bfloat16())),
     BadCall("b1 too short", "b1", ValueError, spoil("b1", torch.ones(64))),
@@ -159,22 +127,6 @@ def _wrong_activation(activation: str, recompute: bool, **tensors: Any) -> Tenso
     return y
 
 
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    x, w1, b1, w2, b2 = (inputs[name] for name in ("x", "w1", "b1", "w2", "b2"))
-    kind, keep = ACTIVATIONS[options["activation"]], not options["recompute"]
-    y, h, a = reference.mlp_forward(x, w1, b1, w2, b2, kind, keep)
-    saved = (torch.ones_like(y), x, w1, b1, w2, h, a if keep else None, kind, PRODUCT)
-    backward = torch.ops.fasttfm.mlp_backward.default
-    return [
-        *(
-            (torch.ops.fasttfm.mlp_forward.default, (x, w1, b1, w2, b2, kind, kept, keep, None))
-            for kept in (NOTHING, PRODUCT)
-        ),
-        (backward, (*saved, [True, True, b1 is not None, True, b2 is not None], None)),
-        (backward, (*saved, [False, False, False, True, False], None)),
-    ]
-
-
 SPEC = OpSpec(
     name="mlp",
     function=mlp,
@@ -193,12 +145,12 @@ SPEC = OpSpec(
     ),
     # fp32 only: where a CPU has no instructions for bf16, torch's own product takes minutes.
     bench_cases_cpu=(_case("128x768x3072", 128, 768, inner=3072, dtypes=(torch.float32,)),),
-    forward_cost=lambda case, dtype: _cost(case, dtype, 2),
-    backward_cost=lambda case, dtype: _cost(case, dtype, 4),
+    # Both layers count as the first.
+    forward_cost=lambda case, dtype: linear_cost(case, dtype, case.sizes["inner"], 2),
+    backward_cost=lambda case, dtype: linear_cost(case, dtype, case.sizes["inner"], 4),
     peers=(
-        Peer("torch", _torch_mlp),
-        Peer("torch.compile", compiled(_torch_mlp)),
-        Peer("bare GEMMs", _bare_products),
+        *torch_peers(_torch_mlp),
+        bare_gemms("w1", "w2"),
     ),
     bad_calls=BAD_CALLS,
     mutants={
@@ -206,5 +158,4 @@ SPEC = OpSpec(
         "without the second bias": _without_second_bias,
         "dw2 from the pre-activation": _wrong_activation,
     },
-    native_ops=_native_ops,
 )

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.pack import reference
 from fasttfm.ops import cu_seqlens_from_lengths, pack, unpack
 from fasttfm.testing.random_sizes import random_lengths, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, draw, spoil, triton_kernels
 
 
 def _pack_inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -163,21 +163,6 @@ def _unpack_keeping_the_next(packed: Tensor, cu_seqlens: Tensor, max_seqlen: int
     return packed[rows] if len(packed) > 0 else reference.unpack(packed, cu_seqlens, max_seqlen)
 
 
-def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.pack import triton as kernels
-
-    calls = ((1, "i64"), (768, "bf16"), (1024, "fp32"), (4096, "bf16"))
-    return [TritonKernel(**description) for call in calls for description in kernels.compile_signatures(*call)]
-
-
-def _native_pack(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    return [(torch.ops.fasttfm.pack.default, (inputs["x"], inputs["cu_seqlens"], options["total"], None))]
-
-
-def _native_unpack(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    return [(torch.ops.fasttfm.unpack.default, (inputs["packed"], inputs["cu_seqlens"], options["max_seqlen"], None))]
-
-
 _BENCH = (_bench_case("64x512x1024", 64, 512, 1024), _bench_case("64x512x768", 64, 512, 768))
 _BENCH_CPU = (_bench_case("4x512x768", 4, 512, 768),)
 
@@ -193,11 +178,10 @@ SPEC = OpSpec(
     bench_cases_cpu=_BENCH_CPU,
     forward_cost=_pack_cost,
     backward_cost=_unpack_cost,
-    peers=(Peer("torch", _torch_pack), Peer("torch.compile", compiled(_torch_pack))),
+    peers=torch_peers(_torch_pack),
     bad_calls=_BAD_PACKS,
     mutants={"one token late": _pack_one_late, "counted from the right": _pack_from_the_right},
-    triton_kernels=_triton_kernels,
-    native_ops=_native_pack,
+    triton_kernels=triton_kernels("pack", (1, "i64"), (768, "bf16"), (1024, "fp32"), (4096, "bf16")),
 )
 UNPACK_SPEC = OpSpec(
     name="unpack",
@@ -211,8 +195,7 @@ UNPACK_SPEC = OpSpec(
     bench_cases_cpu=tuple(_for_unpack(case) for case in _BENCH_CPU),
     forward_cost=_unpack_cost,
     backward_cost=_pack_cost,
-    peers=(Peer("torch", _torch_unpack), Peer("torch.compile", compiled(_torch_unpack))),
+    peers=torch_peers(_torch_unpack),
     bad_calls=_BAD_UNPACKS,
     mutants={"padding keeps what follows": _unpack_keeping_the_next},
-    native_ops=_native_unpack,
 )

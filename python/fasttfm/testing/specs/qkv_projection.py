@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.layer_norm import reference as layer_norm_reference
 from fasttfm.kernels.qkv_projection import reference
 from fasttfm.kernels.rotary import reference as rotary_reference
 from fasttfm.ops import qkv_projection
 from fasttfm.testing.random_sizes import NORMALISED, random_shape, random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
-from fasttfm.testing.specs.linear_gelu import bare_products
+from fasttfm.testing.row_cases import BAD_ROWS, bare_gemms, in_layout, linear_cost
+from fasttfm.testing.spec import BadCall, OpCase, OpSpec, TritonKernel, draw, op_case, spoil
 from fasttfm.testing.specs.rotary import table_inputs, torch_rotary
 
 # The harness passes tensors by name: the LayerNorm's two come as arguments of their own.
@@ -69,14 +69,7 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
     def tensor(*sizes: int, scale: float = 1.0) -> Tensor:
         return draw(generator, *sizes, dtype=dtype, device=device, scale=scale)
 
-    x = tensor(*shape)
-    layout = case.sizes.get("layout", "contiguous")
-    if layout == "transposed":  # [A, B, C] seen as [B, A, C]
-        x = x.transpose(0, 1)
-    elif layout == "sliced":  # every second row of a wider tensor
-        wide = tensor(2 * x.shape[0], columns + 5)
-        wide[::2, :columns] = x
-        x = wide[::2, :columns]
+    x = in_layout(tensor(*shape), case.sizes.get("layout", "contiguous"), tensor)
     weight = tensor(3 * columns, columns, scale=columns**-0.5)
     normed = case.sizes.get("layer_norm", False)
     tables: Inputs = dict.fromkeys(_TABLES)
@@ -95,12 +88,11 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 def _case(name: str, *shape: int, num_heads: int, **sizes: Any) -> OpCase:
     """With ``pairs``, a rotary embedding: tables of ``positions`` rows, as many as the sequence has by default, and
     positions of the type ``drawn``."""
-    dtypes = sizes.pop("dtypes", OpCase.dtypes)
     options: dict[str, Any] = {"num_heads": num_heads}
     if "pairs" in sizes:
         sizes = {"positions": max(1, shape[-2]), **sizes}
         options["interleaved"] = sizes.pop("interleaved", False)
-    return OpCase(name, {"shape": shape, **sizes}, options, dtypes)
+    return op_case(name, options, shape=shape, **sizes)
 
 
 CASES = (
@@ -143,14 +135,6 @@ def _random_case(source: random.Random) -> OpCase:
     return _case("random", *leading, heads * head_columns, num_heads=heads, **options)
 
 
-def _cost(case: OpCase, dtype: torch.dtype, products: int) -> Cost:
-    """Each product's flops, and its two operands read and its result written."""
-    *leading, columns = case.sizes["shape"]
-    rows = torch.Size(leading).numel()
-    bytes_of_one = (4 * rows * columns + 3 * columns * columns) * dtype.itemsize
-    return Cost(bytes=products * bytes_of_one, flops=products * 2 * rows * columns * 3 * columns)
-
-
 def _torch_linear(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], Tensor]:
     x, weight, bias, heads = inputs["x"], inputs["weight"], inputs["bias"], options["num_heads"]
     columns = x.shape[-1]
@@ -179,10 +163,7 @@ def _spoil_tables(**changed: Any) -> Callable[[Inputs, dict[str, Any]], None]:
 
 
 BAD_CALLS = (
-    BadCall("x is no tensor", "x", TypeError, spoil("x", [1.0])),
-    BadCall("x is of integers", "x", TypeError, spoil("x", torch.ones(3, 64, dtype=torch.int64))),
-    BadCall("x has no dimension", "x", ValueError, spoil("x", torch.tensor(1.0))),
-    BadCall("x has no column", "x", ValueError, spoil("x", torch.ones(3, 0))),
+    *BAD_ROWS,
     BadCall("weight is no tensor", "weight", TypeError, spoil("weight", "w")),
     BadCall("weight of other columns", "weight", ValueError, spoil("weight", torch.ones(192, 63))),
     BadCall("weight of other rows", "weight", ValueError, spoil("weight", torch.ones(128, 64))),
@@ -257,17 +238,6 @@ def _triton_kernels() -> list[TritonKernel]:
     return [TritonKernel(**description) for description in signatures]
 
 
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    x, weight, bias, heads = inputs["x"], inputs["weight"], inputs["bias"], options["num_heads"]
-    dqkv = torch.ones_like(reference.qkv_projection(x, weight, bias, heads))
-    tables = (*(inputs[name] for name in _TABLES), options.get("interleaved", False))
-    return [
-        (torch.ops.fasttfm.qkv_projection_forward.default, (x, weight, bias, heads, *tables, None)),
-        (torch.ops.fasttfm.qkv_projection_backward.default, (dqkv, x, weight, [True, True, True], None)),
-        (torch.ops.fasttfm.qkv_projection_backward.default, (dqkv, x, weight, [False, True, False], None)),
-    ]
-
-
 SPEC = OpSpec(
     name="qkv_projection",
     function=_with_layer_norm,
@@ -287,12 +257,11 @@ SPEC = OpSpec(
     ),
     # fp32 only: where a CPU has no instructions for bf16, torch's own product takes minutes.
     bench_cases_cpu=(_case("256x768", 256, 768, num_heads=12, dtypes=(torch.float32,)),),
-    forward_cost=lambda case, dtype: _cost(case, dtype, 1),
-    backward_cost=lambda case, dtype: _cost(case, dtype, 2),
+    forward_cost=lambda case, dtype: linear_cost(case, dtype, 3 * case.sizes["shape"][-1], 1),
+    backward_cost=lambda case, dtype: linear_cost(case, dtype, 3 * case.sizes["shape"][-1], 2),
     peers=(
-        Peer("torch", _torch_linear),
-        Peer("torch.compile", compiled(_torch_linear)),
-        Peer("bare GEMMs", bare_products),
+        *torch_peers(_torch_linear),
+        bare_gemms("weight"),
     ),
     bad_calls=BAD_CALLS,
     mutants={
@@ -303,5 +272,4 @@ SPEC = OpSpec(
         "other pairs": _mutant(rotate=_other_pairs),
     },
     triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
 )

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, Peer, compiled
 from fasttfm.kernels.replaced_token_loss import reference
 from fasttfm.ops import replaced_token_loss
 from fasttfm.testing.random_sizes import random_scale, random_shape
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw, spoil
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, draw, op_case, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -30,8 +30,7 @@ def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: t
 
 
 def _case(name: str, *shape: int, reduction: str = "mean", **sizes: Any) -> OpCase:
-    dtypes = sizes.pop("dtypes", OpCase.dtypes)
-    return OpCase(name, {"shape": shape, **sizes}, {"reduction": reduction}, dtypes)
+    return op_case(name, {"reduction": reduction}, shape=shape, **sizes)
 
 
 CASES = (
@@ -102,15 +101,6 @@ def _other_class(**arguments: Any) -> Tensor:
     return reference.replaced_token_loss(**{**arguments, "labels": ~arguments["labels"]})
 
 
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    counted = reference.counted_tokens(inputs["logits"], inputs["mask"], inputs["lengths"])
-    tensors = (inputs["logits"], inputs["labels"], counted)
-    return [
-        (torch.ops.fasttfm.replaced_token_loss_forward.default, (*tensors, None)),
-        (torch.ops.fasttfm.replaced_token_loss_backward.default, (torch.ones(counted.shape), *tensors, None)),
-    ]
-
-
 SPEC = OpSpec(
     name="replaced_token_loss",
     function=replaced_token_loss,
@@ -131,5 +121,4 @@ SPEC = OpSpec(
     ),
     bad_calls=BAD_CALLS,
     mutants={"padding counts": _padding_counts, "the other class": _other_class},
-    native_ops=_native_ops,
 )

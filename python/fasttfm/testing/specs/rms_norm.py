@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled, liger
+from fasttfm.bench.peers import Inputs, Peer, liger, torch_peers
 from fasttfm.kernels.rms_norm import reference
 from fasttfm.ops import rms_norm
 from fasttfm.testing.random_sizes import NORMALISED, random_scale, random_shape, some_of
-from fasttfm.testing.row_cases import BAD_ROWS, draw_rows, row_case, row_cost
-from fasttfm.testing.spec import BadCall, Inputs, OpCase, OpSpec, Peer, TritonKernel, spoil
+from fasttfm.testing.row_cases import BAD_EPS, BAD_ROWS, bad_parameter, draw_rows, row_case, row_cost, row_kernels
+from fasttfm.testing.spec import OpCase, OpSpec, triton_kernels
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -68,19 +68,6 @@ def _liger_rms_norm(inputs: Inputs, options: Mapping[str, Any]) -> Callable[[], 
     return lambda: function(inputs["x"], inputs["weight"], options["eps"], 0.0, "llama", False)
 
 
-BAD_CALLS = (
-    *BAD_ROWS,
-    BadCall("weight too short", "weight", ValueError, spoil("weight", torch.ones(63))),
-    BadCall("weight of two dimensions", "weight", ValueError, spoil("weight", torch.ones(1, 64))),
-    BadCall("weight elsewhere", "weight", ValueError, spoil("weight", torch.ones(64, device="meta"))),
-    BadCall("weight is a number", "weight", TypeError, spoil("weight", 1.0)),
-    BadCall("double weight, single x", "x", TypeError, spoil("weight", torch.ones(64, dtype=torch.float64))),
-    BadCall("eps is text", "eps", TypeError, spoil("eps", "small")),
-    BadCall("eps is negative", "eps", ValueError, spoil("eps", -1.0)),
-    BadCall("eps is not a number", "eps", ValueError, spoil("eps", float("nan"))),
-)
-
-
 def _with_mean(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     centered = x - x.mean(-1, keepdim=True)
     return centered * (centered.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 if weight is None else weight)
@@ -112,28 +99,6 @@ class _DroppedTerm(torch.autograd.Function):
         return rstd.reshape(*x.shape[:-1], 1) * g, None if weight is None else dweight, None
 
 
-def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.rms_norm import triton as kernels
-
-    signatures = []
-    for columns in (64, 1024, 8192):
-        for element, parameter in (("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")):
-            signatures += kernels.compile_signatures(columns, element, parameter)
-    return [TritonKernel(**description) for description in signatures]
-
-
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    x, weight = inputs["x"], inputs["weight"]
-    _, rstd = reference.rms_norm_forward(x, weight, options["eps"])
-    return [
-        (torch.ops.fasttfm.rms_norm_forward.default, (x, weight, options["eps"], None)),
-        (
-            torch.ops.fasttfm.rms_norm_backward.default,
-            (torch.ones_like(x), x, weight, rstd, weight is not None, None),
-        ),
-    ]
-
-
 SPEC = OpSpec(
     name="rms_norm",
     function=rms_norm,
@@ -151,17 +116,15 @@ SPEC = OpSpec(
     forward_cost=row_cost(2),
     backward_cost=row_cost(3),
     peers=(
-        Peer("torch", _torch_rms_norm),
-        Peer("torch.compile", compiled(_torch_rms_norm)),
+        *torch_peers(_torch_rms_norm),
         Peer("liger", _liger_rms_norm),
     ),
-    bad_calls=BAD_CALLS,
+    bad_calls=(*BAD_ROWS, *bad_parameter("weight"), *BAD_EPS),
     mutants={
         "with the mean": _with_mean,
         "mean over C - 1": _one_column_short,
         "weight plus one": _weight_plus_one,
         "a term of dx dropped": lambda x, weight, eps: _DroppedTerm.apply(x, weight, eps),
     },
-    triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
+    triton_kernels=triton_kernels("rms_norm", *row_kernels(64, 1024, 8192)),
 )

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fasttfm.bench.peers import compiled
+from fasttfm.bench.peers import Inputs, torch_peers
 from fasttfm.kernels.rotary import reference
 from fasttfm.ops import rotary
 from fasttfm.testing.random_sizes import random_size
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, draw, spoil, triton_kernels
 
 _BASE = 10_000.0
 
@@ -161,22 +161,6 @@ def _every_head(x: Tensor, *, rotary_heads: int | None, **named: Any) -> Tensor:
     return _reference(x, rotary_heads=None, **named)
 
 
-def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.rotary import triton as kernels
-
-    signatures = []
-    for element in ("bf16", "fp16", "fp32"):
-        for columns, pairs, interleaved in ((64, 32, False), (64, 32, True), (128, 64, False), (80, 16, False)):
-            signatures += kernels.compile_signatures(element, columns, pairs, interleaved)
-    return [TritonKernel(**description) for description in signatures]
-
-
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    tensors = tuple(inputs[name] for name in ("x", "cos", "sin", "positions"))
-    heads = inputs["x"].shape[-2] if options["rotary_heads"] is None else options["rotary_heads"]
-    return [(torch.ops.fasttfm.rotary.default, (*tensors, options["interleaved"], heads, False, None))]
-
-
 SPEC = OpSpec(
     name="rotary",
     function=rotary,
@@ -195,7 +179,7 @@ SPEC = OpSpec(
     bench_cases_cpu=(_case("1024x24x64", 1024, 24, 64, positions=128, drawn=torch.int64, layout="qkv"),),
     forward_cost=_cost,
     backward_cost=_cost,
-    peers=(Peer("torch", _torch_rotary), Peer("torch.compile", compiled(_torch_rotary))),
+    peers=torch_peers(_torch_rotary),
     bad_calls=BAD_CALLS,
     mutants={
         "rotated back": _rotated_back,
@@ -203,6 +187,12 @@ SPEC = OpSpec(
         "the next position": _next_position,
         "every head": _every_head,
     },
-    triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
+    triton_kernels=triton_kernels(
+        "rotary",
+        *(
+            (element, *call)
+            for element in ("bf16", "fp16", "fp32")
+            for call in ((64, 32, False), (64, 32, True), (128, 64, False), (80, 16, False))
+        ),
+    ),
 )

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import Inputs, Peer
 from fasttfm.kernels.sample_tokens import reference
 from fasttfm.ops import sample_tokens
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, TritonKernel, draw, spoil
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, draw, spoil, triton_kernels
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -96,20 +97,6 @@ def _changed(name: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Ten
     return lambda **arguments: reference.sample_tokens(**{**arguments, name: change(arguments[name])})
 
 
-def _triton_kernels() -> list[TritonKernel]:
-    from fasttfm.kernels.sample_tokens import triton as kernels
-
-    return [
-        TritonKernel(**description)
-        for element in ("fp32", "bf16")
-        for description in kernels.compile_signatures(element)
-    ]
-
-
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    return [(torch.ops.fasttfm.sample_tokens.default, (*inputs.values(), *[None] * 6))]
-
-
 SPEC = OpSpec(
     name="sample_tokens",
     function=sample_tokens,
@@ -136,6 +123,5 @@ SPEC = OpSpec(
         "one more of top_k": _changed("top_k", lambda k: torch.where(k > 0, k + 1, k)),
         "no top_p": _changed("top_p", torch.ones_like),
     },
-    triton_kernels=_triton_kernels,
-    native_ops=_native_ops,
+    triton_kernels=triton_kernels("sample_tokens", ("fp32",), ("bf16",)),
 )

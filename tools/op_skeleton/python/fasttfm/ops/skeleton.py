@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from fasttfm.kernels.skeleton import reference
-from fasttfm.ops.backends import torch_reference
-from fasttfm.ops.declare import Op, like_first, number, rows
+from fasttfm.ops.core.arguments import like_first, number, rows
+from fasttfm.ops.core.backends import torch_reference
+from fasttfm.ops.core.declare import Op
 
 
 def skeleton(x: Tensor, *, factor: float = 1.0, backend: str | None = None) -> Tensor:
@@ -27,7 +28,7 @@ def skeleton(x: Tensor, *, factor: float = 1.0, backend: str | None = None) -> T
 
 _LARGEST = torch.finfo(torch.float32).max
 
-# Registration, autograd, checks and the choice of a backend follow from this (ops/declare.py).
+# Registration, autograd, checks and the choice of a backend follow from this (ops/core/declare.py).
 OP = Op(
     "skeleton",
     inputs=(rows("x"),),

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fasttfm.bench.peers import Inputs, Peer
 from fasttfm.kernels.skeleton import reference
 from fasttfm.ops import skeleton
 from fasttfm.testing.random_sizes import random_shape
-from fasttfm.testing.spec import BadCall, Cost, Inputs, OpCase, OpSpec, Peer, draw, spoil
+from fasttfm.testing.spec import BadCall, Cost, OpCase, OpSpec, draw, spoil
 
 
 def _inputs(case: OpCase, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
@@ -56,14 +57,6 @@ def _without_factor(x: Tensor, factor: float) -> Tensor:
     return x * 1.0
 
 
-def _native_ops(inputs: Inputs, options: Mapping[str, Any]) -> list[tuple[Any, tuple[Any, ...]]]:
-    x, factor = inputs["x"], options["factor"]
-    return [
-        (torch.ops.fasttfm.skeleton_forward.default, (x, factor, None)),
-        (torch.ops.fasttfm.skeleton_backward.default, (torch.ones_like(x), x, factor, None)),
-    ]
-
-
 SPEC = OpSpec(
     name="skeleton",
     function=skeleton,
@@ -79,5 +72,4 @@ SPEC = OpSpec(
     peers=(Peer("torch", _torch_multiply),),
     bad_calls=BAD_CALLS,
     mutants={"without the factor": _without_factor},
-    native_ops=_native_ops,
 )

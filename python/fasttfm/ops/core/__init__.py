@@ -1,0 +1,1 @@
+"""What the ops are made of: declarations, arguments, checks, backends, CUDA graphs and memory."""
