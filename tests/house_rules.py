@@ -27,13 +27,13 @@ FILES_OF_AN_OP = (
 # Files in those folders that belong to no op: shared code, and the layers that are composed of ops.
 SHARED = {
     "python/fasttfm/ops/": {
-        *("__init__", "attention_checks", "attention_choice", "attention_native", "bf16_linear"),
+        *("__init__", "attention_checks", "attention_choice", "attention_native", "packed_linear"),
         *("embedding_native", "gelu_gemm", "int8_linear"),
         *("linear", "vocabulary"),
     },
     "kernels/": {"fp8", "transformer_block"},
     "tests/ops/test_": {
-        *("bf16_linear", "int8_linear"),
+        *("packed_linear", "int8_linear"),
     },
 }
 # Folders of kernels/ that belong to no op: code that all ops share, and code of the losses over a vocabulary.

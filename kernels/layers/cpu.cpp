@@ -1,11 +1,11 @@
 // Lists of steps on the CPU, in fp32. GEMMs in fp32 use the BLAS that the process has loaded.
-#include "bf16_linear/op.h"
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
 #include "common/packed.h"
 #include "decode_attention/op.h"
 #include "int8_linear/op.h"
 #include "layers/run.h"
+#include "packed_linear/op.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {
@@ -109,25 +109,26 @@ struct Cpu {
     run->launch(cpu::decode_attention, &attention, 0);
   }
 
-  // The same of a weight in bf16_linear's layout. The workspace has the rounded rows of x.
-  static void bf16_gemm(Run<Cpu>* run) {
+  // The same of a weight in packed_linear's layout. The workspace has rounded or padded rows of x.
+  static void packed_gemm(Run<Cpu>* run) {
     auto& fields = run->fields_;
-    Bf16Linear linear{};
+    PackedLinear linear{};
     linear.x = fields.address<const float>();
-    linear.w = fields.address<const bf16_t>();
+    linear.w = fields.address();
     linear.bias = fields.address<const float>();
     linear.residual = fields.address<const float>();
     linear.y = fields.address<float>();
     linear.y_columns = fields.integer();
     linear.x_columns = fields.integer();
     linear.activation = static_cast<int32_t>(fields.integer());
-    linear.products = static_cast<Bf16Products>(fields.integer());
+    linear.products = static_cast<PackedProducts>(fields.integer());
     linear.rows = run->call_.tokens;
-    linear.inner = up_to(linear.x_columns, kBf16Step);
-    linear.columns = up_to(linear.y_columns, kBf16Block);
-    linear.rounded = static_cast<bf16_t*>(run->call_.workspace);
-    run->launch(cpu::bf16_linear, &linear,
-                (Count(up_to(linear.rows, kBf16Block)) * (Count(linear.inner) * 2).value).value);
+    linear.inner = up_to(linear.x_columns, kPackedStep);
+    linear.columns = up_to(linear.y_columns, kPackedBlock);
+    linear.rounded = run->call_.workspace;
+    const int64_t element = linear.products == PackedProducts::fp32 ? 4 : 2;
+    run->launch(cpu::packed_linear, &linear,
+                (Count(up_to(linear.rows, kPackedBlock)) * (Count(linear.inner) * element).value).value);
   }
 
   static int64_t up_to(int64_t count, int64_t step) {

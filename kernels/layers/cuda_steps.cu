@@ -343,7 +343,7 @@ struct Hopper {
   // Their kernels are a CPU's.
   static void int8_gemm(Run<Hopper>* run) { refuse(run); }
   static void cached_attention(Run<Hopper>* run) { refuse(run); }
-  static void bf16_gemm(Run<Hopper>* run) { refuse(run); }
+  static void packed_gemm(Run<Hopper>* run) { refuse(run); }
   static void refuse(Run<Hopper>* run) { run->status_ = {StatusCode::bad_value, "layers: a step that Hopper has not"}; }
 
   static int64_t attention_workspace(const LayersCall&, int64_t) { return 16; }  // a counter of tiles

@@ -44,7 +44,7 @@ enum class LayerStep : int64_t {
   few_rows_layers = 28,
   store_keys = 29,
   cached_attention = 30,
-  bf16_gemm = 31,
+  packed_gemm = 31,
   selected_gemm = 32,
   adapted_gemm = 33,
 };

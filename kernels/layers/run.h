@@ -119,7 +119,7 @@ class Run {
       case LayerStep::head_norm: return head_norm();
       case LayerStep::head_norm_backward: return head_norm_backward();
       case LayerStep::int8_gemm: return Device::int8_gemm(this);
-      case LayerStep::bf16_gemm: return Device::bf16_gemm(this);
+      case LayerStep::packed_gemm: return Device::packed_gemm(this);
       case LayerStep::fp8_cast: return Device::fp8_cast(this);
       case LayerStep::fp8_gemm: return Device::fp8_gemm(this);
       case LayerStep::fp8_gemm_activation: return Device::fp8_gemm_activation(this);

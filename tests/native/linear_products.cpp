@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "bf16_linear/op.h"
+#include "packed_linear/op.h"
 #include "int8_linear/op.h"
 
 using namespace fasttfm;
@@ -64,7 +64,7 @@ std::vector<float> int8_result(Shape shape, Int8Products products) {
   return inputs.y;
 }
 
-std::vector<float> bf16_result(Shape shape, Bf16Products products) {
+std::vector<float> bf16_result(Shape shape, PackedProducts products) {
   state = 1;
   Inputs inputs(shape);
   std::vector<bf16_t> w(shape.columns * shape.inner), rounded(padded(shape.rows) * shape.inner);
@@ -72,12 +72,12 @@ std::vector<float> bf16_result(Shape shape, Bf16Products products) {
     const uint32_t bits = draw();
     each.bits = static_cast<uint16_t>(0x3f00 + (bits & 0xff) + ((bits >> 8 & 1) << 15));
   }
-  Bf16Linear params{};
+  PackedLinear params{};
   set(&params, shape, &inputs);
   params.w = w.data();
   params.rounded = rounded.data();
   params.products = products;
-  cpu::bf16_linear(params);
+  cpu::packed_linear(params);
   return inputs.y;
 }
 
@@ -107,7 +107,7 @@ int main() {
   for (const Shape shape : {Shape{1, 64, 32}, Shape{3, 384, 96}, Shape{33, 64, 32}, Shape{70, 384, 96}}) {
     const int int8 = compared<Int8Products>("int8", cpu::int8_products(), shape, int8_result, 0.0f);
     const float bound = 2.0f * static_cast<float>(shape.inner * shape.inner) * 1.2e-7f;
-    const int bf16 = compared<Bf16Products>("bf16", cpu::bf16_products(), shape, bf16_result, bound);
+    const int bf16 = compared<PackedProducts>("bf16", cpu::packed_products(), shape, bf16_result, bound);
     if (int8 < 0 || bf16 < 0) return 1;
     count = int8 + bf16;
   }

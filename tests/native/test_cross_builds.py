@@ -21,7 +21,7 @@ def test_linear_layers_with_the_instructions_of_arm(tmp_path: Path) -> None:
     kernels, program = ROOT / "kernels", tmp_path / "linear_products"
     sources = [
         ROOT / "tests/native/linear_products.cpp",
-        *(kernels / op / "cpu.cpp" for op in ("int8_linear", "bf16_linear")),
+        *(kernels / op / "cpu.cpp" for op in ("int8_linear", "packed_linear")),
         *sorted((kernels / "common/cpu").glob("*.cpp")),
     ]
     options = ["-O1", "-std=c++17", "-static", f"-I{kernels}"]

@@ -140,21 +140,17 @@ __attribute__((target("arch=armv8.2-a+bf16+i8mm"))) void arm_matrix_products(con
 
 #endif
 
-// Calls round(row) for each row, up to a multiple of 32, and then block(row, column, rows) for each block of `rows`
-// rows and 32 columns. With `with_tiles`, AMX's tiles are configured around the blocks of an item.
-template <class Round, class Block>
-void for_linear_blocks(int64_t rows, int64_t columns, int threads, [[maybe_unused]] bool with_tiles, Round round,
-                       Block block) {
-  const int64_t blocks = (rows + kLinearBlock - 1) / kLinearBlock, pairs = columns / kLinearBlock;
-  parallel_items(blocks, threads, [&](int64_t item) {
-    for (int64_t row = item * kLinearBlock; row < (item + 1) * kLinearBlock; ++row) round(row);
-  });
+// Calls block(row, column, rows) for each block of up to ROWS rows and 32 columns. With `with_tiles`, AMX's tiles are
+// configured around the blocks of an item.
+template <int64_t ROWS, class Block>
+void for_blocks(int64_t rows, int64_t columns, int threads, [[maybe_unused]] bool with_tiles, Block block) {
+  const int64_t blocks = (rows + ROWS - 1) / ROWS, pairs = columns / kLinearBlock;
   // If there are few blocks of rows, the columns are divided too, so that every thread has work.
   int64_t parts = (2 * threads + blocks - 1) / blocks;
   parts = parts < pairs ? parts : pairs;
   parallel_items(blocks * parts, threads, [&](int64_t item) {
-    const int64_t row = item / parts * kLinearBlock, part = item % parts;
-    const int count = static_cast<int>(rows - row < kLinearBlock ? rows - row : kLinearBlock);
+    const int64_t row = item / parts * ROWS, part = item % parts;
+    const int count = static_cast<int>(rows - row < ROWS ? rows - row : ROWS);
 #if defined(__AVX512F__)
     if (with_tiles) configure_tiles();
 #endif
@@ -166,5 +162,14 @@ void for_linear_blocks(int64_t rows, int64_t columns, int threads, [[maybe_unuse
   });
 }
 
+// Calls round(row) for each row, up to a multiple of 32, and then block(row, column, rows) for each block of `rows`
+// rows and 32 columns. With `with_tiles`, AMX's tiles are configured around the blocks of an item.
+template <class Round, class Block>
+void for_linear_blocks(int64_t rows, int64_t columns, int threads, bool with_tiles, Round round, Block block) {
+  parallel_items((rows + kLinearBlock - 1) / kLinearBlock, threads, [&](int64_t item) {
+    for (int64_t row = item * kLinearBlock; row < (item + 1) * kLinearBlock; ++row) round(row);
+  });
+  for_blocks<kLinearBlock>(rows, columns, threads, with_tiles, block);
+}
 }  // namespace FASTTFM_ISA
 }  // namespace fasttfm

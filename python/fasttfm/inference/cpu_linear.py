@@ -1,4 +1,4 @@
-"""Linear layers on a CPU whose weights are packed once: GEMMs in bf16 or int8, with fp32 results."""
+"""Linear layers on a CPU whose weights are packed once: GEMMs in fp32, bf16 or int8, with fp32 results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from fasttfm.nn import PackedLayer, PackedTransformer
 from fasttfm.nn.packed_transformer import are_described, specs_of, with_next_norms
 from fasttfm.nn.plain import Tree, Uncopied, is_plain
-from fasttfm.ops.bf16_linear import bf16_linear, pack_bf16, supported_products
 from fasttfm.ops.core.library import is_plain as is_plain_call
 from fasttfm.ops.int8_linear import int8_linear, pack_int8
 from fasttfm.ops.layers import core_executor
 from fasttfm.ops.layers.encoding import OPERANDS
 from fasttfm.ops.layers.parameters import Layers, address_table
 from fasttfm.ops.layers.spec import FIELDS, Specs
+from fasttfm.ops.packed_linear import pack_weight, packed_linear, supported_products
 
 _BLOCK = 6  # linear layers and norms of a layer, without norms of heads
 
@@ -48,30 +48,41 @@ class Int8Linear(PackedLinear):
         return int8_linear(x, self.weight, activation=activation)
 
 
-class Bf16Linear(PackedLinear):
-    """Weights and inputs rounded to bf16 (ops/bf16_linear.py)."""
+class FloatLinear(PackedLinear):
+    """Weights in fp32, or weights and inputs rounded to bf16 (ops/packed_linear.py)."""
+
+    dtype: torch.dtype
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
-        self.weight = pack_bf16(linear.weight, linear.bias)
+        self.weight = pack_weight(linear.weight, linear.bias, dtype=self.dtype)
 
     def activated(self, x: Tensor, activation: str | None) -> Tensor:
-        return bf16_linear(x, self.weight, activation=activation)
+        return packed_linear(x, self.weight, activation=activation)
 
 
-_LINEARS: dict[str, Callable[[nn.Linear], PackedLinear]] = {"int8": Int8Linear, "bf16": Bf16Linear}
+class Fp32Linear(FloatLinear):
+    dtype = torch.float32
+
+
+class Bf16Linear(FloatLinear):
+    dtype = torch.bfloat16
+
+
+_LINEARS: dict[str, Callable[[nn.Linear], PackedLinear]] = {
+    "int8": Int8Linear,
+    "bf16": Bf16Linear,
+    "fp32": Fp32Linear,
+}
 
 
 def pack_linears(model: nn.Module, precision: str) -> None:
     """Replaces the linear layers of a model's transformer layers, which are in fp32 on the CPU, by packed ones.
 
     Args:
-        precision: ``"int8"`` or ``"bf16"``. On a CPU without bf16 instructions ``"bf16"`` changes nothing, because bf16
-            GEMMs take longer than fp32 GEMMs there.
+        precision: A key of ``_LINEARS``.
     """
-    if precision == "bf16" and not has_bf16_instructions():
-        return
     for layer in model.modules():
         if isinstance(layer, PackedLayer):
             for name in ("qkv", "out", "up", "down"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fasttfm.inference.adapters import adapters_of, check_unadapted
 from fasttfm.inference.batches import Bucket, Packed, buffer_size, split_buffer, write_bucket
-from fasttfm.inference.cpu_linear import pack_linears
+from fasttfm.inference.cpu_linear import has_bf16_instructions, pack_linears
 from fasttfm.inference.late_interaction import Keys, ProjectedTokens, attending_to
 from fasttfm.inference.opening import base_of
 from fasttfm.inference.pooling import PADDED, POOLING, SPLADE, Layers, Tokens, pooling_names
@@ -85,6 +85,8 @@ class Network:
         fill: The id of tokens at the end of queries that no token attends to; None without them.
         answers: How spans are found.
         adapters: The directories of LoRA adapters, by their names.
+        owns_model: Whether nothing else holds the model, so that its weights do not change. On a CPU weights in fp32
+            are then packed.
     """
 
     def __init__(
@@ -99,14 +101,16 @@ class Network:
         fill: int | None = None,
         answers: AnswerSpans | None = None,
         adapters: Mapping[str, Path] = MappingProxyType({}),
+        owns_model: bool = False,
     ) -> None:
         self.settings, self.layers = settings, Layers.of(settings.layers)
         self._answers = AnswerSpans() if answers is None else answers
         self.pooling = pooling_names(settings.pooling)
         self.pads = not PADDED.isdisjoint(self.pooling)
-        packed = "int8" if int8 else "bf16" if device.type == "cpu" and dtype == torch.bfloat16 else None
+        packed = _packed_precision(device, dtype, int8=int8, may_pack=owns_model and not adapters)
         with torch.inference_mode(False):  # take_weights writes into the copies
-            self.model = _own_copy(model, device, dtype if packed is None else torch.float32, always=packed is not None)
+            precision = dtype if packed is None else torch.float32
+            self.model = _own_copy(model, device, precision, always=packed is not None and not owns_model)
         if packed is not None:
             check_unadapted(self.model)
             pack_linears(self.model, packed)
@@ -313,6 +317,18 @@ class Network:
             "max_seqlen": inputs.max_seqlen,
             **LAST_STATES,
         }
+
+
+def _packed_precision(device: torch.device, dtype: torch.dtype, *, int8: bool, may_pack: bool) -> str | None:
+    """The precision in which ``pack_linears`` packs the weights; None if they stay as they are. bf16 GEMMs take longer
+    than fp32 GEMMs on a CPU without bf16 instructions."""
+    if int8:
+        return "int8"
+    if device.type != "cpu":
+        return None
+    if dtype == torch.bfloat16 and has_bf16_instructions():
+        return "bf16"
+    return "fp32" if may_pack or dtype == torch.bfloat16 else None
 
 
 def _own_copy(

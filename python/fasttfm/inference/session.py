@@ -140,6 +140,7 @@ class Session:
             answers=AnswerSpans.of(form) if answers is None else answers,
             adapters=directories_in(directory, adapters),
             fill=self._inputs.fill,
+            owns_model=directory is not None,
         )
         self.settings.check_width(self.network.vector_width)
         sources = (calibration, self.max_tokens, max_batch)

@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from fasttfm.ops.layers import lora, steps
 from fasttfm.ops.layers.spec import FIELDS
 
@@ -21,12 +23,13 @@ TABLE_FIELDS = 3
 _GIVEN = frozenset(BUFFERS[2:])
 
 # The linear layers of a layer, and what a GEMM of a precision reads of each: the tensors of ops.int8_linear's
-# Int8Weight and of ops.bf16_linear's Bf16Weight; the weight in FP8, 1 / its scale, and scale, 1 / scale and largest
+# Int8Weight and of ops.packed_linear's PackedWeight; the weight in FP8, 1 / its scale, and scale, 1 / scale and largest
 # magnitude of the input. "int8 0.qkv.sums" is an entry of the table of operands, which has a row for each linear layer.
 LINEARS = lora.LINEARS
 OPERANDS = {
     "int8": ("panels", "sums", "scales", "bias"),
     "bf16": ("panels", "bias"),
+    "fp32": ("panels", "bias"),
     "fp8": ("weight", "weight_inverse", "scale", "inverse", "amax"),
     "lora": lora.OPERANDS,
 }
@@ -36,6 +39,7 @@ FOLDED = (
     *("up_weight", "up_bias", "qkv_weight", "qkv_bias"),
     *("out_bias", "residual_a", "down_bias", "residual_b"),
 )
+PACKED = {"fp32": torch.float32, "bf16": torch.bfloat16}  # precisions with the weights of ops.packed_linear
 WORKSPACE = "workspace"  # of the kernel for all layers: the only operand
 _PARAMETERS, _GRADIENTS, _OPERANDS = 1 << 56, 2 << 56, 3 << 56
 _NULL = -1

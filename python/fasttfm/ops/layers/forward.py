@@ -6,9 +6,9 @@ from typing import Any
 
 from fasttfm.kernels.common import philox
 from fasttfm.kernels.common.activation import CODES as ACTIVATIONS
-from fasttfm.ops import bf16_linear, int8_linear
+from fasttfm.ops import int8_linear, packed_linear
 from fasttfm.ops.layers import lora, steps
-from fasttfm.ops.layers.encoding import OPERANDS, fp8_operands, table_buffer
+from fasttfm.ops.layers.encoding import OPERANDS, PACKED, fp8_operands, table_buffer
 from fasttfm.ops.layers.few_rows_forward import FewRows, add_one_kernel
 from fasttfm.ops.layers.folded import FoldedNorms
 from fasttfm.ops.layers.rules import Situation
@@ -118,8 +118,8 @@ class Forward(StepList):
     def _gemm(
         self, index: int, name: str, x: str, y: str, columns: int, inner: int, bias: str | None, activation: int = -1
     ) -> None:
-        """y = x weight^T + bias, in the situation's precision. In int8 and bf16 on a CPU the bias is one of the
-        operands, and there may be an activation."""
+        """y = x weight^T + bias, in the situation's precision. In int8 and of packed weights on a CPU the
+        bias is one of the operands, and there may be an activation."""
         if self.situation.precision == "fp8":
             x8, (weight, weight_inverse, _, x_inverse, _) = (
                 self._in_fp8(index, name, x, inner),
@@ -130,10 +130,11 @@ class Forward(StepList):
             operands = (f"int8 {index}.{name}.{which}" for which in OPERANDS["int8"])
             products = int8_linear.fastest_products()
             self.steps.append(steps.Int8Gemm._make((x, *operands, None, y, columns, inner, activation, products)))
-        elif self.situation.precision == "bf16":
-            operands = (f"bf16 {index}.{name}.{which}" for which in OPERANDS["bf16"])
-            products = bf16_linear.fastest_products()
-            self.steps.append(steps.Bf16Gemm._make((x, *operands, None, y, columns, inner, activation, products)))
+        elif self.situation.precision in PACKED:
+            precision = self.situation.precision
+            operands = (f"{precision} {index}.{name}.{which}" for which in OPERANDS[precision])
+            products = packed_linear.fastest_products(PACKED[precision])
+            self.steps.append(steps.PackedGemm._make((x, *operands, None, y, columns, inner, activation, products)))
         else:
             decodes = self.situation.cache == "tokens"
             product = steps.Gemm(x, f"{index}.{name}_weight", bias, None, y, columns, inner, True, decodes)
@@ -180,7 +181,7 @@ class Forward(StepList):
             _, _, scale, _, amax = fp8_operands(index, "down")
             operands = (x8, up, x_inverse, up_inverse, bias, scale, amax, a8)
             self.steps.append(steps.Fp8GemmActivation(*operands, feed_forward.columns, code, spec.width))
-        elif self.situation.precision in ("int8", "bf16") and not feed_forward.gated:
+        elif self.situation.precision in ("int8", *PACKED) and not feed_forward.gated:
             self._gemm(index, "up", y1, a, feed_forward.columns, spec.width, None, code)
         else:
             rows = feed_forward.columns * (2 if feed_forward.gated else 1)
@@ -245,6 +246,6 @@ class Forward(StepList):
         assert branch in steps.written_by(product)
         del self.sizes[branch]
         of_kind = {steps.Gemm: ("c", "d"), steps.Int8Gemm: ("residual", "y"), steps.Fp8Gemm: ("c", "y")}
-        of_kind[steps.Bf16Gemm] = of_kind[steps.Int8Gemm]
+        of_kind[steps.PackedGemm] = of_kind[steps.Int8Gemm]
         of_kind[steps.AdaptedGemm] = ("add", "y")
         self.steps += [product._replace(**dict(zip(of_kind[type(product)], (stream, z), strict=True))), *after]

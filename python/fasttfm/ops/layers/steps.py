@@ -84,7 +84,7 @@ class Int8Gemm(NamedTuple):
     products: int
 
 
-class Bf16Gemm(NamedTuple):
+class PackedGemm(NamedTuple):
     """y = activation(x weight^T + bias) + residual on a CPU; x is rounded to bf16, and the weight is bf16."""
 
     x: Name
@@ -478,7 +478,7 @@ CODES: dict[type, int] = {
     FewRowsLayers: 28,
     StoreKeys: 29,
     CachedAttention: 30,
-    Bf16Gemm: 31,
+    PackedGemm: 31,
     SelectedGemm: 32,
     AdaptedGemm: 33,
 }

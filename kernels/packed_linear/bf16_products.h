@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "bf16_linear/op.h"
+#include "packed_linear/op.h"
 #include "common/cpu/linear_blocks.h"
 #include "common/cpu/simd.h"
 
@@ -38,13 +38,13 @@ FASTTFM_KERNEL inline void generic_rows(const bf16_t* a, int64_t inner, const bf
         sums[row].r[i] += number(left & 0xffff0000u) * second;
       }
     }
-  for (int row = 0; row < kGenericRows; ++row) store(c + row * kBf16Block, sums[row]);
+  for (int row = 0; row < kGenericRows; ++row) store(c + row * kPackedBlock, sums[row]);
 }
 
-FASTTFM_KERNEL inline void generic_products(const Bf16Linear& p, const bf16_t* a, const bf16_t* b, int rows, float* c) {
-  for (int64_t column = 0; column < kBf16Block; column += kLinearPanel)
+FASTTFM_KERNEL inline void generic_products(const PackedLinear& p, const bf16_t* a, const bf16_t* b, int rows, float* c) {
+  for (int64_t column = 0; column < kPackedBlock; column += kLinearPanel)
     for (int row = 0; row < rows; row += kGenericRows)
-      generic_rows(a + row * p.inner, p.inner, b + column * p.inner, c + row * kBf16Block + column);
+      generic_rows(a + row * p.inner, p.inner, b + column * p.inner, c + row * kPackedBlock + column);
 }
 
 #if defined(__AVX512F__)
@@ -73,16 +73,16 @@ FASTTFM_KERNEL inline void pair_rows(const bf16_t* a, int64_t inner, const bf16_
     };
     (add(sums0[ROW], sums1[ROW], ROW), ...);
   }
-  (_mm512_storeu_ps(c + ROW * kBf16Block, sums0[ROW]), ...);
-  (_mm512_storeu_ps(c + ROW * kBf16Block + kLinearPanel, sums1[ROW]), ...);
+  (_mm512_storeu_ps(c + ROW * kPackedBlock, sums0[ROW]), ...);
+  (_mm512_storeu_ps(c + ROW * kPackedBlock + kLinearPanel, sums1[ROW]), ...);
 }
 
-FASTTFM_KERNEL inline void avx512_products(const Bf16Linear& p, const bf16_t* a, const bf16_t* b, int rows, float* c) {
+FASTTFM_KERNEL inline void avx512_products(const PackedLinear& p, const bf16_t* a, const bf16_t* b, int rows, float* c) {
   for (int row = 0; row < rows; row += 8)
-    pair_rows(a + row * p.inner, p.inner, b, c + row * kBf16Block, std::make_index_sequence<8>());
+    pair_rows(a + row * p.inner, p.inner, b, c + row * kPackedBlock, std::make_index_sequence<8>());
 }
 
-inline void amx_products(const Bf16Linear& p, const bf16_t* a, const bf16_t* b, int, float* c) {
+inline void amx_products(const PackedLinear& p, const bf16_t* a, const bf16_t* b, int, float* c) {
   tile_products<true>(a, b, 2 * p.inner, c);
 }
 
@@ -90,7 +90,7 @@ inline void amx_products(const Bf16Linear& p, const bf16_t* a, const bf16_t* b, 
 
 // ---- BFMMLA ---------------------------------------------------------------------------------------------------------
 
-inline void matrix_products(const Bf16Linear& p, const bf16_t* a, const bf16_t* b, int rows, float* c) {
+inline void matrix_products(const PackedLinear& p, const bf16_t* a, const bf16_t* b, int rows, float* c) {
   arm_matrix_products<float32x4_t>(a, b, 2 * p.inner, rows, c);
 }
 
