@@ -116,6 +116,10 @@ FASTTFM_VNNI __m512i first_sums(const Int8Linear& p, int64_t column) {
   return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_maskz_slli_epi32(0xffff, sums, 7));
 }
 
+// Few rows take less time than their panels need from the cache of all cores, whose two streams the processor's own
+// prefetcher follows too late.
+constexpr int64_t kAhead = 1024;  // bytes of each panel
+
 // Eight rows and two panels take 16 registers. Rows are constants, so that GCC keeps their sums in them.
 template <size_t... ROW>
 FASTTFM_VNNI void vnni_rows(const Int8Linear& p, const int8_t* a, const int8_t* b, int64_t first, int32_t* c,
@@ -124,7 +128,10 @@ FASTTFM_VNNI void vnni_rows(const Int8Linear& p, const int8_t* a, const int8_t* 
   __m512i total0[sizeof...(ROW)], total1[sizeof...(ROW)];
   ((total0[ROW] = start0, total1[ROW] = start1), ...);
   for (int64_t k = 0; k < p.inner; k += 4) {
-    const __m512i b0 = _mm512_loadu_si512(b + k * kInt8Panel), b1 = _mm512_loadu_si512(b + (p.inner + k) * kInt8Panel);
+    const int8_t *panel0 = b + k * kInt8Panel, *panel1 = panel0 + p.inner * kInt8Panel;
+    prefetch(panel0 + kAhead);
+    prefetch(panel1 + kAhead);
+    const __m512i b0 = _mm512_loadu_si512(panel0), b1 = _mm512_loadu_si512(panel1);
     (add_row(a + ROW * p.inner + k, b0, b1, total0[ROW], total1[ROW]), ...);
   }
   (_mm512_storeu_si512(c + ROW * kInt8Block, total0[ROW]), ...);

@@ -19,6 +19,7 @@ namespace fasttfm {
 namespace FASTTFM_ISA {
 
 constexpr int64_t kLinearBlock = 32, kLinearPanel = 16;
+constexpr int64_t kLinearRows = 8;  // products read rows in multiples of it; tiles those of a whole block
 
 #if defined(__AVX512F__)
 
@@ -162,14 +163,17 @@ void for_blocks(int64_t rows, int64_t columns, int threads, [[maybe_unused]] boo
   });
 }
 
-// Calls round(row) for each row, up to a multiple of 32, and then block(row, column, rows) for each block of `rows`
-// rows and 32 columns. With `with_tiles`, AMX's tiles are configured around the blocks of an item.
+// Calls round(row) for each row up to a multiple of what products read, and then block(row, column, rows) for each block
+// of `rows` rows and 32 columns.
 template <class Round, class Block>
 void for_linear_blocks(int64_t rows, int64_t columns, int threads, bool with_tiles, Round round, Block block) {
+  const int64_t step = with_tiles ? kLinearBlock : kLinearRows, read = (rows + step - 1) / step * step;
   parallel_items((rows + kLinearBlock - 1) / kLinearBlock, threads, [&](int64_t item) {
-    for (int64_t row = item * kLinearBlock; row < (item + 1) * kLinearBlock; ++row) round(row);
+    const int64_t end = (item + 1) * kLinearBlock;
+    for (int64_t row = item * kLinearBlock; row < (end < read ? end : read); ++row) round(row);
   });
   for_blocks<kLinearBlock>(rows, columns, threads, with_tiles, block);
 }
+
 }  // namespace FASTTFM_ISA
 }  // namespace fasttfm
