@@ -11,6 +11,7 @@ import torch
 
 from fasttfm import models, use_backend
 from fasttfm.inference import Session, cpu_linear
+from fasttfm.nn.plain import Tree
 from fasttfm.ops.layers import core_executor
 
 SENTENCES = [list(range(5, 5 + length)) for length in (3, 17, 40, 1, 128, 33, 64, 9)]
@@ -88,6 +89,34 @@ def test_a_requested_backend_runs_layers_one_by_one(monkeypatch: pytest.MonkeyPa
             with use_backend("reference"):
                 encoder(x, bounds, 9)
             assert len(calls) == 1
+
+
+@pytest.mark.parametrize("options", [{}, *PRECISIONS.values()], ids=["fp32", *PRECISIONS])
+def test_a_call_looks_at_its_modules_once(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_linear, "has_bf16_instructions", lambda: True)
+    looks: list[Any] = []
+    is_unchanged = Tree.is_unchanged
+    monkeypatch.setattr(Tree, "is_unchanged", lambda tree: looks.append(tree.root) or is_unchanged(tree))
+    torch.manual_seed(0)
+    model = models.BertModel(models.BertConfig(**SIZES, intermediate_size=128)).eval()
+    with Session(model, **options) as session:
+        expected = session.encode(SENTENCES[0])
+        looks.clear()
+        assert np.array_equal(session.encode(SENTENCES[0]), expected)
+        assert looks == [session.network.base.encoder]
+
+
+@pytest.mark.parametrize("watched", ["layers.0", "layers.2.norm1"])
+def test_hooks_on_the_modules_of_a_session_run_from_then_on(watched: str) -> None:
+    """Between two calls: the second one calls the modules."""
+    torch.manual_seed(0)
+    model = models.BertModel(models.BertConfig(**SIZES, intermediate_size=128)).eval()
+    with Session(model, precision="int8") as session:
+        plain = session.encode(SENTENCES[0])
+        hook = session.network.base.encoder.get_submodule(watched).register_forward_hook(_changed)
+        assert not np.array_equal(session.encode(SENTENCES[0]), plain)
+        hook.remove()
+        assert np.array_equal(session.encode(SENTENCES[0]), plain)
 
 
 @pytest.mark.parametrize("watched", ["layers.0", "layers.1.up", "layers.2.norm1"])

@@ -156,7 +156,7 @@ class PackedLayers(Uncopied):
             return None
         if not self._tree.is_unchanged():
             return None
-        inputs = self._tree.root.inputs_of(x, cu_seqlens, max_seqlen, tables, positions)
+        inputs = self._tree.root.unadapted_inputs_of(x, cu_seqlens, max_seqlen, tables, positions)
         if core_executor.refuse(self._specs, inputs, self._layers, gradient=False) is not None:
             return None
         plan = core_executor.plan_of(self._specs, inputs, training=False, precision=self._precision)

@@ -166,7 +166,7 @@ class Scheduler:
             return self.run(with_adapters(batch, ids.order[first:last], adapters), output)
 
         groups = cut(ids.cu_seqlens, max_tokens, self.limits.max_batch)
-        ids, adapters = grouped(ids, groups, sequences)
+        ids, adapters = (ids, None) if self.network.adapters is None else grouped(ids, groups, sequences)
         launches = Launches(groups, ids.cu_seqlens, launch, self._warn_of_split)
 
         def finish(errors: dict[int, BaseException] | None = None) -> Any:

@@ -78,13 +78,13 @@ class PackedTransformer(nn.Module):
         if self.fp8 is not None and not self.training and not torch.is_grad_enabled():
             states: Tensor = self.fp8.run(x, cu_seqlens, max_seqlen, hidden_states, with_last, **inputs)
             return states
-        call = self.call_of(x, cu_seqlens, max_seqlen) if hidden_states is None and not inputs else None
-        if call is not None:
-            return stack.run_stack(*call)[0]
         if self.int8 is not None and hidden_states is None and not inputs:
             whole: Tensor | None = self.int8.run(x, cu_seqlens, max_seqlen)
             if whole is not None:
                 return whole
+        call = self.call_of(x, cu_seqlens, max_seqlen) if hidden_states is None and not inputs else None
+        if call is not None:
+            return stack.run_stack(*call)[0]
         modules = self._modules_in_order()
         layers = self.in_order()
         drops = self.training and any(any(layer.probabilities()) for layer in layers)
@@ -149,16 +149,22 @@ class PackedTransformer(nn.Module):
     def inputs_of(
         self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, tables: Mapping[Any, Any], positions: Tensor | None
     ) -> Inputs:
-        """The inputs of a plan of the layers, without dropout, for the stream ``x`` [T, C] before the first one."""
+        """The inputs of a plan of the layers that ``described`` has just found, without dropout, for the stream ``x``
+        [T, C] before the first one."""
+        inputs = self.unadapted_inputs_of(x, cu_seqlens, max_seqlen, tables, positions)
+        plain: PlainLayers | None = self.__dict__.get("_plan")
+        return plain.with_adapters(inputs) if plain is not None and plain.adapted else inputs
+
+    def unadapted_inputs_of(
+        self, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, tables: Mapping[Any, Any], positions: Tensor | None
+    ) -> Inputs:
+        """The same for layers without LoRA."""
         first: Any = layer_in(next(iter(self.layers)))
         residual = x if first.norm_first else None
         if residual is not None and first.norm1 is not None:
             x = layer_norm(first.norm1, x)
         first.check(x, cu_seqlens, residual, None)
-        inputs = Inputs(x, residual, cu_seqlens.contiguous(), max_seqlen, None, tuple(tables.values()), positions)
-        plain = self.plain_layers()
-        adapted = plain is not None and bool(plain.adapted)
-        return plain.with_adapters(inputs) if adapted and plain is not None else inputs
+        return Inputs(x, residual, cu_seqlens.contiguous(), max_seqlen, None, tuple(tables.values()), positions)
 
     def rotations(self) -> dict[Any, int]:
         """The head size of the layers, by what the tables that rotate their queries and keys depend on."""

@@ -214,7 +214,7 @@ def sequence_means(x: Tensor, cu_seqlens: Tensor, max_seqlen: int, *, skipped: i
         return means
     whole = x.is_cpu and without_gradient and cu_seqlens.shape[0] == 2 and cu_seqlens.tolist() == [0, x.shape[0]]
     if whole and x.shape[0] == max_seqlen > skipped:
-        return x[None, skipped:].sum(1, dtype=torch.float32) / (max_seqlen - skipped)
+        return (x[skipped:] if skipped else x).mean(0, keepdim=True, dtype=torch.float32)
     padded = unpack(x, cu_seqlens, max_seqlen)[:, skipped:]
     counts = (cu_seqlens.diff() - skipped).clamp(min=1)
     return padded.sum(1, dtype=torch.float32) / counts[:, None]
