@@ -38,18 +38,38 @@ FASTTFM_KERNEL void store_rounded(int8_t* to, const Lanes& x, uint8_t flipped) {
 #endif
 }
 
-// Rounds a row. If any element is not finite, the row's range is NaN, and so is its row of y.
+// Calls body(first column, number) for sixteen columns of x or fewer at a time, without the outliers. Whole registers
+// begin at multiples of 16.
+template <class Body>
+FASTTFM_KERNEL inline void for_rounded_columns(const Int8Linear& p, Body body) {
+  int64_t first = 0;
+  for (int i = 0; p.outliers != nullptr && i < kInt8Outliers; ++i) {
+    const int64_t end = p.outliers[i], begin = end / kLanes * kLanes;
+    for (; first < begin; first += kLanes) body(first, Full{});
+    if (first < end) body(first, Tail{static_cast<int>(end - first)});
+    first = end + 1;
+    const int64_t next = begin + kLanes, until = next < p.x_columns ? next : p.x_columns;
+    const bool shared = i + 1 < kInt8Outliers && p.outliers[i + 1] < next;
+    if (!shared && first < until) body(first, Tail{static_cast<int>(until - first)});
+    if (!shared) first = until;
+  }
+  for (; first + kLanes <= p.x_columns; first += kLanes) body(first, Full{});
+  if (first < p.x_columns) body(first, Tail{static_cast<int>(p.x_columns - first)});
+}
+
+// Rounds a row. If any element is not finite, the row's range is NaN, and so is its row of y. What is stored at the
+// outliers does not matter: w is 0 there.
 FASTTFM_KERNEL void round_row(const Int8Linear& p, int64_t row) {
   int8_t* to = p.rounded + row * p.inner;
-  float* range = p.row_ranges + 2 * row;
+  float* range = p.row_ranges + kInt8RowFloats * row;
   if (row >= p.rows) {
     std::memset(to, 0, static_cast<size_t>(p.inner));
-    range[0] = range[1] = 0.0f;
+    std::memset(range, 0, sizeof(float) * kInt8RowFloats);
     return;
   }
   const float* x = p.x + row * p.x_columns;
   Lanes high = broadcast(0.0f), low = broadcast(0.0f), odd = broadcast(0.0f);  // low: the largest negated element
-  for_columns(p.x_columns, [&](int64_t c, auto n) {
+  for_rounded_columns(p, [&](int64_t c, auto n) {
     const Lanes v = load(x + c, n);
     high = larger(high, v);
     low = larger(low, broadcast(0.0f) - v);
@@ -59,6 +79,11 @@ FASTTFM_KERNEL void round_row(const Int8Linear& p, int64_t row) {
   const float factor = step >= kLeastStep ? 1.0f / step : 0.0f;
   range[0] = step + sum(odd);
   range[1] = smallest + 128.0f * step;
+  for (int i = 0; i < kInt8Outliers; ++i) {
+    const float v = p.outliers == nullptr ? 0.0f : x[p.outliers[i]];
+    range[0] += v - v;
+    range[2 + i] = v;
+  }
   const uint8_t flipped = p.products == Int8Products::vnni ? 0x80 : 0;
   const int64_t whole = p.x_columns / kLanes * kLanes;
   const auto rounded = [&](const Lanes& v) {
@@ -107,11 +132,16 @@ FASTTFM_KERNEL void write(const Int8Linear& p, const int32_t* c, int64_t row, in
     const Lanes scale = load(p.scales + first);
     const Lanes bias = p.bias == nullptr ? broadcast(0.0f) : load(p.bias + first);
     const Lanes ones = to_floats(p.sums + first) * scale;  // the product with a row of ones
+    Lanes outlier_weights[kInt8Outliers];
+    for (int i = 0; i < kInt8Outliers; ++i)
+      outlier_weights[i] = p.outliers == nullptr ? broadcast(0.0f) : load(p.outlier_weights + i * p.columns + first);
     const int64_t left = p.y_columns - first;
     for (int i = 0; i < rows; ++i) {
-      const float* range = p.row_ranges + 2 * (row + i);
-      const Lanes product = to_floats(c + i * kBlock + first - column) * (scale * broadcast(range[0]));
-      Lanes value = activate(product + ones * broadcast(range[1]) + bias);
+      const float* range = p.row_ranges + kInt8RowFloats * (row + i);
+      Lanes others = bias;
+      for (int j = 0; j < kInt8Outliers; ++j) others = others + outlier_weights[j] * broadcast(range[2 + j]);
+      others = others + ones * broadcast(range[1]);
+      Lanes value = activate(others + to_floats(c + i * kBlock + first - column) * (scale * broadcast(range[0])));
       const int64_t at = (row + i) * p.y_columns + first;
       float* y = p.y + at;
       if (left >= kPanel) {
@@ -178,6 +208,9 @@ Status int8_linear(const Int8Linear& call) {
     return bad_size("int8_linear: expected rows of x, and K in multiples of 64");
   if (p.columns < 1 || p.columns % kBlock || p.y_columns < 1 || p.y_columns > p.columns)
     return bad_size("int8_linear: expected columns of y, and N in multiples of 32");
+  const int32_t* outliers = p.outliers;
+  if (outliers != nullptr && (outliers[0] < 0 || outliers[0] >= outliers[1] || outliers[1] >= p.x_columns))
+    return bad_size("int8_linear: expected two outlier columns of x, in ascending order");
   if (p.inner > 1 << 17) return bad_size("int8_linear: expected K up to 131072, so that sums fit into 32 bits");
   const Products products = products_of(p.products);
   if (p.activation < 0) return run(p, products, [](const Lanes& x) { return x; });

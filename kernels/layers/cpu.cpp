@@ -60,6 +60,8 @@ struct Cpu {
     linear.sums = fields.address<const int32_t>();
     linear.scales = fields.address<const float>();
     linear.bias = fields.address<const float>();
+    linear.outliers = fields.address<const int32_t>();
+    linear.outlier_weights = fields.address<const float>();
     linear.residual = fields.address<const float>();
     linear.y = fields.address<float>();
     linear.y_columns = fields.integer();
@@ -73,7 +75,8 @@ struct Cpu {
     const Count bytes = Count(rows) * linear.inner;
     linear.rounded = static_cast<int8_t*>(run->call_.workspace);
     if (run->launches_) linear.row_ranges = reinterpret_cast<float*>(linear.rounded + bytes.value);
-    run->launch(cpu::int8_linear, &linear, (bytes + (Count(rows) * 8).value).value);
+    const Count range_bytes = Count(rows) * (kInt8RowFloats * static_cast<int64_t>(sizeof(float)));
+    run->launch(cpu::int8_linear, &linear, (bytes + range_bytes.value).value);
   }
   // Attention of one new token of each sequence to the KV cache of a layer, to which the token is appended.
   static void cached_attention(Run<Cpu>* run) {

@@ -46,17 +46,22 @@ std::vector<float> int8_result(Shape shape, Int8Products products) {
   Inputs inputs(shape);
   std::vector<int8_t> w(shape.columns * shape.inner), rounded(padded(shape.rows) * shape.inner);
   std::vector<int32_t> sums(shape.columns);
-  std::vector<float> scales(shape.columns, 0.01f), ranges(2 * padded(shape.rows));
+  std::vector<float> scales(shape.columns, 0.01f), ranges(kInt8RowFloats * padded(shape.rows));
   for (size_t i = 0; i < w.size(); ++i) {
     w[i] = static_cast<int8_t>(draw());
     const size_t panel = i / (16 * shape.inner);
     sums[panel * 16 + i / 4 % 16] += w[i];
   }
+  const std::vector<int32_t> outliers = {5, 40};
+  std::vector<float> outlier_weights(kInt8Outliers * shape.columns);
+  for (float& each : outlier_weights) each = draw_float();
   Int8Linear params{};
   set(&params, shape, &inputs);
   params.w = w.data();
   params.sums = sums.data();
   params.scales = scales.data();
+  params.outliers = outliers.data();
+  params.outlier_weights = outlier_weights.data();
   params.rounded = rounded.data();
   params.row_ranges = ranges.data();
   params.products = products;

@@ -12,6 +12,7 @@ from fasttfm import _native, ops
 from fasttfm.ops.int8_linear import PRODUCTS, int8_linear, pack_int8, supported_products
 
 pytestmark = pytest.mark.skipif(_native.missing() is not None, reason=str(_native.missing()))
+OUTLIERS = [None, (0, 1), (17, 63)]
 SHAPES = [(1, 1, 1), (3, 64, 32), (33, 100, 70), (70, 384, 48), (130, 65, 257)]
 
 
@@ -22,8 +23,13 @@ def inputs(rows: int, inner: int, columns: int) -> tuple[Tensor, Tensor, Tensor]
     return x, torch.randn(columns, inner, generator=generator), torch.randn(columns, generator=generator)
 
 
-def exact(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The formula in fp64, with x rounded as in fp32, and the sum of the magnitudes of its three terms."""
+def exact(x: Tensor, weight: Tensor, bias: Tensor, outliers: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+    """The formula in fp64, with x rounded as in fp32, and the sum of the magnitudes of its terms."""
+    if outliers is not None:
+        others = [column for column in range(x.shape[1]) if column not in outliers]
+        y, magnitudes = exact(x[:, others], weight[:, others], bias)
+        first, second = (torch.outer(x[:, column].double(), weight[:, column].double()) for column in outliers)
+        return y + first + second, magnitudes + first.abs() + second.abs()
     smallest = x.amin(1, keepdim=True).clamp(max=0)
     step = (x.amax(1, keepdim=True).clamp(min=0) - smallest) * torch.tensor(1 / 255)
     rounded = ((x - smallest) * (1 / step) - 128).round().double()
@@ -34,11 +40,16 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     return products + middles + bias, products.abs() + middles.abs() + bias.abs()
 
 
+@pytest.mark.parametrize("outliers", OUTLIERS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_formula(shape: tuple[int, int, int]) -> None:
+def test_the_formula(shape: tuple[int, int, int], outliers: tuple[int, int] | None) -> None:
     x, weight, bias = inputs(*shape)
-    packed = pack_int8(weight, bias)
-    expected, magnitudes = exact(x, weight, bias)
+    if outliers is not None:
+        if outliers[1] >= shape[1] - 1:
+            pytest.skip("the weight has too few columns")
+        x[:, outliers] *= 1000  # which would take all steps
+    packed = pack_int8(weight, bias, outliers)
+    expected, magnitudes = exact(x, weight, bias, outliers)
     found = {name: int8_linear(x, packed, products=name) for name in supported_products()}
     for name, y in found.items():
         bound = 4 * torch.finfo(torch.float32).eps * magnitudes  # of the roundings of scales, products and sums
@@ -61,6 +72,21 @@ def test_rows_without_negative_elements_use_all_steps() -> None:
     assert errors[0] < 0.6 * errors[1]
 
 
+def test_outliers_cost_no_steps() -> None:
+    """Rows with two columns that are 100 times larger: their error is that of the other columns."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, 384, generator=generator), torch.randn(48, 384, generator=generator)
+
+    def error(x: Tensor, outliers: tuple[int, int] | None) -> float:
+        y = x.double() @ weight.double().T
+        return (int8_linear(x, pack_int8(weight, None, outliers)) - y).square().mean().sqrt().item()
+
+    larger = x.clone()
+    larger[:, [99, 383]] *= 100
+    assert error(larger, (99, 383)) < 1.1 * error(x, None)
+    assert error(larger, None) > 10 * error(x, None)
+
+
 def test_sums_of_the_largest_products_are_exact() -> None:
     """With K = 2**17 a sum takes 31 bits. Instructions that saturate, or sum pairs in 16 bits, would be wrong."""
     signs = torch.tensor([[1.0], [-1.0]])
@@ -80,15 +106,17 @@ def test_a_row_does_not_depend_on_others(threads: int, monkeypatch: pytest.Monke
         assert torch.equal(int8_linear(x[row : row + 1], packed)[0], together[row])
 
 
+@pytest.mark.parametrize("outliers", [None, (0, 69), (5, 6)], ids=str)
 @pytest.mark.parametrize("products", PRODUCTS)
-def test_values_that_are_not_finite_affect_only_their_rows(products: str) -> None:
+def test_values_that_are_not_finite_affect_only_their_rows(products: str, outliers: tuple[int, int] | None) -> None:
     if products not in supported_products():
         pytest.skip(f"this CPU has no {products}")
     x, weight, bias = inputs(5, 70, 33)
-    expected = int8_linear(x, pack_int8(weight, bias), products=products)
+    packed = pack_int8(weight, bias, outliers)
+    expected = int8_linear(x, packed, products=products)
     x[1, 69], x[3, 0] = math.nan, math.inf
     x[4] = 0
-    found = int8_linear(x, pack_int8(weight, bias), products=products)
+    found = int8_linear(x, packed, products=products)
     assert found[[1, 3]].isnan().all()
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
     assert torch.equal(found[4], bias)
@@ -111,6 +139,9 @@ def test_wrong_weights_and_names_are_refused() -> None:
     for given, message in (
         ((weight, bias[:3]), r"bias: expected shape \(32,\), got shape \(3,\)"),
         ((weight[0],), r"weight: expected shape \(N, K\), both from 1 on, got shape \(64,\)"),
+        ((weight, bias, (3, 64)), r"outliers: expected two ascending columns below 64, got \(3, 64\)"),
+        ((weight, bias, (3, 3)), r"outliers: expected two ascending columns below 64, got \(3, 3\)"),
+        ((weight, bias, (3,)), r"outliers: expected two ascending columns below 64, got \(3,\)"),
         ((weight[:, :0],), r"weight: expected shape \(N, K\), both from 1 on, got shape \(32, 0\)"),
     ):
         with pytest.raises(ValueError, match=message):

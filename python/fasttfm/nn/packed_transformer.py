@@ -45,7 +45,7 @@ class PackedTransformer(nn.Module):
 
     layer_class: ClassVar[type[PackedLayer]] = PackedLayer
     fp8: Any = None  # fp8_inference sets it
-    int8: Any = None  # a session in int8, or in bf16 on a CPU, sets it
+    packed: Any = None  # a session on a CPU sets it (inference.cpu_linear.PackedLayers)
 
     def __init__(self, layers: Sequence[PackedLayer], final_norm: nn.LayerNorm | None = None) -> None:
         super().__init__()
@@ -78,8 +78,8 @@ class PackedTransformer(nn.Module):
         if self.fp8 is not None and not self.training and not torch.is_grad_enabled():
             states: Tensor = self.fp8.run(x, cu_seqlens, max_seqlen, hidden_states, with_last, **inputs)
             return states
-        if self.int8 is not None and hidden_states is None and not inputs:
-            whole: Tensor | None = self.int8.run(x, cu_seqlens, max_seqlen)
+        if self.packed is not None and hidden_states is None and not inputs:
+            whole: Tensor | None = self.packed.run(x, cu_seqlens, max_seqlen)
             if whole is not None:
                 return whole
         call = self.call_of(x, cu_seqlens, max_seqlen) if hidden_states is None and not inputs else None

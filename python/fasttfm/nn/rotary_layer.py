@@ -414,13 +414,13 @@ class RotaryTransformer(PackedTransformer):
             positions = torch.arange(len(positions), device=positions.device)
         angles: dict[str, Any] = {"tables": tables, "positions": positions}
         if hidden_states is None and not inputs:
+            if self.packed is not None:
+                whole: Tensor | None = self.packed.run(x, cu_seqlens, max_seqlen, tables, positions)
+                if whole is not None:
+                    return whole
             call = self.call_of(x, cu_seqlens, max_seqlen, tables, positions)
             if call is not None:
                 return stack.run_stack(*call)[0]
-            if self.int8 is not None:
-                whole: Tensor | None = self.int8.run(x, cu_seqlens, max_seqlen, tables, positions)
-                if whole is not None:
-                    return whole
         return super().forward(x, cu_seqlens, max_seqlen, hidden_states=hidden_states, **angles, **inputs)
 
     def call_of(
@@ -432,7 +432,8 @@ class RotaryTransformer(PackedTransformer):
         positions: Tensor | None = None,
     ) -> Call | None:
         """The result is also None if another backend is requested than the core's."""
-        special = self.fp8 is not None or self.int8 is not None or requested(None) is not None
+        is_replaced = self.packed is not None and not self.packed.is_copy
+        special = self.fp8 is not None or is_replaced or requested(None) is not None
         return None if special or not tables else super().call_of(x, cu_seqlens, max_seqlen, tables, positions)
 
     def angles(self, x: Tensor, max_seqlen: int) -> tuple[Any, ...]:

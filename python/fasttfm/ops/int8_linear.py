@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from fasttfm.ops.core import checks
 _NAME = "int8_linear"
 _PANEL, _GROUP = 16, 4  # the layout of a weight: panels of 16 columns, groups of 4 elements of K
 _BLOCK, _STEP = 32, 64  # N and K are padded to multiples of these
+OUTLIERS = 2  # the columns of an input that may be left out of the rounding
+_ROW_FLOATS = 2 + OUTLIERS  # what the kernel keeps of each row
 PRODUCTS = ("generic", "words", "vnni", "amx", "arm_dot", "arm_matrix")  # the slower ones of a CPU first
 
 
@@ -24,11 +27,18 @@ class Int8Weight(NamedTuple):
     sums: Tensor  # int32 [N]
     scales: Tensor  # fp32 [N]
     bias: Tensor | None  # fp32 [N]
+    outliers: Tensor | None  # int32 [2]
+    outlier_weights: Tensor | None  # fp32 [2, N]
     shape: tuple[int, int]  # of the weight, without padding
 
 
-def pack_int8(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
-    """Rounds a weight to int8 with one scale per row (per-channel quantisation)."""
+def pack_int8(weight: Tensor, bias: Tensor | None = None, outliers: Sequence[int] | None = None) -> Int8Weight:
+    """Rounds a weight to int8 with one scale per row (per-channel quantisation).
+
+    Args:
+        outliers: Two columns of the weight, in ascending order, that stay in fp32. Rows of the input are rounded
+            without them: columns with much larger elements than all others would take most of the steps.
+    """
     checks.check_floating(_NAME, "weight", weight)
     if weight.dim() != 2 or 0 in weight.shape:
         raise checks.bad_value(_NAME, "weight", "shape (N, K), both from 1 on", f"shape {tuple(weight.shape)}")
@@ -37,14 +47,24 @@ def pack_int8(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
         checks.check_floating(_NAME, "bias", bias)
         checks.check_shape(_NAME, "bias", bias, (rows,))
     exact = weight.detach().to("cpu", torch.float32)
+    more = (0, -rows % _BLOCK)
+    indices = outlier_weights = None
+    if outliers is not None:
+        if len(outliers) != OUTLIERS or not 0 <= outliers[0] < outliers[1] < columns:
+            expected = f"two ascending columns below {columns}"
+            raise checks.bad_value(_NAME, "outliers", expected, repr(outliers))
+        indices = torch.tensor(outliers, dtype=torch.int32, device="cpu")
+        outlier_weights = torch.nn.functional.pad(exact[:, list(outliers)].T, more).contiguous()
+        exact = exact.clone()
+        exact[:, list(outliers)] = 0
     scales = exact.abs().amax(1) / 127
     rounded = (exact / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round()
     padded = torch.nn.functional.pad(rounded, (0, -columns % _STEP, 0, -rows % _BLOCK)).to(torch.int8)
     panels = padded.unflatten(1, (-1, _GROUP)).unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
-    more = (0, -rows % _BLOCK)
     own_bias = None if bias is None else torch.nn.functional.pad(bias.detach().to("cpu", torch.float32), more)
     sums = padded.sum(1, dtype=torch.int32)
-    return Int8Weight(panels, sums, torch.nn.functional.pad(scales, more), own_bias, (rows, columns))
+    own_scales = torch.nn.functional.pad(scales, more)
+    return Int8Weight(panels, sums, own_scales, own_bias, indices, outlier_weights, (rows, columns))
 
 
 def supported_products() -> list[str]:
@@ -59,9 +79,9 @@ def fastest_products() -> int:
 
 
 def int8_workspaces(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The memory for the rounded rows of a GEMM's input [rows, columns], and for their ranges."""
+    """The memory for the rounded rows of a GEMM's input [rows, columns], and for their ranges and outliers."""
     room, inner = -(-rows // _BLOCK) * _BLOCK, -(-columns // _STEP) * _STEP
-    return x.new_empty(room, inner, dtype=torch.int8), x.new_empty(room, 2)
+    return x.new_empty(room, inner, dtype=torch.int8), x.new_empty(room, _ROW_FLOATS)
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None, products: str | None = None) -> Tensor:
@@ -91,7 +111,7 @@ def int8_linear(x: Tensor, weight: Int8Weight, *, activation: str | None = None,
     rounded, row_ranges = int8_workspaces(flat, len(flat), columns)
     code = -1 if activation is None else CODES[activation]
     _native.core().int8_linear_cpu(
-        *(flat, weight.panels, weight.sums, weight.scales, weight.bias, y, rounded, row_ranges),
-        *(code, PRODUCTS.index(chosen)),
+        *(flat, weight.panels, weight.sums, weight.scales, weight.bias, weight.outliers, weight.outlier_weights),
+        *(y, rounded, row_ranges, code, PRODUCTS.index(chosen)),
     )
     return y.view(*x.shape[:-1], rows)

@@ -27,7 +27,7 @@ _GIVEN = frozenset(BUFFERS[2:])
 # magnitude of the input. "int8 0.qkv.sums" is an entry of the table of operands, which has a row for each linear layer.
 LINEARS = lora.LINEARS
 OPERANDS = {
-    "int8": ("panels", "sums", "scales", "bias"),
+    "int8": ("panels", "sums", "scales", "bias", "outliers", "outlier_weights"),
     "bf16": ("panels", "bias"),
     "fp32": ("panels", "bias"),
     "fp8": ("weight", "weight_inverse", "scale", "inverse", "amax"),

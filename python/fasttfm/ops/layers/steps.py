@@ -76,6 +76,8 @@ class Int8Gemm(NamedTuple):
     sums: Name
     scales: Name
     bias: Name
+    outliers: Name
+    outlier_weights: Name
     residual: Name | None
     y: Name
     columns: int
