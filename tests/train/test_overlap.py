@@ -1,7 +1,10 @@
-"""Native layers under DDP and FSDP2: when gradients are sent, and optimizers that change how gradients arrive."""
+"""Native layers under DDP and FSDP2: when gradients are sent, the memory of a step, and optimizers that change how
+gradients arrive."""
 
 from __future__ import annotations
 
+import mmap
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from fasttfm.models import BertConfig, BertModel
 from fasttfm.train.distributed import join, share_out, whole
 
 LAYERS = 4
+WARM_UP, STEPS = 4, 4
 
 
 class Encoder(torch.nn.Module):
@@ -73,6 +77,32 @@ def test_gradients_are_sent_while_earlier_layers_compute_theirs(parallel: str, t
         begun = min(start for start, _ in sent)
         # The last layer's gradients are on their way before the second layer's exist.
         assert begun < sorted(layers)[-2][1]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def new_pages(folder: Path) -> None:
+    """Saves how many pages the system has given to this process per step."""
+    world = join("cpu", "ddp")
+    module = share_out(Encoder(), world)
+    ids = batch(world.rank).repeat(8, 1)
+    before = 0
+    for step in range(WARM_UP + STEPS):
+        if step == WARM_UP:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        module.zero_grad()
+        module(ids).backward()
+    pages = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / STEPS
+    torch.save(pages, folder / f"{world.rank}.pt")
+    world.leave()
+
+
+def test_a_ranks_step_uses_the_memory_of_the_step_before(tmp_path: Path) -> None:
+    """New pages for what the layers compute in would be several hundred million bytes for each step."""
+    in_ranks(new_pages, tmp_path)
+    for rank in range(2):
+        assert torch.load(tmp_path / f"{rank}.pt") * mmap.PAGESIZE < 50e6
 
 
 # ---- gradients in 16 bits --------------------------------------------------------------------------------------------
