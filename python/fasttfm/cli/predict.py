@@ -8,6 +8,7 @@
   fasttfm predict --model ELECTRA-RUN --data texts.txt --output replaced.html       which tokens were replaced?
   fasttfm predict --model ELECTRA-RUN --data texts.txt --replace 0.15               which has its generator replaced?
   fasttfm predict --model DIR --data reviews.jsonl --output labels --rows-per-part 65536
+  fasttfm predict --model GLINER --labels person place --text "Curie in Paris"       which entities of these types?
 
 The model's directory states the task, its labels, the maximum length and the threshold for questions without an answer.
 Examples come from files of the task's format, with or without labels, or from .txt files, .jsonl files and stdin (-),
@@ -23,7 +24,8 @@ Depending on the task, the output has for each example: its label, with the prob
 answer, with its place in the context and the score of having none; the choice between its endings; or the probability
 of each token to be replaced. If all examples have labels, scores are printed. Replaced tokens are marked in the
 terminal and on a page (.html). With --rows-per-part, --output is a folder of part files, which several processes write
-together (torchrun -m fasttfm predict ...); scores are not printed then.
+together (torchrun -m fasttfm predict ...); scores are not printed then. With --labels, the model is GLiNER's: a line
+of text, or the field text of a line of .jsonl, gets a JSON object with its entities; --text has a text for each one.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fasttfm.cli.entities import run_entities
 from fasttfm.cli.options import (
     MODEL_HELP,
     Formatter,
@@ -105,8 +108,11 @@ def add_parser(subparsers: Any) -> None:
         "--threshold",
         type=float,
         metavar="X",
-        help="qa: give no answer if no_answer is above this threshold (default: the model's)",
+        help="qa: give no answer if no_answer is above this threshold (default: the model's); --labels: entities "
+        "have a higher probability (default: 0.5)",
     )
+    parser.add_argument("--labels", nargs="+", metavar="TYPE", help="GLiNER: the types of entities, in words")
+    parser.add_argument("--nested", action="store_true", help="GLiNER: entities may be inside of others")
     parser.add_argument("--tokens-per-batch", type=int, default=8192, metavar="N", help="tokens per packed batch")
     parser.add_argument(
         "--precision",
@@ -130,6 +136,14 @@ def run(arguments: argparse.Namespace) -> int:
         if (arguments.text is None) == (arguments.data is None):
             got = "neither" if arguments.text is None else "both"
             raise ValueError(f"--data: expected a file of examples, or the texts of one with --text, got {got}")
+        if arguments.labels is not None:
+            return run_entities(arguments)
+        from fasttfm.tasks.entities import is_gliner
+
+        if is_gliner(arguments.model):
+            raise ValueError(f"--labels: expected the types of entities for GLiNER ({arguments.model}), got none")
+        if arguments.nested:
+            raise ValueError("--nested: expected with --labels")
         if is_in_parts(arguments):
             return run_in_parts(arguments, PredictJob)
         if arguments.format == "parquet":

@@ -94,6 +94,9 @@ from fasttfm.models.gemma3 import (
     Gemma3TextForSequenceClassification,
     Gemma3TextModel,
 )
+from fasttfm.models.gliner import GLiNER
+from fasttfm.models.gliner_config import GLiNERConfig
+from fasttfm.models.gliner_spans import SpanLoss
 from fasttfm.models.gpt import (
     GPT2Config,
     GPT2DoubleHeadsModel,
@@ -278,6 +281,8 @@ __all__ = [
     "EuroBertForSequenceClassification",
     "EuroBertForTokenClassification",
     "EuroBertModel",
+    "GLiNER",
+    "GLiNERConfig",
     "GPT2Config",
     "GPT2DoubleHeadsModel",
     "GPT2ForSequenceClassification",
@@ -351,6 +356,7 @@ __all__ = [
     "RobertaKagNet",
     "RobertaKagNetConfig",
     "RobertaModel",
+    "SpanLoss",
     "T5Config",
     "T5EncoderModel",
     "T5ForTokenClassification",

@@ -156,9 +156,10 @@ def write_tensors(
     shard_bytes: int = SHARD_BYTES,
     *,
     config: Mapping[str, Any],
+    config_name: str = CONFIG,
 ) -> None:
-    """Writes ``config.json`` and ``model.safetensors``, or several files and their index if that would be larger than
-    ``shard_bytes``.
+    """Writes ``config.json`` (or ``config_name``) and ``model.safetensors``, or several files and their index if that
+    would be larger than ``shard_bytes``.
 
     All files are written under temporary names and renamed when the last one is on the disk, so a failed save leaves an
     earlier checkpoint unchanged. Files of an earlier checkpoint that the new one does not have are removed at the end.
@@ -179,13 +180,13 @@ def write_tensors(
         names = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     whole, index = directory / SAFETENSORS, directory / f"{SAFETENSORS}.index.json"
     sharded = len(shards) > 1
-    targets = [directory / name for name in (*names, CONFIG)] + [index] * sharded
+    targets = [directory / name for name in (*names, config_name)] + [index] * sharded
     old = [path for path in directory.glob("*.safetensors") if _SHARD.fullmatch(path.name)]
     stale = [path for path in (index, whole, *old) if path not in targets]
     with atomic_writes(targets, first=[index] * sharded, stale=stale) as partials:
         for name, shard in zip(names, shards, strict=True):
             _write_file(partials[directory / name], shard)
-        partials[directory / CONFIG].write_text(json_text(config, sort_keys=True), encoding="utf-8")
+        partials[directory / config_name].write_text(json_text(config, sort_keys=True), encoding="utf-8")
         if sharded:
             weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
             total = sum(tensor.nbytes for tensor in tensors.values())

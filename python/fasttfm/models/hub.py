@@ -17,6 +17,8 @@ from fasttfm._atomic_files import first_line
 from fasttfm.models.checkpoint_files import CONFIG, SAFETENSORS, TORCH, CheckpointError, shard_names
 
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
+GLINER_CONFIG = "gliner_config.json"  # of GLiNER's releases, instead of config.json
+_CONFIGS = (CONFIG, GLINER_CONFIG)
 # The tokenizer files; the first that exists is read.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -100,7 +102,7 @@ def _hub(name: str) -> ModuleType:
 
 def _snapshot(hub: ModuleType, name: str, revision: str | None) -> Path | None:
     """The folder of the model in the hub's cache, if it has any file that we read."""
-    for file in (CONFIG, *TOKENIZER_FILES):
+    for file in (*_CONFIGS, *TOKENIZER_FILES):
         cached = hub.try_to_load_from_cache(name, file, revision=revision)
         if isinstance(cached, str):
             return Path(cached).parent
@@ -112,8 +114,9 @@ def _has(snapshot: Path, part: Part) -> bool:
     names = {path.name for path in snapshot.iterdir() if path.is_file()}
     if part is Part.TOKENIZER:
         return not names.isdisjoint(TOKENIZER_FILES)
-    if part is Part.CONFIG or CONFIG not in names:
-        return CONFIG in names
+    has_config = not names.isdisjoint(_CONFIGS)
+    if part is Part.CONFIG or not has_config:
+        return has_config
     chosen = weight_files(names)
     index = next((name for name in chosen if name.endswith(".index.json")), None)
     return bool(chosen) and (index is None or names.issuperset(shard_names(snapshot / index)))
