@@ -78,8 +78,8 @@ class GLiNERConfig:
     def check(self) -> None:
         """Raises ValueError for a value outside of its range, or a variant that is not supported."""
         for name, allowed in _SUPPORTED.items():
-            value = self.extra.get(name, allowed[0])
-            if value not in allowed:
+            value = self.extra.get(name)  # null is the default
+            if value is not None and value not in allowed:
                 expected = "none" if allowed[0] is None else repr(allowed[0])
                 raise ValueError(f"GLiNERConfig: {name}: expected {expected} (others are not supported), got {value!r}")
         for name, least in (("hidden_size", 1), ("max_width", 1), ("max_len", 1), ("num_rnn_layers", 0)):
