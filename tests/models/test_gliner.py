@@ -38,7 +38,6 @@ ENCODER = {
     "position_biased_input": False,
 }
 SIZES: dict[str, Any] = {"hidden_size": 16, "max_width": 4, "max_len": 30, "dropout": 0.0}
-STEPS = 150  # of training
 EXPECTED = Path(__file__).with_name("gliner_expected.json")
 VARIANTS = {
     "projected": {},
@@ -237,26 +236,25 @@ def test_files_of_the_first_releases(tmp_path: Path) -> None:
     assert old.config.extra == {"name": "span level", "span_mode": "markerV0"}
 
 
-def test_a_plain_loop_learns_entities() -> None:
+def test_a_plain_loop_lowers_the_loss() -> None:
     torch.manual_seed(0)
     tokenizer: Any = small().tokenizer
-    model = GLiNER(
-        GLiNERConfig(encoder_config=dict(ENCODER), **{**SIZES, "hidden_size": 32, "dropout": 0.1}), tokenizer
-    )
+    model = GLiNER(GLiNERConfig(encoder_config=dict(ENCODER), **{**SIZES, "dropout": 0.1}), tokenizer).train()
     model.tokenizer = None
     with pytest.raises(ValueError, match="GLiNER: tokenizer: expected from_pretrained"):
         model.batch_of(words(TEXTS), LABELS)
     model.tokenizer = tokenizer
-    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
-    batch = model.batch_of(words(TEXTS), LABELS, ENTITIES)
-    for _ in range(STEPS):
-        loss = model.train()(**batch).loss
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+    batch, losses = model.batch_of(words(TEXTS), LABELS, ENTITIES), []
+    for _ in range(40):
+        loss = model(**batch).loss
         loss.backward()
+        assert all(parameter.grad is not None for parameter in model.rnn.parameters())  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
-    expected = [[("Marie Curie", "person"), ("Paris", "city or town"), ("Pierre-Gilles", "person")], []]
-    results = model.predict_entities(TEXTS[:2], LABELS)
-    assert [[(each["text"], each["label"]) for each in result] for result in results] == expected
+        losses.append(float(loss))
+    assert losses[-1] < losses[0] / 5
+    model.predict_entities(TEXTS, LABELS)
     assert model.training  # as it was
 
 
