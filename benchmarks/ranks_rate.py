@@ -9,7 +9,7 @@ time, each on a core of its own, which send each other nothing: what two cores o
 cases alternate. The exit status is 1 if two ranks of DDP have less than 1.75 times the rate of one.
 
 Ranks wait for each other in every step, so another process on the machine costs two ranks a third of their rate, and
-one rank, beside which a core is free, nothing. Every run prints how many cores other processes have used meanwhile; a
+one rank, next to which a core is free, nothing. Every run prints how many cores other processes have used meanwhile; a
 ratio says something about the ranks only if that is close to 0. --out keeps the file's rows of other numbers of tokens.
 """
 

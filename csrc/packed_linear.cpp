@@ -6,8 +6,8 @@ namespace fasttfm {
 
 FASTTFM_FUNCTION(int64_t, packed_products_cpu) { return cpu::packed_products(); }
 
-FASTTFM_FUNCTION(Status, packed_linear_cpu, const Tensor& x, const Tensor& w, const OptionalTensor& bias, const Tensor& y,
-                 const Tensor& rounded, int64_t columns, int activation, PackedProducts products) {
+FASTTFM_FUNCTION(Status, packed_linear_cpu, const Tensor& x, const Tensor& w, const OptionalTensor& bias,
+                 const Tensor& y, const Tensor& rounded, int64_t columns, int activation, PackedProducts products) {
   return cpu::packed_linear({
       .x = x.as<float>(),
       .w = w.as<void>(),

@@ -4,9 +4,9 @@
 #include <cstring>
 #include <utility>
 
-#include "packed_linear/op.h"
 #include "common/cpu/linear_blocks.h"
 #include "common/cpu/simd.h"
+#include "packed_linear/op.h"
 
 namespace fasttfm {
 namespace FASTTFM_ISA {
@@ -41,7 +41,8 @@ FASTTFM_KERNEL inline void generic_rows(const bf16_t* a, int64_t inner, const bf
   for (int row = 0; row < kGenericRows; ++row) store(c + row * kPackedBlock, sums[row]);
 }
 
-FASTTFM_KERNEL inline void generic_products(const PackedLinear& p, const bf16_t* a, const bf16_t* b, int rows, float* c) {
+FASTTFM_KERNEL inline void generic_products(const PackedLinear& p, const bf16_t* a, const bf16_t* b, int rows,
+                                            float* c) {
   for (int64_t column = 0; column < kPackedBlock; column += kLinearPanel)
     for (int row = 0; row < rows; row += kGenericRows)
       generic_rows(a + row * p.inner, p.inner, b + column * p.inner, c + row * kPackedBlock + column);
@@ -77,7 +78,8 @@ FASTTFM_KERNEL inline void pair_rows(const bf16_t* a, int64_t inner, const bf16_
   (_mm512_storeu_ps(c + ROW * kPackedBlock + kLinearPanel, sums1[ROW]), ...);
 }
 
-FASTTFM_KERNEL inline void avx512_products(const PackedLinear& p, const bf16_t* a, const bf16_t* b, int rows, float* c) {
+FASTTFM_KERNEL inline void avx512_products(const PackedLinear& p, const bf16_t* a, const bf16_t* b, int rows,
+                                           float* c) {
   for (int row = 0; row < rows; row += 8)
     pair_rows(a + row * p.inner, p.inner, b, c + row * kPackedBlock, std::make_index_sequence<8>());
 }

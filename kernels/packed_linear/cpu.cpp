@@ -100,7 +100,6 @@ int64_t cpu::packed_products() {
   int64_t set = 0;
   const auto add = [&set](PackedProducts products) { set |= int64_t{1} << static_cast<int>(products); };
   add(PackedProducts::generic);
-  add(PackedProducts::fp32);
   if (active_isa() == Isa::avx512 && has_avx512_bf16()) add(PackedProducts::avx512);
   if (active_isa() == Isa::avx512 && may_use_amx_bf16()) add(PackedProducts::amx);
   if (has_arm_bf16()) add(PackedProducts::arm_matrix);

@@ -1,7 +1,7 @@
 // Products of up to 128 rows and 32 columns in fp32 (cpu.cpp).
 //
-// K is divided into parts, so that 32 columns of a part of w, 16 KB, stay in L1 while all rows of a block read them. The
-// products of the first rows of a block also prefetch the next part, which comes from memory if there are few rows.
+// K is divided into parts, so that 32 columns of a part of w, 16 KB, stay in L1 while all rows of a block read them.
+// The products of the first rows of a block also prefetch the next part, which comes from memory if there are few rows.
 #pragma once
 
 #include <cstring>
@@ -15,13 +15,16 @@ namespace FASTTFM_ISA {
 
 constexpr int64_t kFp32Rows = 128, kFp32Depth = 128;
 
-// Rows of x are read in place, in groups of kRowStep. Those of an incomplete group are copied to p.rounded, with rows of
-// zeros after them; if K is padded, all rows are.
-inline int64_t rows_in_place(const PackedLinear& p) { return p.x_columns == p.inner ? p.rows / kRowStep * kRowStep : 0; }
+// Rows of x are read in place, in groups of kRowStep. Those of an incomplete group are copied to p.rounded, with rows
+// of zeros after them; if K is padded, all rows are.
+inline int64_t rows_in_place(const PackedLinear& p) {
+  return p.x_columns == p.inner ? p.rows / kRowStep * kRowStep : 0;
+}
 
 inline Along rows_from(const PackedLinear& p, int64_t row) {
   const int64_t copied = rows_in_place(p);
-  const float* from = row < copied ? p.x + row * p.inner : static_cast<const float*>(p.rounded) + (row - copied) * p.inner;
+  const float* from =
+      row < copied ? p.x + row * p.inner : static_cast<const float*>(p.rounded) + (row - copied) * p.inner;
   return {from, p.inner};
 }
 

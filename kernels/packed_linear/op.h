@@ -12,8 +12,9 @@
 
 namespace fasttfm {
 
-// The instructions that multiply. Of a weight in bf16 the slower ones of a CPU are first: sums are in fp32, in different
-// orders, and those of AVX512-BF16 and AMX round and flush denormals in their own way. `fp32` is for a weight in fp32.
+// The instructions that multiply. Of a weight in bf16 the slower ones of a CPU are first: sums are in fp32, in
+// different orders, and those of AVX512-BF16 and AMX round and flush denormals in their own way. `fp32` is for a weight
+// in fp32.
 enum class PackedProducts : int32_t { generic = 0, avx512 = 1, amx = 2, arm_matrix = 3, fp32 = 4 };
 
 constexpr int64_t kPackedBlock = 32;  // columns of a tile of y; N is a multiple of it
@@ -38,7 +39,7 @@ struct PackedLinear {
 
 namespace cpu {
 Status packed_linear(const PackedLinear&);
-// The set of PackedProducts that this CPU supports: bit i is set for the code i.
+// The set of PackedProducts of weights in bf16 that this CPU supports: bit i is set for the code i.
 int64_t packed_products();
 }  // namespace cpu
 

@@ -4,8 +4,8 @@
 #include <cstdio>
 #include <vector>
 
-#include "packed_linear/op.h"
 #include "int8_linear/op.h"
+#include "packed_linear/op.h"
 
 using namespace fasttfm;
 

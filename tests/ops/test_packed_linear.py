@@ -1,4 +1,4 @@
-"""bf16 linear layers on a CPU: inputs and weights are rounded to bf16, sums are in fp32."""
+"""Linear layers with packed weights on a CPU: in fp32, or inputs and weights rounded to bf16; sums are in fp32."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fasttfm import _native, ops
-from fasttfm.ops.packed_linear import packed_linear, pack_weight, supported_products
+from fasttfm.ops.packed_linear import pack_weight, packed_linear, supported_products
 
 pytestmark = pytest.mark.skipif(_native.missing() is not None, reason=str(_native.missing()))
 SHAPES = [(1, 1, 1), (3, 64, 32), (33, 100, 70), (70, 384, 48), (130, 65, 257)]
@@ -39,6 +39,27 @@ def test_the_formula(shape: tuple[int, int, int]) -> None:
     assert torch.equal(packed_linear(x.view(1, *x.shape), packed)[0], packed_linear(x, packed))
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, (300, 384, 96), (16, 1536, 33), (129, 260, 64)], ids=str)
+def test_the_formula_in_fp32(shape: tuple[int, int, int]) -> None:
+    """With each of the CPU's instruction sets, and with rows that are no multiple of a tile."""
+    x, weight, bias = inputs(*shape)
+    packed = pack_weight(weight, bias, dtype=torch.float32)
+    expected = x.double() @ weight.double().T + bias
+    bound = (shape[1] + 1) * torch.finfo(torch.float32).eps * (x.abs() @ weight.abs().T + bias.abs())
+    core = _native.core()
+    widest = core.active_isa()
+    try:
+        for name in core.supported_isas():
+            core.set_isa(name)
+            y = packed_linear(x, packed)
+            assert bool(((y - expected).abs() <= bound).all()), name
+            for activation in ("gelu", "gelu_tanh", "relu", "silu"):
+                applied = ops.bias_gelu(y, activation=activation, backend="cpu")
+                assert torch.equal(packed_linear(x, packed, activation=activation), applied), activation
+    finally:
+        core.set_isa(widest)
+
+
 def test_inputs_are_rounded_to_nearest() -> None:
     """Ties go to even: 1 + 2**-8 to 1, and 1 + 3 * 2**-8 to 1 + 2**-6."""
     x = torch.tensor([[1 + 2**-8], [1 + 3 * 2**-8], [1 + 2**-8 + 2**-20]])
@@ -47,10 +68,11 @@ def test_inputs_are_rounded_to_nearest() -> None:
         assert found.flatten().tolist() == [1.0, 1 + 2**-6, 1 + 2**-7], name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_row_does_not_depend_on_others(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, bias = inputs(70, 96, 64)
-    packed = pack_weight(weight, bias)
+def test_a_row_does_not_depend_on_others(threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = inputs(70, 160, 64)
+    packed = pack_weight(weight, bias, dtype=dtype)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     together = packed_linear(x, packed)
     for row in (0, 31, 69):
@@ -60,8 +82,8 @@ def test_a_row_does_not_depend_on_others(threads: int, monkeypatch: pytest.Monke
 def test_values_that_are_not_finite_affect_only_their_rows() -> None:
     """A K that is no multiple of 32: what is padded must not be multiplied by them."""
     x, weight, bias = inputs(5, 70, 33)
-    packed = pack_weight(weight, bias)
-    for name in supported_products():
+    for name in (*supported_products(), "fp32"):
+        packed = pack_weight(weight, bias, dtype=torch.float32 if name == "fp32" else torch.bfloat16)
         expected = packed_linear(x, packed, products=name)
         wrong = x.clone()
         wrong[1, 69], wrong[3, 0] = math.nan, math.inf
@@ -85,6 +107,10 @@ def test_wrong_inputs_are_refused() -> None:
         packed_linear(torch.ones(2, 8), packed, activation="softmax")
     with pytest.raises(ValueError, match=r"products: expected None or one of generic, avx512, amx, .*, got 'sve'"):
         packed_linear(torch.ones(2, 8), packed, products="sve")
+    with pytest.raises(ValueError, match=r"products: expected one that this CPU has for bfloat16: .*, got 'fp32'"):
+        packed_linear(torch.ones(2, 8), packed, products="fp32")
+    with pytest.raises(ValueError, match=r"dtype: expected torch.float32 or torch.bfloat16, got torch.float16"):
+        pack_weight(torch.ones(4, 8), dtype=torch.float16)
     for weight, bias, message in (
         (torch.ones(4, 8), torch.ones(3), r"bias: expected shape \(4,\), got shape \(3,\)"),
         (torch.ones(4), None, r"weight: expected shape \(N, K\), both from 1 on, got shape \(4,\)"),

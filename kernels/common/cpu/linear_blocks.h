@@ -163,8 +163,8 @@ void for_blocks(int64_t rows, int64_t columns, int threads, [[maybe_unused]] boo
   });
 }
 
-// Calls round(row) for each row up to a multiple of what products read, and then block(row, column, rows) for each block
-// of `rows` rows and 32 columns.
+// Calls round(row) for each row up to a multiple of what products read, and then block(row, column, rows) for each
+// block of `rows` rows and 32 columns.
 template <class Round, class Block>
 void for_linear_blocks(int64_t rows, int64_t columns, int threads, bool with_tiles, Round round, Block block) {
   const int64_t step = with_tiles ? kLinearBlock : kLinearRows, read = (rows + step - 1) / step * step;

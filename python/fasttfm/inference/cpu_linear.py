@@ -64,10 +64,22 @@ class Bf16Linear(PackedLinear):
 
 
 _LINEARS: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "bf16": Bf16Linear}
-# Packed weights in fp32 are a copy, which calls with few rows read: at 16 rows of MiniLM's layers on one thread of a Xeon
-# their GEMMs take half the time of the BLAS, at 128 rows 0.9 of it, and at 512 rows 1.1.
+# Packed weights in fp32 are a copy, which calls with few rows read. With MiniLM's layers on one thread of a Xeon, their
+# GEMMs take half the time of the BLAS for 16 rows, 0.9 of it for 128, and 1.1 of it for 512.
 _MOST_FP32_ROWS = 192  # for each thread
 _MOST_FP32_BYTES = 512 << 20  # of the copy: that of BERT-base takes 340 MB
+
+
+def packed_precision(device: torch.device, dtype: torch.dtype, *, int8: bool, may_pack: bool) -> str | None:
+    """The precision in which ``pack_linears`` packs the weights; None if they stay as they are. bf16 GEMMs take longer
+    than fp32 GEMMs on a CPU without bf16 instructions."""
+    if int8:
+        return "int8"
+    if device.type != "cpu":
+        return None
+    if dtype == torch.bfloat16 and has_bf16_instructions():
+        return "bf16"
+    return "fp32" if may_pack or dtype == torch.bfloat16 else None
 
 
 def pack_linears(model: PretrainedModel, precision: str) -> None:

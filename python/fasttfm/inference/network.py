@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fasttfm.inference.adapters import adapters_of, check_unadapted
 from fasttfm.inference.batches import Bucket, Packed, buffer_size, split_buffer, write_bucket
-from fasttfm.inference.cpu_linear import has_bf16_instructions, pack_linears
+from fasttfm.inference.cpu_linear import pack_linears, packed_precision
 from fasttfm.inference.late_interaction import Keys, ProjectedTokens, attending_to
 from fasttfm.inference.opening import base_of
 from fasttfm.inference.pooling import PADDED, POOLING, SPLADE, Layers, Tokens, pooling_names
@@ -107,7 +107,7 @@ class Network:
         self._answers = AnswerSpans() if answers is None else answers
         self.pooling = pooling_names(settings.pooling)
         self.pads = not PADDED.isdisjoint(self.pooling)
-        packed = _packed_precision(device, dtype, int8=int8, may_pack=owns_model and not adapters)
+        packed = packed_precision(device, dtype, int8=int8, may_pack=owns_model and not adapters)
         with torch.inference_mode(False):  # take_weights writes into the copies
             precision = dtype if packed is None else torch.float32
             self.model = _own_copy(model, device, precision, always=packed is not None and not owns_model)
@@ -317,18 +317,6 @@ class Network:
             "max_seqlen": inputs.max_seqlen,
             **LAST_STATES,
         }
-
-
-def _packed_precision(device: torch.device, dtype: torch.dtype, *, int8: bool, may_pack: bool) -> str | None:
-    """The precision in which ``pack_linears`` packs the weights; None if they stay as they are. bf16 GEMMs take longer
-    than fp32 GEMMs on a CPU without bf16 instructions."""
-    if int8:
-        return "int8"
-    if device.type != "cpu":
-        return None
-    if dtype == torch.bfloat16 and has_bf16_instructions():
-        return "bf16"
-    return "fp32" if may_pack or dtype == torch.bfloat16 else None
 
 
 def _own_copy(

@@ -57,7 +57,7 @@ def _products(codes: int) -> list[str]:
 def supported_products() -> list[str]:
     """The elements of ``PRODUCTS`` for a weight in bf16 that this CPU and the active instruction set support, the
     fastest last. ``generic`` multiplies in fp32."""
-    return _products(_native.core().packed_products_cpu())[:-1]
+    return _products(_native.core().packed_products_cpu())
 
 
 def fastest_products(dtype: torch.dtype) -> int:

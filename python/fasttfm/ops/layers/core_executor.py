@@ -91,7 +91,7 @@ def forward(
 
     Args:
         cast: The parameters, weights in x's dtype.
-        operands: The addresses of what GEMMs read in int8, in bf16 on a CPU, in FP8 and of LoRA (``LINEARS`` and
+        operands: The addresses of what GEMMs read in int8, of packed weights, in FP8 and of LoRA (``LINEARS`` and
             ``OPERANDS`` of encoding.py), or of what a session keeps for the plan's ``owner``.
     """
     x, residual = inputs.x, inputs.residual

@@ -24,7 +24,7 @@ class Situation(NamedTuple):
     training: bool  # whether there will be a backward
     itemsize: int  # bytes of an element of x
     stream_itemsize: int  # of the residual stream
-    precision: str = ""  # of the GEMMs' operands: "int8", "bf16" of fp32 on a CPU, "fp8", or that of x
+    precision: str = ""  # of the GEMMs' operands: "int8", "bf16" or packed "fp32" on a CPU, "fp8", or that of x
     dtype: torch.dtype | None = None  # of x
     parameter_dtype: torch.dtype | None = None
     is_session: bool = False  # whether the caller keeps memory for calls that follow one another (few_tokens.py)

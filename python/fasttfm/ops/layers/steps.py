@@ -87,7 +87,8 @@ class Int8Gemm(NamedTuple):
 
 
 class PackedGemm(NamedTuple):
-    """y = activation(x weight^T + bias) + residual on a CPU; x is rounded to bf16, and the weight is bf16."""
+    """y = activation(x weight^T + bias) + residual on a CPU; the weight is packed in bf16, and x is rounded to bf16, or
+    both are fp32."""
 
     x: Name
     weight: Name
