@@ -6,8 +6,9 @@
 All contenders run in one process and take turns; each reads texts and returns the mean of the last states of each
 text. Peers get batches of 32 texts sorted by length and padded to the longest. The parts are one text of 3, of 16 and
 of 128 tokens, 32 sentences, and 1,000 sentences of the shipped texts. Wall time and the process's processor time are
-medians over rounds; the cosine is the smallest one to transformers' vectors in fp32. Weights are random without
---directory: the accuracy of 8 bits shows only with trained ones.
+medians over rounds; the cosine is the smallest one to transformers' vectors in fp32, and the overlap of 1,000 texts is
+the share of each text's ten nearest that stay. Weights are random without --directory: the accuracy of 8 bits shows
+only with trained ones.
 
 Rows go to ``<machine>-cpu_encoders.csv``, where those of the same model and number of threads are replaced. Packages
 that are not installed are left out, with a message.
@@ -38,6 +39,7 @@ SIZES: dict[str, dict[str, int]] = {
 PEERS = ("transformers", "compile", "sentence-transformers", "onnxruntime", "openvino", "ctranslate2")
 PARTS = {"1 text, 3 tokens": 3, "1 text, 16 tokens": 16, "1 text, 128 tokens": 128, "32 texts": 32, "1000 texts": 1000}
 BATCH = 32
+NEIGHBOURS = 10
 Encode = Callable[[list[str]], Any]  # texts to vectors [texts, C]
 
 
@@ -311,6 +313,20 @@ def smallest_cosine(result: Any, expected: Any) -> float:
     return float((one * other).sum(1).min())
 
 
+def neighbour_overlap(result: Any, expected: Any) -> float:
+    """The share of the ten nearest of the other texts of each text, by ``expected``, that are so by ``result``."""
+    import numpy as np
+
+    nearest = []
+    for vectors in (result, expected):
+        unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+        scores = unit @ unit.T
+        np.fill_diagonal(scores, -np.inf)
+        nearest.append(np.argpartition(-scores, NEIGHBOURS, axis=1)[:, :NEIGHBOURS])
+    shared = [len(set(one) & set(other)) for one, other in zip(*nearest, strict=True)]
+    return float(np.mean(shared)) / NEIGHBOURS
+
+
 def random_model(name: str, folder: Path) -> Path:
     """A BERT of a shape in ``SIZES`` with random weights, and a tokenizer of the shipped texts."""
     import torch
@@ -379,12 +395,15 @@ def main() -> None:
                 row = {"part": part, "contender": name, "threads": settings.threads}
                 row |= {"ms": round(1e3 * wall, 3), "processor_ms": round(1e3 * processor, 3)}
                 row |= {"texts_per_second": round(len(texts) / wall, 1), "cosine": round(cosines[name], 6)}
+                row |= {"overlap": ""}
+                if len(texts) > 10 * NEIGHBOURS:
+                    row["overlap"] = round(neighbour_overlap(vectors[name], vectors["transformers"]), 4)
                 row |= {"model": settings.model if settings.directory is None else directory.name}
                 row |= {"device": device_name(device), "versions": _versions()}
                 rows.append(row)
                 numbers = f"{row['ms']:10.3f} ms {row['processor_ms']:10.3f} ms processor"
                 rate = f"{row['texts_per_second']:9.1f}/s"
-                print(f"{part:20} {name:40} {numbers} {rate}  {row['cosine']:.5f}", flush=True)
+                print(f"{part:20} {name:40} {numbers} {rate}  {row['cosine']:.5f} {row['overlap']}", flush=True)
     if settings.out is not None:
         path = settings.out / f"{file_stem(device)}-cpu_encoders.csv"
         write(path, rows)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fasttfm._atomic_files import json_text, sync_file
+from fasttfm.data.lines import data_error
 
 MANIFEST, COMPLETE, UNFINISHED = "_manifest.json", "_complete.json", ".unfinished"
 _NAME = re.compile(r"part-(\d+)\.")
@@ -67,15 +68,15 @@ class PartFolder:
 
     @classmethod
     def opened(cls, folder: Path) -> PartFolder:
-        """A folder that has been written, with its own settings. Raises ValueError unless all of its parts are."""
+        """A folder that has been written, with its own settings. Raises DataError unless all of its parts are."""
         for name, expected in ((MANIFEST, "a folder of part files"), (COMPLETE, "all parts of a run that has ended")):
             if not (folder / name).is_file():
-                raise ValueError(f"{folder}: expected {expected}, with {name}, got none")
+                raise data_error(folder, f"{expected}, with {name}", "none")
         settings = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         parts = cls(folder, settings["suffix"], settings)
         total = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))["parts"]
         if parts.numbers() != list(range(total)):
-            raise ValueError(f"{folder}: expected {total:,} parts, got {len(parts.numbers()):,} of them")
+            raise data_error(folder, f"{total:,} parts", f"{len(parts.numbers()):,} of them")
         return parts
 
     def path(self, number: int) -> Path:

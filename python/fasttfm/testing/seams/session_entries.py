@@ -152,7 +152,7 @@ def session_entries(device: str) -> list[EntryPoint]:
     return [*entries, *(_packed_layers(name, precision) for precision in ("int8", "fp32") for name in int8)]
 
 
-# ---- packed layers, which sessions call with a lock --------------------------------------------------------------------
+# ---- packed layers, which sessions call with a lock ------------------------------------------------------------------
 
 
 def _packed_encoder(name: str, precision: str, device: torch.device) -> Any:
