@@ -1,4 +1,5 @@
-// Lists of steps on the CPU, in fp32. GEMMs in fp32 use the BLAS that the process has loaded.
+// Lists of steps on the CPU, in fp32. GEMMs in fp32 whose weights are not packed use the BLAS that the process has
+// loaded.
 #include "common/cpu/isa.h"
 #include "common/cpu/parallel.h"
 #include "common/packed.h"

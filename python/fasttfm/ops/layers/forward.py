@@ -118,8 +118,8 @@ class Forward(StepList):
     def _gemm(
         self, index: int, name: str, x: str, y: str, columns: int, inner: int, bias: str | None, activation: int = -1
     ) -> None:
-        """y = x weight^T + bias, in the situation's precision. In int8 and of packed weights on a CPU the
-        bias is one of the operands, and there may be an activation."""
+        """y = x weight^T + bias, in the situation's precision. With weights in int8 or packed weights on a
+        CPU, the bias is one of the operands, and there may be an activation."""
         if self.situation.precision == "fp8":
             x8, (weight, weight_inverse, _, x_inverse, _) = (
                 self._in_fp8(index, name, x, inner),
